@@ -1,0 +1,28 @@
+"""Where the tests find real machines and known answers; tests that need them skip where they are absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))
+ANSWERS = Path(os.environ.get("TOPOPLAN_ANSWERS", ROOT.parent / "shared" / "answers"))
+
+
+@pytest.fixture(scope="session")
+def machines_dir() -> Path:
+    """Folder of real machine descriptions (TOPOPLAN_MACHINES)."""
+    if not MACHINES.is_dir():
+        pytest.skip("no machine descriptions: set TOPOPLAN_MACHINES to their folder")
+    return MACHINES
+
+
+@pytest.fixture(scope="session")
+def answers_dir() -> Path:
+    """Folder of known answers (TOPOPLAN_ANSWERS)."""
+    if not ANSWERS.is_dir():
+        pytest.skip("no known answers: set TOPOPLAN_ANSWERS to their folder")
+    return ANSWERS

@@ -1,0 +1,80 @@
+"""topoplan: plans collective communication from a machine's wires, and proves how good the plan is.
+
+The names below load what they need when they are first used, so that ``import topoplan`` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from topoplan.errors import (
+        BackendError,
+        InfeasibleError,
+        PlanError,
+        ProbeError,
+        TopologyError,
+        TopoplanError,
+        UsageError,
+    )
+    from topoplan.formats.load import load
+    from topoplan.packing.planner import plan
+    from topoplan.plans.plan import Plan
+    from topoplan.plans.verify import verify
+    from topoplan.schedules.double_binary_tree import double_binary_tree
+    from topoplan.schedules.ring import ring
+    from topoplan.simulation.model import simulate
+    from topoplan.topology import Device, Link, Topology
+
+_HOME = {
+    "BackendError": "topoplan.errors",
+    "Device": "topoplan.topology",
+    "InfeasibleError": "topoplan.errors",
+    "Link": "topoplan.topology",
+    "Plan": "topoplan.plans.plan",
+    "PlanError": "topoplan.errors",
+    "ProbeError": "topoplan.errors",
+    "Topology": "topoplan.topology",
+    "TopologyError": "topoplan.errors",
+    "TopoplanError": "topoplan.errors",
+    "UsageError": "topoplan.errors",
+    "double_binary_tree": "topoplan.schedules.double_binary_tree",
+    "load": "topoplan.formats.load",
+    "plan": "topoplan.packing.planner",
+    "ring": "topoplan.schedules.ring",
+    "simulate": "topoplan.simulation.model",
+    "verify": "topoplan.plans.verify",
+}
+
+__all__ = [
+    "BackendError",
+    "Device",
+    "InfeasibleError",
+    "Link",
+    "Plan",
+    "PlanError",
+    "ProbeError",
+    "Topology",
+    "TopologyError",
+    "TopoplanError",
+    "UsageError",
+    "double_binary_tree",
+    "load",
+    "plan",
+    "ring",
+    "simulate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'topoplan' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

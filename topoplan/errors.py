@@ -1,0 +1,107 @@
+"""The exception tree of topoplan.
+
+::
+
+    TopoplanError
+    ├── TopologyError (ValueError)    a machine description is wrong
+    ├── UsageError (ValueError)       a request does not fit the machine (unknown name, bad GPU index)
+    ├── InfeasibleError               no plan can exist; carries the cut that proves it
+    ├── PlanError (ValueError)        a plan is wrong; names shard, stage and rank
+    ├── ProbeError                    hardware or driver did not answer
+    └── BackendError                  a running collective failed; names rank, peer and step
+
+Every message is one line: what happened with the values, then what to do.
+"""
+
+from __future__ import annotations
+
+
+class TopoplanError(Exception):
+    """Base of every error that topoplan raises on purpose."""
+
+
+class TopologyError(TopoplanError, ValueError):
+    """A machine description is wrong: the message gives field, value and remedy."""
+
+
+class UsageError(TopoplanError, ValueError):
+    """A request does not fit: unknown machine, collective or option, GPU out of range."""
+
+
+class InfeasibleError(TopoplanError):
+    """No plan can exist on these links.
+
+    Attributes
+    ----------
+    cut : tuple of str
+        Devices on one side of a cut that no usable link leaves: the proof.
+    """
+
+    def __init__(self, message: str, *, cut: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.cut = cut
+
+
+class PlanError(TopoplanError, ValueError):
+    """A plan is wrong.
+
+    Attributes
+    ----------
+    shard, stage, rank : int or None
+        Where it is wrong, as indices into the plan; None where the fault is not that local.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        shard: int | None = None,
+        stage: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        where = ", ".join(
+            f"{label} {value}"
+            for label, value in (("shard", shard), ("stage", stage), ("rank", rank))
+            if value is not None
+        )
+        super().__init__(f"{where}: {message}" if where else message)
+        self.fault = message
+        self.shard = shard
+        self.stage = stage
+        self.rank = rank
+
+    def within(self, shard: int, stage: int) -> PlanError:
+        """The same fault, told with the shard and stage in which it was found."""
+        return PlanError(self.fault, shard=shard, stage=stage, rank=self.rank)
+
+
+class ProbeError(TopoplanError):
+    """Hardware or driver did not answer: the message says what to install or to pass instead."""
+
+
+class BackendError(TopoplanError):
+    """A running collective failed.
+
+    Attributes
+    ----------
+    rank, peer, step : int or None
+        The rank that noticed, the rank that it waited for or refused, and the step of the transfer table.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        where = ", ".join(
+            f"{label} {value}"
+            for label, value in (("rank", rank), ("peer", peer), ("step", step))
+            if value is not None
+        )
+        super().__init__(f"{where}: {message}" if where else message)
+        self.rank = rank
+        self.peer = peer
+        self.step = step

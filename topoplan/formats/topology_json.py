@@ -1,0 +1,143 @@
+"""Topology JSON, format ``topoplan.topology/1``: text to Topology and back, nothing lost.
+
+Optional keys that have their default value are left out when writing. Keys that this version does not know are
+ignored, unless a required one is missing and they look like a misspelling of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import cast
+
+from topoplan.errors import TopologyError
+from topoplan.topology import Device, Link, Topology
+
+FORMAT = "topoplan.topology/1"
+
+_DEVICE_KEYS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "kind": (str,),
+    "server": (str,),
+    "model": (str,),
+    "busid": (str,),
+    "numa": (int, type(None)),
+    "multicast": (bool,),
+    "reduce": (bool,),
+}
+_LINK_KEYS: dict[str, tuple[type, ...]] = {
+    "src": (str,),
+    "dst": (str,),
+    "channel": (str,),
+    "bandwidth": (int, float),
+    "count": (int,),
+    "latency": (int, float, type(None)),
+}
+
+
+def parse_topology_json(text: str) -> Topology:
+    """Read topology JSON.
+
+    Raises
+    ------
+    TopologyError
+        The text is no JSON, of another format or version, or a field is missing, of a wrong type or out of range.
+
+    Examples
+    --------
+    >>> parse_topology_json('{"format": "topoplan.topology/2"}')
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
+    """
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TopologyError(f"the topology is no JSON: {error}") from None
+    return topology_from_object(value)
+
+
+def topology_from_object(value: object) -> Topology:
+    """Read a topology from decoded JSON; errors as `parse_topology_json`."""
+    if not isinstance(value, dict):
+        raise TopologyError(f"topology JSON must be an object, not {type(value).__name__}")
+    if value.get("format") != FORMAT:
+        raise TopologyError(
+            f"format {value.get('format')!r} is not {FORMAT!r}; convert the file or use another version of topoplan"
+        )
+    name, source = value.get("name", "machine"), value.get("source", "")
+    if not isinstance(name, str) or not isinstance(source, str):
+        raise TopologyError("topology name and source must be texts")
+    notes = value.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise TopologyError("topology notes must be a list of texts")
+    return Topology(
+        name=name,
+        devices=tuple(
+            Device(**_fields(item, _DEVICE_KEYS, ("name", "kind"), f"device {i}"))  # type: ignore[arg-type]
+            for i, item in enumerate(_items(value, "devices"))
+        ),
+        links=tuple(
+            Link(**_fields(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), f"link {i}"))  # type: ignore[arg-type]
+            for i, item in enumerate(_items(value, "links"))
+        ),
+        notes=tuple(notes),
+        source=source,
+    )
+
+
+def _items(value: Mapping[str, object], key: str) -> list[object]:
+    items = value.get(key)
+    if not isinstance(items, list):
+        raise TopologyError(f"topology key {key!r} must be a list, not {type(items).__name__}")
+    return cast("list[object]", items)
+
+
+def _fields(
+    item: object, known: Mapping[str, tuple[type, ...]], required: tuple[str, ...], where: str
+) -> dict[str, object]:
+    if not isinstance(item, dict):
+        raise TopologyError(f"{where} must be an object, not {type(item).__name__}")
+    for key in required:
+        if key not in item:
+            near = difflib.get_close_matches(key, [str(k) for k in item if k not in known], n=1)
+            hint = f"; did you mean it by {near[0]!r}?" if near else ""
+            raise TopologyError(f"{where} has no {key!r}{hint}")
+    fields = {key: item[key] for key in known if key in item}
+    for key, field in fields.items():
+        if not isinstance(field, known[key]) or (isinstance(field, bool) and bool not in known[key]):
+            raise TopologyError(f"{where}: {key} {field!r} has the wrong type")
+    return fields
+
+
+def topology_to_object(topology: Topology) -> dict[str, object]:
+    """The JSON object of a topology, keys in the format's order, defaults left out."""
+    head: dict[str, object] = {"format": FORMAT, "name": topology.name}
+    if topology.source:
+        head["source"] = topology.source
+    if topology.notes:
+        head["notes"] = list(topology.notes)
+    defaults = {"server": "", "model": "", "busid": "", "numa": None, "multicast": False, "reduce": False}
+    head["devices"] = [
+        {key: field for key in _DEVICE_KEYS if (field := getattr(d, key)) != defaults.get(key, ...)}
+        for d in topology.devices
+    ]
+    defaults = {"count": 1, "latency": None}
+    head["links"] = [
+        {key: field for key in _LINK_KEYS if (field := getattr(link, key)) != defaults.get(key, ...)}
+        for link in topology.links
+    ]
+    return head
+
+
+def dump_topology_json(topology: Topology) -> str:
+    """Topology JSON with one device or link to a line."""
+    value = topology_to_object(topology)
+    parts = []
+    for key, field in value.items():
+        if key in ("devices", "links"):
+            rows = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in cast("list[object]", field))
+            parts.append(f'"{key}": [\n{rows}\n]' if rows else f'"{key}": []')
+        else:
+            parts.append(f'"{key}": {json.dumps(field, ensure_ascii=False)}')
+    return "{" + ",\n ".join(parts) + "}\n"

@@ -1,0 +1,23 @@
+"""The plan and its independent check."""
+
+from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
+from topoplan.plans.fabric import Arc, Fabric, usable_fabric
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.verify import Verification, verify
+
+__all__ = [
+    "Arc",
+    "Certificate",
+    "Cut",
+    "Edge",
+    "Fabric",
+    "Lengths",
+    "Partition",
+    "Plan",
+    "Shard",
+    "Stage",
+    "Trivial",
+    "Verification",
+    "usable_fabric",
+    "verify",
+]

@@ -1,0 +1,201 @@
+"""The part of a machine that one plan may use: its ranks, the links of its channels, and routes between ranks.
+
+A *route* runs from one rank to another through forwarding devices only (switches, CPUs, NICs); passing another
+rank would be two edges of a tree. Capacities are exact rationals in GB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.topology import Link, Topology
+from topoplan.units import exact
+
+CHANNEL_LINKS = {
+    "nvlink": ("nvlink",),
+    "pcie": ("pcie", "sys", "c2c"),
+    "network": ("network", "nvlink", "pcie", "sys", "c2c"),
+}
+"""Which link channels an edge of each channel may cross."""
+
+ROUTES_PER_PAIR = 16
+"""Routes kept between two ranks, shortest first; a certificate always speaks of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """One route between two ranks: the indices of the links it crosses, from tail to head."""
+
+    tail: int
+    head: int
+    links: tuple[int, ...]
+    route: tuple[str, ...]
+    channel: str
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Ranks and usable directed links of an allocation.
+
+    Parameters
+    ----------
+    topology : Topology
+        Only the allocation's GPUs (see `Topology.subset`).
+    channels : tuple of str
+        Any of nvlink, pcie, network.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
+    >>> fabric.size, len(fabric.links), fabric.arcs[0].route
+    (3, 6, ('gpu4', 'gpu5'))
+    """
+
+    topology: Topology
+    channels: tuple[str, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """Device of each rank."""
+        return self.topology.gpus
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The links that the channels may cross, in the topology's order."""
+        usable = {name for channel in self.channels for name in CHANNEL_LINKS[channel]}
+        return tuple(link for link in self.topology.links if link.channel in usable)
+
+    @cached_property
+    def capacity(self) -> tuple[Fraction, ...]:
+        """Capacity of each link in GB/s, exact."""
+        return tuple(exact(link.bandwidth) for link in self.links)
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Ranks first, then the forwarding devices on usable links, in the topology's order."""
+        touched = {end for link in self.links for end in (link.src, link.dst)}
+        rest = (d.name for d in self.topology.devices if d.kind != "gpu" and d.name in touched)
+        return self.ranks + tuple(rest)
+
+    @cached_property
+    def link_index(self) -> dict[tuple[str, str], int]:
+        """Index of the first usable link from one device to another."""
+        index: dict[tuple[str, str], int] = {}
+        for number, link in enumerate(self.links):
+            index.setdefault((link.src, link.dst), number)
+        return index
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """Every link as a pair of positions in `nodes`."""
+        position = {name: i for i, name in enumerate(self.nodes)}
+        return tuple((position[link.src], position[link.dst]) for link in self.links)
+
+    @cached_property
+    def direct(self) -> bool:
+        """True when every usable link joins two ranks: no switch in between."""
+        return len(self.nodes) == self.size
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """True when every link has an equal one in the other direction."""
+        capacity = {(s, d): c for (s, d), c in zip(self.ends, self.capacity, strict=True)}
+        return all(capacity.get((d, s)) == c for (s, d), c in capacity.items())
+
+    @cached_property
+    def arcs(self) -> tuple[Arc, ...]:
+        """Routes between all pairs of ranks, in order of tail, head, length and link indices."""
+        leaving: dict[int, list[tuple[int, int]]] = {}
+        for number, (src, dst) in enumerate(self.ends):
+            leaving.setdefault(src, []).append((number, dst))
+        arcs = []
+        for tail in range(self.size):
+            found: dict[int, list[tuple[int, ...]]] = {}
+            level: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(tail, (), (tail,))]
+            while level:
+                following = []
+                for node, path, visited in level:
+                    for number, dst in leaving.get(node, ()):
+                        if dst in visited:
+                            continue
+                        longer = (*path, number)
+                        if dst < self.size:
+                            if len(found.setdefault(dst, [])) < ROUTES_PER_PAIR:
+                                found[dst].append(longer)
+                        else:
+                            following.append((dst, longer, (*visited, dst)))
+                level = following
+            for head in sorted(found):
+                for path in found[head]:
+                    route = (self.ranks[tail], *(self.links[number].dst for number in path))
+                    arcs.append(Arc(tail, head, path, route, self.channel_of(path)))
+        return tuple(arcs)
+
+    def channel_of(self, path: Sequence[int]) -> str:
+        """The channel name of an edge that crosses these links."""
+        crossed = {self.links[number].channel for number in path}
+        for channel in ("nvlink", "pcie"):
+            if crossed <= set(CHANNEL_LINKS[channel]):
+                return channel
+        return "network"
+
+    def unreachable(self) -> tuple[str, ...]:
+        """Devices that some rank can reach where that leaves out a rank: a cut that no link crosses; else ()."""
+        for start in range(self.size):
+            reached = {start}
+            frontier = [start]
+            for node in frontier:
+                for src, dst in self.ends:
+                    if src == node and dst not in reached:
+                        reached.add(dst)
+                        frontier.append(dst)
+            if not reached >= set(range(self.size)):
+                return tuple(self.nodes[node] for node in sorted(reached))
+        return ()
+
+
+def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
+    """The fabric that a plan for this allocation runs on.
+
+    Parameters
+    ----------
+    topology : Topology
+        The allocation (see `Topology.subset`).
+    channels : str
+        ``auto`` takes NVLink where it connects all ranks and PCIe otherwise; ``nvlink`` and ``pcie`` insist.
+
+    Raises
+    ------
+    InfeasibleError
+        The links asked for do not connect the ranks; the message and ``cut`` name the devices on one side.
+    UsageError
+        Unknown value of ``channels``.
+    """
+    choices = {"auto": (("nvlink",), ("pcie",)), "nvlink": (("nvlink",),), "pcie": (("pcie",),)}
+    if channels not in choices:
+        raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(choices)}")
+    cut: tuple[str, ...] = ()
+    for choice in choices[channels]:
+        fabric = Fabric(topology, choice)
+        cut = fabric.unreachable()
+        if not cut:
+            return fabric
+    gpus = [name for name in cut if name in topology.gpus]
+    others = [name for name in topology.gpus if name not in gpus]
+    wires = "NVLink or PCIe" if channels == "auto" else {"nvlink": "NVLink", "pcie": "PCIe"}[channels]
+    hint = "" if channels == "auto" else "; try --channels auto"
+    raise InfeasibleError(
+        f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "
+        f"nothing leaves the cut {{{', '.join(cut)}}}{hint}",
+        cut=cut,
+    )

@@ -1,0 +1,85 @@
+"""Link loads and rate of a finished forest.
+
+The rate is never taken from a solver: rate = min over directed links of c(e) / load(e), where load(e) is the
+sum over stages of share x number of times the stage crosses e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from topoplan.errors import PlanError
+from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.plan import Edge, Shard, Stage
+
+
+def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
+    """Indices of the links that data crosses on an edge, in the order in which it crosses them.
+
+    Raises
+    ------
+    PlanError
+        The route does not join the edge's ranks, or there is no such link on the edge's channel.
+    """
+    if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
+        fabric.ranks[edge.parent],
+        fabric.ranks[edge.child],
+    ):
+        raise PlanError(
+            f"the route {'-'.join(edge.route)} does not lead from {fabric.ranks[edge.parent]} "
+            f"to {fabric.ranks[edge.child]}",
+            rank=edge.child,
+        )
+    if edge.channel not in fabric.channels:
+        raise PlanError(
+            f"edge {edge.parent}->{edge.child} uses channel {edge.channel!r}, but the plan speaks of "
+            f"{', '.join(fabric.channels)}",
+            rank=edge.child,
+        )
+    devices = edge.route if op == "broadcast" else edge.route[::-1]
+    crossed = []
+    for src, dst in zip(devices, devices[1:], strict=False):
+        number = fabric.link_index.get((src, dst))
+        if number is None or fabric.links[number].channel not in CHANNEL_LINKS[edge.channel]:
+            raise PlanError(
+                f"the route {'-'.join(edge.route)} crosses {src}->{dst}, where there is no {edge.channel} link",
+                rank=edge.child,
+            )
+        crossed.append(number)
+    return tuple(crossed)
+
+
+def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
+    """Indices of all links that a stage crosses, one entry for each crossing."""
+    return [number for edge in stage.edges for number in edge_links(edge, stage.op, fabric)]
+
+
+def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
+    """Load of every link of the fabric: bytes across it for each byte of the buffer."""
+    load = [Fraction(0)] * len(fabric.links)
+    for index, shard in enumerate(shards):
+        for position, stage in enumerate(shard.stages):
+            try:
+                crossed = stage_links(stage, fabric)
+            except PlanError as error:
+                raise error.within(index, position) from None
+            for number in crossed:
+                load[number] += shard.share
+    return load
+
+
+def forest_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
+    """Rate of a forest in GB/s, exact; None where no byte crosses a link."""
+    loads = link_loads(shards, fabric)
+    rates = [c / load for c, load in zip(fabric.capacity, loads, strict=True) if load]
+    return min(rates) if rates else None
+
+
+def bottlenecks(shards: Sequence[Shard], fabric: Fabric) -> tuple[int, ...]:
+    """Indices of the links that are full when the forest runs at its rate."""
+    loads = link_loads(shards, fabric)
+    rate = forest_rate(shards, fabric)
+    if rate is None:
+        return ()
+    return tuple(i for i, load in enumerate(loads) if load and fabric.capacity[i] == rate * load)

@@ -1,0 +1,268 @@
+"""The plan: shards with exact shares, each an ordered list of trees over ranks.
+
+Everything that topoplan builds, its own packings and the rings and trees it is compared with, is a `Plan`: the
+buffer is divided into shards by exact rational shares, and each shard runs through stages, where one stage is
+one reduce tree or one broadcast tree whose edges carry their physical route. Chunks and pipelining are not
+part of a plan; lowering adds them.
+
+Where a shard lies in the buffer follows from the order of the shards (`shard_bounds`). In allgather and
+reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the shards
+stand in the order of their owners.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from topoplan.errors import PlanError, UsageError
+from topoplan.plans.certificate import Certificate
+from topoplan.topology import Topology
+
+COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+ROOTED = ("broadcast", "reduce")
+"""Collectives with one root that the user names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One edge of a tree.
+
+    Parameters
+    ----------
+    parent, child : int
+        Ranks.
+    route : tuple of str
+        Devices from parent to child, both included. In a reduce stage data runs along it backwards.
+    channel : str
+        nvlink, pcie or network: whose links the route crosses.
+    """
+
+    parent: int
+    child: int
+    route: tuple[str, ...]
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One tree: ``op`` is reduce (data runs from child to parent) or broadcast (from parent to child)."""
+
+    op: str
+    root: int
+    edges: tuple[Edge, ...]
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest path from the root.
+
+        Raises
+        ------
+        PlanError
+            An edge hangs on a parent that the root does not reach.
+        """
+        return max(self.depths().values())
+
+    def depths(self) -> dict[int, int]:
+        """Depth of every rank in the tree, the root's 0.
+
+        Raises
+        ------
+        PlanError
+            The edges are no tree from the root.
+        """
+        depth = {self.root: 0}
+        for parent, child in ((edge.parent, edge.child) for edge in self.top_down()):
+            depth[child] = depth[parent] + 1
+        return depth
+
+    def top_down(self) -> tuple[Edge, ...]:
+        """The edges in breadth-first order from the root, siblings in ascending rank.
+
+        Raises
+        ------
+        PlanError
+            A rank has two parents or the root has one, or an edge is not reached from the root.
+        """
+        children: dict[int, list[Edge]] = {}
+        seen = {self.root}
+        for edge in self.edges:
+            if edge.child in seen:
+                fault = "is the root and has a parent" if edge.child == self.root else "has two parents"
+                raise PlanError(f"rank {edge.child} {fault} in a {self.op} tree", rank=edge.child)
+            seen.add(edge.child)
+            children.setdefault(edge.parent, []).append(edge)
+        order: list[Edge] = []
+        frontier = [self.root]
+        for rank in frontier:
+            for edge in sorted(children.pop(rank, []), key=lambda e: e.child):
+                order.append(edge)
+                frontier.append(edge.child)
+        if children:
+            stray = min(children)
+            raise PlanError(f"rank {stray} is a parent but the root {self.root} does not reach it", rank=stray)
+        return tuple(order)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the buffer: its exact share and the trees it runs through, in order."""
+
+    share: Fraction
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A collective on a machine as a forest with shares, and the proof of how good it is.
+
+    Parameters
+    ----------
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    ranks : tuple of str
+        Rank i runs on device ``ranks[i]``.
+    root : int or None
+        Root rank of a broadcast or reduce.
+    topology : Topology
+        The machine as this plan may use it: GPUs outside the allocation are taken out.
+    channels : tuple of str
+        Channels that rate and bound speak of: nvlink, pcie, network.
+    schedule : str
+        What kind of forest: ``trees``, ``one-hop``, ``nvlink ring``, ``pcie ring``, ``relay ring``, …
+    method : str
+        What built it: exact, mwu, or the baseline's name.
+    shards : tuple of Shard
+        Shares add up to 1.
+    rate : float
+        GB/s of algorithm bandwidth: bytes of the user's buffer per second, recomputed from the forest.
+        Infinite for a single rank, where nothing moves.
+    bound : float
+        GB/s that no plan on these channels exceeds, recomputed from the certificate.
+    certificate : Certificate
+        What a third party needs to recompute the bound.
+    seconds : float or None
+        Time it took to plan; not part of the plan file, which is the same byte for byte every time.
+    notes : tuple of str
+        What the planner could not reach or prove, one line each.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast")
+    >>> plan.rate, plan.bound, plan.gap
+    (150.0, 150.0, 0.0)
+    """
+
+    collective: str
+    ranks: tuple[str, ...]
+    root: int | None
+    topology: Topology
+    channels: tuple[str, ...]
+    schedule: str
+    method: str
+    shards: tuple[Shard, ...]
+    rate: float
+    bound: float
+    certificate: Certificate
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far the rate is below the bound, as a fraction of the bound; 0 means proved optimal."""
+        return 0.0 if len(self.ranks) == 1 else max(0.0, 1 - self.rate / self.bound)
+
+    @property
+    def trees(self) -> int:
+        """Number of packed trees: one per shard, and one that runs up and then down counts once."""
+        return sum(any(stage.edges for stage in shard.stages) for shard in self.shards)
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest root-to-leaf path of any tree."""
+        return max((stage.height for shard in self.shards for stage in shard.stages), default=0)
+
+    @property
+    def depth(self) -> int:
+        """Hops that the slowest byte makes one after another: heights of a shard's stages added up."""
+        return max((sum(stage.height for stage in shard.stages) for shard in self.shards), default=0)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan file, by which ranks agree that they run the same plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
+        from topoplan.plans.plan_json import dump_plan
+
+        return dump_plan(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan file; its claims are not trusted (see `topoplan.verify`).
+
+        Raises
+        ------
+        PlanError
+            The text is no plan file of this format; names the key, and shard and stage where there is one.
+        """
+        from topoplan.plans.plan_json import parse_plan
+
+        return parse_plan(text)
+
+    def timed(self, seconds: float) -> Plan:
+        """The same plan with the time it took to make."""
+        return replace(self, seconds=seconds)
+
+
+def check_collective(collective: str) -> str:
+    """Return the name of a known collective, or raise UsageError that suggests the nearest.
+
+    Examples
+    --------
+    >>> check_collective("reduce-scatter")
+    'reduce_scatter'
+    """
+    import difflib
+
+    name = collective.lower().replace("-", "_")
+    name = {"all_reduce": "allreduce", "all_gather": "allgather", "reducescatter": "reduce_scatter"}.get(name, name)
+    if name not in COLLECTIVES:
+        near = difflib.get_close_matches(name, COLLECTIVES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COLLECTIVES)}"
+        raise UsageError(f"collective {collective!r} is unknown; {hint}")
+    return name
+
+
+def shard_bounds(shares: Iterable[Fraction], count: int) -> list[int]:
+    """Element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
+
+    Cumulative shares are rounded down, so any count is divided without gap or overlap.
+
+    Examples
+    --------
+    >>> shard_bounds([Fraction(1, 3)] * 3, 7)
+    [0, 2, 4, 7]
+    """
+    bounds = [0]
+    total = Fraction(0)
+    for share in shares:
+        total += share
+        bounds.append(int(total * count))
+    return bounds
+
+
+def reversed_collective(collective: str) -> str:
+    """The collective whose plans are this one's with every edge reversed (reduce for broadcast, …)."""
+    pairs: Mapping[str, str] = {
+        "broadcast": "reduce",
+        "reduce": "broadcast",
+        "allgather": "reduce_scatter",
+        "reduce_scatter": "allgather",
+        "allreduce": "allreduce",
+    }
+    return pairs[collective]

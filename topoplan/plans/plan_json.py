@@ -1,0 +1,228 @@
+"""The plan file, format ``topoplan.plan/1``: Plan to text and back.
+
+Writing is deterministic: fixed key order, exact shares, no time and no random part, so the same plan is the
+same file byte for byte. ``seconds`` (the time it took to plan) is null in files for that reason; ``topoplan plan
+--json`` prints it. Reading believes nothing but the types; `topoplan.verify` checks the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import cast
+
+from topoplan.errors import PlanError, TopologyError
+from topoplan.formats.topology_json import topology_from_object, topology_to_object
+from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
+from topoplan.plans.fabric import CHANNEL_LINKS
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
+
+FORMAT = "topoplan.plan/1"
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of a plan file; shards stand one to a line."""
+    value = plan_to_object(plan)
+    shards = value.pop("shards")
+    head = ",\n ".join(f'"{key}": {_compact(field)}' for key, field in value.items())
+    rows = ",\n  ".join(_compact(shard) for shard in cast("list[object]", shards))
+    return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+
+
+def plan_to_object(plan: Plan) -> dict[str, object]:
+    """The plan file as a JSON object."""
+    return {
+        "format": FORMAT,
+        "collective": plan.collective,
+        "ranks": list(plan.ranks),
+        "root": plan.root,
+        "topology": topology_to_object(plan.topology),
+        "channels": list(plan.channels),
+        "rate": finite(plan.rate),
+        "bound": finite(plan.bound),
+        "certificate": certificate_to_object(plan.certificate),
+        "schedule": plan.schedule,
+        "method": plan.method,
+        "seconds": None,
+        "trees": plan.trees,
+        "height": plan.height,
+        "notes": list(plan.notes),
+        "shards": [
+            {
+                "share": str(shard.share),
+                "stages": [
+                    {
+                        "op": stage.op,
+                        "root": stage.root,
+                        "edges": [[e.parent, e.child, list(e.route), e.channel] for e in stage.edges],
+                    }
+                    for stage in shard.stages
+                ],
+            }
+            for shard in plan.shards
+        ],
+    }
+
+
+def finite(value: float) -> float | None:
+    """The number for JSON, which has no infinity: None stands for the rate of a plan that moves nothing."""
+    return value if math.isfinite(value) else None
+
+
+def certificate_to_object(certificate: Certificate) -> dict[str, object]:
+    """The JSON object of a certificate."""
+    if isinstance(certificate, Cut):
+        return {"kind": "cut", "side": list(certificate.side)}
+    if isinstance(certificate, Partition):
+        return {"kind": "partition", "parts": [list(part) for part in certificate.parts]}
+    if isinstance(certificate, Lengths):
+        return {"kind": "lengths", "lengths": [[s, d, str(y)] for s, d, y in certificate.lengths]}
+    return {"kind": "trivial"}
+
+
+def parse_plan(text: str) -> Plan:
+    """Read a plan file.
+
+    Raises
+    ------
+    PlanError
+        No JSON, another format or version, or a key is missing or of a wrong type.
+    """
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(f"the plan is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
+    if value.get("format") != FORMAT:
+        raise PlanError(f"format {value.get('format')!r} is not {FORMAT!r}; make the plan again with topoplan plan")
+    try:
+        topology = topology_from_object(value.get("topology"))
+    except TopologyError as error:
+        raise PlanError(f"the embedded topology is wrong: {error}") from None
+    root = value.get("root")
+    return Plan(
+        collective=_text(value.get("collective"), "collective"),
+        ranks=tuple(_text(name, "ranks") for name in _list(value.get("ranks"), "ranks")),
+        root=None if root is None else _whole(root, "root"),
+        topology=topology,
+        channels=_channels(value.get("channels")),
+        schedule=_text(value.get("schedule", "trees"), "schedule"),
+        method=_text(value.get("method"), "method"),
+        shards=tuple(_shard(item, i) for i, item in enumerate(_list(value.get("shards"), "shards"))),
+        rate=_rate(value.get("rate"), "rate"),
+        bound=_rate(value.get("bound"), "bound"),
+        certificate=_certificate(value.get("certificate")),
+        seconds=None if value.get("seconds") is None else _rate(value.get("seconds"), "seconds"),
+        notes=tuple(_text(note, "notes") for note in _list(value.get("notes", []), "notes")),
+    )
+
+
+def _shard(item: object, number: int) -> Shard:
+    value = _dict(item, f"shard {number}")
+    return Shard(
+        _fraction(value.get("share"), f"shard {number}: share"),
+        tuple(
+            _stage(stage, number, position)
+            for position, stage in enumerate(_list(value.get("stages"), f"shard {number}: stages"))
+        ),
+    )
+
+
+def _stage(item: object, number: int, position: int) -> Stage:
+    where = f"shard {number}, stage {position}"
+    value = _dict(item, where)
+    edges = []
+    for edge in _list(value.get("edges"), f"{where}: edges"):
+        if not isinstance(edge, list) or len(edge) != 4:
+            raise PlanError(f"{where}: an edge must be [parent, child, route, channel], not {edge!r}"[:200])
+        edges.append(
+            Edge(
+                _whole(edge[0], f"{where}: parent"),
+                _whole(edge[1], f"{where}: child"),
+                tuple(_text(name, f"{where}: route") for name in _list(edge[2], f"{where}: route")),
+                _text(edge[3], f"{where}: channel"),
+            )
+        )
+    return Stage(
+        _text(value.get("op"), f"{where}: op"), _whole(value.get("root"), f"{where}: root"), tuple(edges)
+    )
+
+
+def _certificate(item: object) -> Certificate:
+    value = _dict(item, "certificate")
+    kind = value.get("kind")
+    if kind == "cut":
+        return Cut(_names(value.get("side"), "certificate: side"))
+    if kind == "partition":
+        parts = _list(value.get("parts"), "certificate: parts")
+        return Partition(tuple(_names(part, "certificate: parts") for part in parts))
+    if kind == "lengths":
+        rows = []
+        for row in _list(value.get("lengths"), "certificate: lengths"):
+            if not isinstance(row, list) or len(row) != 3:
+                raise PlanError(f"certificate: a length must be [src, dst, length], not {row!r}"[:200])
+            where = "certificate: lengths"
+            rows.append((_text(row[0], where), _text(row[1], where), _fraction(row[2], where)))
+        return Lengths(tuple(rows))
+    if kind == "trivial":
+        return Trivial()
+    raise PlanError(f"certificate kind {kind!r} is unknown; use cut, partition, lengths or trivial")
+
+
+def _channels(item: object) -> tuple[str, ...]:
+    channels = _names(item, "channels")
+    for channel in channels:
+        if channel not in CHANNEL_LINKS:
+            raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
+    return channels
+
+
+def _names(item: object, where: str) -> tuple[str, ...]:
+    return tuple(_text(name, where) for name in _list(item, where))
+
+
+def _dict(item: object, where: str) -> dict[str, object]:
+    if not isinstance(item, dict):
+        raise PlanError(f"{where} must be an object, not {type(item).__name__}")
+    return cast("dict[str, object]", item)
+
+
+def _list(item: object, where: str) -> list[object]:
+    if not isinstance(item, list):
+        raise PlanError(f"{where} must be a list, not {type(item).__name__}")
+    return cast("list[object]", item)
+
+
+def _text(item: object, where: str) -> str:
+    if not isinstance(item, str):
+        raise PlanError(f"{where} must be a text, not {item!r}"[:200])
+    return item
+
+
+def _whole(item: object, where: str) -> int:
+    if isinstance(item, bool) or not isinstance(item, int):
+        raise PlanError(f"{where} must be a whole number, not {item!r}"[:200])
+    return item
+
+
+def _rate(item: object, where: str) -> float:
+    if item is None:
+        return math.inf
+    if isinstance(item, bool) or not isinstance(item, (int, float)) or not item >= 0:
+        raise PlanError(f"{where} must be a number of zero or more, not {item!r}"[:200])
+    return float(item)
+
+
+def _fraction(item: object, where: str) -> Fraction:
+    if isinstance(item, str) and len(item) <= 400:
+        try:
+            return Fraction(item)
+        except (ValueError, ZeroDivisionError):
+            pass
+    raise PlanError(f'{where} must be a rational number in quotes such as "1/6", not {item!r}'[:200])

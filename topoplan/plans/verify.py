@@ -1,0 +1,232 @@
+"""The independent check of a plan: nothing that a plan claims is believed.
+
+From the plan alone it recomputes the trees, the postcondition (every rank ends with each contribution exactly
+once), the link loads, the rate, and the bound that the certificate proves. Contributions are counted: rank r
+starts with one of its own; a reduce edge adds the child's counts to the parent's, a broadcast edge replaces the
+child's by the parent's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.plans.certificate import certified_bound
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
+from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
+from topoplan.units import TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check recomputed.
+
+    Parameters
+    ----------
+    rate, bound : float
+        GB/s of algorithm bandwidth, recomputed; infinite for a single rank.
+    exact_rate, exact_bound : Fraction or None
+        The same as rational numbers.
+    optimal : bool
+        Rate and bound are equal as rational numbers.
+    trees, height : int
+    bottleneck : tuple of (str, str)
+        Links that are full when the plan runs at its rate.
+    loads : dict of (src, dst) to float
+        Bytes across each used link for each byte of the buffer.
+    """
+
+    rate: float
+    bound: float
+    exact_rate: Fraction | None
+    exact_bound: Fraction | None
+    optimal: bool
+    trees: int
+    height: int
+    bottleneck: tuple[tuple[str, str], ...]
+    loads: dict[tuple[str, str], float]
+
+
+def verify(plan: Plan) -> Verification:
+    """Recompute everything that a plan claims.
+
+    Returns
+    -------
+    Verification
+
+    Raises
+    ------
+    PlanError
+        The first thing that is wrong, with shard, stage and rank.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> report = topoplan.verify(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"))
+    >>> report.exact_rate, report.exact_bound
+    (Fraction(600, 7), Fraction(600, 7))
+    """
+    fabric = _check_header(plan)
+    _check_shares(plan)
+    for number, shard in enumerate(plan.shards):
+        _check_trees(shard, number, fabric.size)
+        _check_postcondition(plan, shard, number)
+    rate = forest_rate(plan.shards, fabric)
+    bound = (
+        certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
+    )
+    _check_claim("rate", plan.rate, rate)
+    _check_claim("bound", plan.bound, bound)
+    if rate is not None and bound is not None and rate > bound:
+        raise PlanError(
+            f"the forest's rate {float(rate):.6g} GB/s exceeds the certified bound {float(bound):.6g}: "
+            "the certificate does not fit this machine"
+        )
+    loads = link_loads(plan.shards, fabric)
+    return Verification(
+        rate=math.inf if rate is None else float(rate),
+        bound=math.inf if bound is None else float(bound),
+        exact_rate=rate,
+        exact_bound=bound,
+        optimal=rate == bound,
+        trees=plan.trees,
+        height=plan.height,
+        bottleneck=tuple(
+            (fabric.links[i].src, fabric.links[i].dst) for i in bottlenecks(plan.shards, fabric)
+        ),
+        loads={(link.src, link.dst): float(x) for link, x in zip(fabric.links, loads, strict=True) if x},
+    )
+
+
+def _check_header(plan: Plan) -> Fabric:
+    if plan.collective not in COLLECTIVES:
+        raise PlanError(f"collective {plan.collective!r} is unknown")
+    if tuple(plan.ranks) != plan.topology.gpus:
+        raise PlanError(
+            f"ranks {', '.join(plan.ranks)} are not the GPUs of the embedded topology, "
+            f"{', '.join(plan.topology.gpus) or 'none'}"
+        )
+    if plan.collective in ROOTED and (plan.root is None or not 0 <= plan.root < len(plan.ranks)):
+        raise PlanError(f"root {plan.root} is no rank of this {plan.collective}")
+    fabric = Fabric(plan.topology, plan.channels)
+    if fabric.unreachable():
+        raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
+    return fabric
+
+
+def _check_shares(plan: Plan) -> None:
+    for number, shard in enumerate(plan.shards):
+        if shard.share <= 0:
+            raise PlanError(f"share {shard.share} must be above zero", shard=number)
+    total = sum((shard.share for shard in plan.shards), Fraction(0))
+    if total != 1:
+        raise PlanError(f"the shares add up to {total}, not 1")
+    if plan.collective in ("allgather", "reduce_scatter"):
+        owned = [Fraction(0)] * len(plan.ranks)
+        previous = 0
+        for number, shard in enumerate(plan.shards):
+            owner = _owner(plan, shard, number)
+            if owner < previous:
+                raise PlanError(
+                    "shards must stand in the order of their owners, the ranks", shard=number, rank=owner
+                )
+            previous = owner
+            owned[owner] += shard.share
+        for rank, share in enumerate(owned):
+            if share != Fraction(1, len(plan.ranks)):
+                raise PlanError(f"owns {share} of the buffer instead of 1/{len(plan.ranks)}", rank=rank)
+
+
+def _check_trees(shard: Shard, number: int, size: int) -> None:
+    if not shard.stages:
+        raise PlanError("has no stage", shard=number)
+    for position, stage in enumerate(shard.stages):
+        if stage.op not in ("reduce", "broadcast"):
+            raise PlanError(f"op {stage.op!r} is neither reduce nor broadcast", shard=number, stage=position)
+        for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
+            if not 0 <= rank < size:
+                raise PlanError(
+                    f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank
+                )
+        try:
+            stage.top_down()
+        except PlanError as error:
+            raise error.within(number, position) from None
+
+
+def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count whose data every rank holds after the stages.
+
+    Parameters
+    ----------
+    start : (N, N) int64
+        ``start[r, s]`` is how often rank r holds the contribution of rank s at first.
+
+    Returns
+    -------
+    (N, N) int64
+    """
+    held = start.copy()
+    for stage in stages:
+        edges = stage.top_down()
+        if stage.op == "broadcast":
+            for edge in edges:
+                held[edge.child] = held[edge.parent]
+        else:
+            for edge in reversed(edges):
+                held[edge.parent] += held[edge.child]
+    return held
+
+
+def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
+    size = len(plan.ranks)
+    last = len(shard.stages) - 1
+    start = np.eye(size, dtype=np.int64)
+    wanted = np.ones(size, dtype=np.int64)
+    destinations = list(range(size))
+    if plan.collective in ("broadcast", "allgather"):
+        owner = plan.root if plan.collective == "broadcast" else _owner(plan, shard, number)
+        start = np.zeros((size, size), dtype=np.int64)
+        start[owner, owner] = 1
+        wanted = start[owner]
+    elif plan.collective in ("reduce", "reduce_scatter"):
+        owner = plan.root if plan.collective == "reduce" else _owner(plan, shard, number)
+        destinations = [_integer(owner)]
+    held = contributions(shard.stages, start)
+    for rank in destinations:
+        wrong = np.flatnonzero(held[rank] != wanted)
+        if wrong.size:
+            source = int(wrong[0])
+            raise PlanError(
+                f"ends with the contribution of rank {source} {int(held[rank, source])} times "
+                f"instead of {int(wanted[source])}",
+                shard=number,
+                stage=last,
+                rank=rank,
+            )
+
+
+def _owner(plan: Plan, shard: Shard, number: int) -> int:
+    if not shard.stages:
+        raise PlanError("has no stage", shard=number)
+    return shard.stages[0].root if plan.collective == "allgather" else shard.stages[-1].root
+
+
+def _integer(value: int | None) -> int:
+    assert value is not None
+    return value
+
+
+def _check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:
+    if recomputed is None:
+        if math.isfinite(claimed):
+            raise PlanError(f"claims a {name} of {claimed:.6g} GB/s, but no byte crosses a link")
+        return
+    if not abs(claimed - float(recomputed)) <= TOLERANCE * float(recomputed):
+        raise PlanError(f"claims a {name} of {claimed:.9g} GB/s; recomputed it is {float(recomputed):.9g}")

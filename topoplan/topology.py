@@ -1,0 +1,240 @@
+"""A machine as data: devices and the directed links between them.
+
+Devices are GPUs and everything that only forwards (NVSwitch, PCIe switch, CPU, NIC, network switch). A link
+has one direction; a full-duplex wire is two links. ``bandwidth`` is in GB/s (1e9 bytes per second) for that
+direction and already counts the ``count`` parallel wires. Switches forward without copying or adding unless
+they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1`` (see ``topoplan.formats``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from topoplan.errors import TopologyError, UsageError
+
+DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch")
+LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU or a forwarding device.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its topology, for example ``gpu0`` or ``s1.gpu0``.
+    kind : str
+        One of gpu, nvswitch, pcie, cpu, nic, switch.
+    server : str
+        Name of the server that holds it; empty for network switches.
+    model, busid : str
+        What is known of the hardware; may be empty.
+    numa : int or None
+        NUMA node.
+    multicast, reduce : bool
+        The device can copy one input to several outputs, or add several inputs (in-network collectives).
+
+    Raises
+    ------
+    TopologyError
+        Empty name or unknown kind.
+    """
+
+    name: str
+    kind: str
+    server: str = ""
+    model: str = ""
+    busid: str = ""
+    numa: int | None = None
+    multicast: bool = False
+    reduce: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TopologyError(f"device name {self.name!r} is not a text of at least one character")
+        if self.kind not in DEVICE_KINDS:
+            raise TopologyError(
+                f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(DEVICE_KINDS)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a wire, or of a bundle of equal wires.
+
+    Parameters
+    ----------
+    src, dst : str
+        Device names.
+    channel : str
+        One of nvlink, pcie, sys (between CPU sockets), network, c2c.
+    bandwidth : float
+        GB/s in this direction, all ``count`` wires together; finite and above zero.
+    count : int
+        Parallel wires that ``bandwidth`` includes.
+    latency : float or None
+        Seconds; None where it is not known, and the model's default for the channel is used.
+
+    Raises
+    ------
+    TopologyError
+        A field is out of range.
+    """
+
+    src: str
+    dst: str
+    channel: str
+    bandwidth: float
+    count: int = 1
+    latency: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"link {self.src}->{self.dst}"
+        if self.src == self.dst:
+            raise TopologyError(f"{where}: a link must join two devices")
+        if self.channel not in LINK_CHANNELS:
+            raise TopologyError(
+                f"{where}: channel {self.channel!r} is unknown; use one of {', '.join(LINK_CHANNELS)}"
+            )
+        if not _is_number(self.bandwidth) or not math.isfinite(self.bandwidth) or self.bandwidth <= 0:
+            raise TopologyError(
+                f"{where}: bandwidth {self.bandwidth!r} must be a finite number of GB/s above zero; "
+                "leave out a link that is dead"
+            )
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise TopologyError(f"{where}: count {self.count!r} must be a whole number of at least 1")
+        if self.latency is not None and (
+            not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
+        ):
+            raise TopologyError(f"{where}: latency {self.latency!r} must be seconds, zero or more")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices and directed links of one machine or cluster.
+
+    Parameters
+    ----------
+    name : str
+        What the machine is called, for example ``dgx-1v``.
+    devices : tuple of Device
+        GPU number i is the i-th device of kind gpu, in this order.
+    links : tuple of Link
+        At most one link for each (src, dst, channel): parallel wires are its ``count``.
+    notes : tuple of str
+        What had to be assumed, one line each; shown to the user.
+    source : str
+        Where the figures come from.
+
+    Raises
+    ------
+    TopologyError
+        Two devices of one name, a link to an unknown device, or the same link twice.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> len(machine.gpus), sum(link.count for link in machine.links if link.channel == "nvlink")
+    (8, 48)
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    notes: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        names = {device.name for device in self.devices}
+        if len(names) != len(self.devices):
+            repeated = sorted(n for n in names if sum(d.name == n for d in self.devices) > 1)
+            raise TopologyError(f"device name {repeated[0]!r} is used twice; names must be unique")
+        seen = set()
+        for link in self.links:
+            for end in (link.src, link.dst):
+                if end not in names:
+                    raise TopologyError(
+                        f"link {link.src}->{link.dst}: device {end!r} is not listed under devices"
+                    )
+            key = (link.src, link.dst, link.channel)
+            if key in seen:
+                raise TopologyError(
+                    f"link {link.src}->{link.dst} ({link.channel}) is listed twice; "
+                    "list it once with the summed bandwidth and count"
+                )
+            seen.add(key)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs; position in this tuple is the GPU's number."""
+        return tuple(device.name for device in self.devices if device.kind == "gpu")
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the servers, in order of first appearance."""
+        return tuple(dict.fromkeys(device.server for device in self.devices if device.server))
+
+    def device(self, name: str) -> Device:
+        """The device of this name; TopologyError if there is none."""
+        for device in self.devices:
+            if device.name == name:
+                return device
+        raise TopologyError(f"topology {self.name} has no device {name!r}")
+
+    def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
+        """GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
+
+        Raises
+        ------
+        UsageError
+            A number is repeated or out of range, or the selection or machine is empty.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.load("dgx-1v").select([7, 1])
+        (1, 7)
+        """
+        total = len(self.gpus)
+        if total == 0:
+            raise UsageError(f"topology {self.name} has no GPU to plan for")
+        if gpus is None:
+            return tuple(range(total))
+        chosen = tuple(int(gpu) for gpu in gpus)
+        if not chosen:
+            raise UsageError("the GPU list is empty; name at least one GPU, for example --gpus 0,1")
+        for gpu in chosen:
+            if not 0 <= gpu < total:
+                raise UsageError(f"GPU {gpu} is out of range: {self.name} has GPUs 0 to {total - 1}")
+            if chosen.count(gpu) > 1:
+                raise UsageError(f"GPU {gpu} is named twice; name each GPU once")
+        return tuple(sorted(chosen))
+
+    def subset(self, gpus: Sequence[int] | None) -> Topology:
+        """The machine as an allocation may use it: the other GPUs and their links are taken out.
+
+        Switches, CPUs and NICs stay. Device names do not change.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.load("dgx-1v").subset([4, 5, 7]).gpus
+        ('gpu4', 'gpu5', 'gpu7')
+        """
+        keep = {self.gpus[gpu] for gpu in self.select(gpus)}
+        out = {device.name for device in self.devices if device.kind == "gpu"} - keep
+        if not out:
+            return self
+        return replace(
+            self,
+            devices=tuple(device for device in self.devices if device.name not in out),
+            links=tuple(link for link in self.links if link.src not in out and link.dst not in out),
+        )

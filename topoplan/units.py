@@ -1,0 +1,111 @@
+"""Units, and the one place where they are converted.
+
+Inside topoplan bytes and seconds are bare numbers and bandwidth is GB/s (1e9 bytes per second).
+Gigabits per second appear only at the edges (``--nic-gbps``), sizes such as ``64MB`` only in text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from topoplan.errors import UsageError
+
+TOLERANCE = 1e-9
+"""Relative tolerance of every comparison between rates that went through floating point."""
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT]?)(i?)B?)?\s*$", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def exact(bandwidth: float) -> Fraction:
+    """The rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
+
+    Examples
+    --------
+    >>> exact(25.781)
+    Fraction(25781, 1000)
+    """
+    return Fraction(repr(float(bandwidth)))
+
+
+def gigabytes_from_gigabits(gigabits: float) -> float:
+    """Convert Gb/s, as NICs are sold, to GB/s.
+
+    Examples
+    --------
+    >>> gigabytes_from_gigabits(100)
+    12.5
+    """
+    return gigabits / 8
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 as in nccl-tests.
+
+    Raises
+    ------
+    UsageError
+        The text is no size.
+
+    Examples
+    --------
+    >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7")
+    (65536, 1572864, 7)
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise UsageError(f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)")
+    return round(float(match[1]) * 1024 ** _POWER[(match[2] or "").upper()])
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
+
+    Raises
+    ------
+    UsageError
+        A part is no size, the range is empty, or it starts at zero.
+
+    Examples
+    --------
+    >>> parse_sizes("1KB:8KB")
+    (1024, 2048, 4096, 8192)
+    """
+    if ":" not in text:
+        return tuple(parse_size(part) for part in text.split(","))
+    first, _, last = text.partition(":")
+    low, high = parse_size(first), parse_size(last)
+    if low <= 0 or high < low:
+        raise UsageError(f"size range {text!r} is empty: write it as SMALL:LARGE, for example 1KB:1GB")
+    return tuple(low << i for i in range(int(math.log2(high / low) + TOLERANCE) + 1))
+
+
+def format_size(nbytes: int) -> str:
+    """A short text for a number of bytes.
+
+    Examples
+    --------
+    >>> format_size(65536), format_size(1536), format_size(7)
+    ('64KB', '1.5KB', '7B')
+    """
+    for suffix, power in (("TB", 4), ("GB", 3), ("MB", 2), ("KB", 1)):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.4g}{suffix}"
+    return f"{nbytes}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A short text for a time.
+
+    Examples
+    --------
+    >>> format_seconds(0.00123), format_seconds(2.5e-5)
+    ('1.23 ms', '25 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us"
