@@ -56,7 +56,9 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.match(text)
     if match is None:
-        raise UsageError(f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)")
+        raise UsageError(
+            f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"
+        )
     return round(float(match[1]) * 1024 ** _POWER[(match[2] or "").upper()])
 
 

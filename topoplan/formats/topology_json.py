@@ -136,7 +136,9 @@ def dump_topology_json(topology: Topology) -> str:
     parts = []
     for key, field in value.items():
         if key in ("devices", "links"):
-            rows = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in cast("list[object]", field))
+            rows = ",\n".join(
+                "  " + json.dumps(item, ensure_ascii=False) for item in cast("list[object]", field)
+            )
             parts.append(f'"{key}": [\n{rows}\n]' if rows else f'"{key}": []')
         else:
             parts.append(f'"{key}": {json.dumps(field, ensure_ascii=False)}')

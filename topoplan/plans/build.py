@@ -55,7 +55,13 @@ def trivial_plan(fabric: Fabric, collective: str, *, root: int | None, method: s
         raise InfeasibleError(f"{fabric.size} ranks need links between them")
     shard = Shard(Fraction(1), tuple(Stage(op, 0, ()) for op in stage_order(collective)))
     return build_plan(
-        fabric, collective, root=root, shards=[shard], certificate=Trivial(), schedule="trivial", method=method
+        fabric,
+        collective,
+        root=root,
+        shards=[shard],
+        certificate=Trivial(),
+        schedule="trivial",
+        method=method,
     )
 
 

@@ -178,7 +178,9 @@ def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
                     heapq.heappush(heap, (reach + y, dst))
         missing = [rank for rank in range(fabric.size) if rank not in best]
         if missing:
-            raise PlanError(f"rank {start} does not reach rank {missing[0]} on the plan's channels", rank=start)
+            raise PlanError(
+                f"rank {start} does not reach rank {missing[0]} on the plan's channels", rank=start
+            )
         table.append([best[rank] for rank in range(fabric.size)])
     return table
 

@@ -102,7 +102,9 @@ class Stage:
                 frontier.append(edge.child)
         if children:
             stray = min(children)
-            raise PlanError(f"rank {stray} is a parent but the root {self.root} does not reach it", rank=stray)
+            raise PlanError(
+                f"rank {stray} is a parent but the root {self.root} does not reach it", rank=stray
+            )
         return tuple(order)
 
 
@@ -230,7 +232,9 @@ def check_collective(collective: str) -> str:
     import difflib
 
     name = collective.lower().replace("-", "_")
-    name = {"all_reduce": "allreduce", "all_gather": "allgather", "reducescatter": "reduce_scatter"}.get(name, name)
+    name = {"all_reduce": "allreduce", "all_gather": "allgather", "reducescatter": "reduce_scatter"}.get(
+        name, name
+    )
     if name not in COLLECTIVES:
         near = difflib.get_close_matches(name, COLLECTIVES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COLLECTIVES)}"

@@ -100,7 +100,9 @@ def parse_plan(text: str) -> Plan:
     if not isinstance(value, dict):
         raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
     if value.get("format") != FORMAT:
-        raise PlanError(f"format {value.get('format')!r} is not {FORMAT!r}; make the plan again with topoplan plan")
+        raise PlanError(
+            f"format {value.get('format')!r} is not {FORMAT!r}; make the plan again with topoplan plan"
+        )
     try:
         topology = topology_from_object(value.get("topology"))
     except TopologyError as error:

@@ -78,9 +78,7 @@ def verify(plan: Plan) -> Verification:
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
     rate = forest_rate(plan.shards, fabric)
-    bound = (
-        certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
-    )
+    bound = certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
     _check_claim("rate", plan.rate, rate)
     _check_claim("bound", plan.bound, bound)
     if rate is not None and bound is not None and rate > bound:
@@ -151,9 +149,7 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             raise PlanError(f"op {stage.op!r} is neither reduce nor broadcast", shard=number, stage=position)
         for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
             if not 0 <= rank < size:
-                raise PlanError(
-                    f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank
-                )
+                raise PlanError(f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank)
         try:
             stage.top_down()
         except PlanError as error:

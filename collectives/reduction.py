@@ -1,0 +1,83 @@
+"""Reduction operators on numpy arrays: which exist, for which dtypes, and what they mean.
+
+``sum``, ``prod``, ``min`` and ``max`` are numpy's; integers wrap around and NaN wins in min and max. ``avg``
+is the sum divided by the number of ranks, in the arrays' own dtype; on integers it truncates towards zero, as
+NCCL's. Truth values have min (and) and max (or) only; complex numbers have no order, so no min and max.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import UsageError
+
+OPERATORS: dict[str, np.ufunc] = {
+    "avg": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "sum": np.add,
+}
+"""The operator that joins two contributions."""
+
+DTYPE_KINDS = {
+    "b": "truth values",
+    "i": "integers",
+    "u": "unsigned integers",
+    "f": "floats",
+    "c": "complex numbers",
+}
+"""The kinds of dtype that can be moved, as numpy codes them."""
+
+
+def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
+    """The numpy function that joins two contributions.
+
+    Parameters
+    ----------
+    op : str
+        sum, prod, min, max or avg.
+    dtype : numpy dtype
+        Of kind float, integer, complex or bool.
+
+    Raises
+    ------
+    UsageError
+        No such operator, or not for this dtype.
+
+    Examples
+    --------
+    >>> reduction("sum", np.dtype("float32"))
+    <ufunc 'add'>
+    """
+    if op not in OPERATORS:
+        raise UsageError(f"reduction {op!r} is unknown; use one of {', '.join(sorted(OPERATORS))}")
+    if dtype.kind == "b" and op not in ("min", "max"):
+        raise UsageError(
+            f"reduction {op!r} is not defined for bool; use 'max' (or), 'min' (and), or an integer dtype"
+        )
+    if dtype.kind == "c" and op in ("min", "max"):
+        raise UsageError(
+            f"reduction {op!r} is not defined for {dtype}: complex numbers have no order; use 'sum'"
+        )
+    return OPERATORS[op]
+
+
+def divide(total: NDArray[np.generic], ranks: int) -> None:
+    """Turn a sum into an average, in place.
+
+    Examples
+    --------
+    >>> total = np.array([-7, 7])
+    >>> divide(total, 2)
+    >>> total
+    array([-3,  3])
+    """
+    if total.dtype.kind not in "iu":
+        np.divide(total, ranks, out=total)
+        return
+    # int8 cannot hold 200 ranks, so the division is done in 64 bits
+    wide = total.astype(np.int64 if total.dtype.kind == "i" else np.uint64)
+    wide -= np.fmod(wide, ranks)
+    np.copyto(total, wide // ranks, casting="same_kind")

@@ -1,0 +1,135 @@
+"""The transfer table: one row for each chunk that crosses one tree edge, and what must have happened before.
+
+It is dataflow, not a schedule: a row may run as soon as its prerequisites have run. The rows also stand in an
+order in which they can run one after another, by chunk index first, and every queue is served in that order,
+so chunks stream through the trees. Back ends only move bytes; nothing in the table depends on one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+
+PER_ROW = (
+    "source",
+    "destination",
+    "queue",
+    "start",
+    "stop",
+    "add",
+    "source_fresh",
+    "destination_fresh",
+    "shard",
+    "stage",
+    "chunk",
+)
+"""The columns of a table: arrays with one entry per row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferTable:
+    """Transfers of one collective on a buffer of ``count`` elements per rank; R rows, P prerequisites.
+
+    A row does ``buffer[destination][start:stop] += buffer[source][start:stop]``, or ``=`` where ``add`` is
+    False. The arrays are read-only.
+
+    Parameters
+    ----------
+    ranks, count, chunk_elements : int
+        Number of ranks, elements of the buffer, elements of the longest chunk that was allowed.
+    bounds : (S + 1,) int64
+        Shard s is the elements ``bounds[s]`` to ``bounds[s + 1]``.
+    queues : tuple of (source rank, destination rank, channel)
+        One for each directed pair of ranks and channel, sorted.
+    source, destination, queue : (R,) int32
+        Ranks, and index into ``queues``.
+    start, stop : (R,) int64
+        Element range; never empty.
+    add : (R,) bool
+        Add into the destination (True) or store (False).
+    source_fresh, destination_fresh : (R,) bool
+        That rank has received nothing yet in this range, so its buffer still is its input. A back end that
+        does not work in place reads the input there (for ``destination_fresh``: as the first operand of an
+        addition, False in stores) and needs no copy of it beforehand.
+    shard, stage, chunk : (R,) int32
+        Where the row comes from: shard of the plan, stage of the shard, chunk of the shard.
+    offsets : (R + 1,) int64
+    prerequisites : (P,) int64
+        Row i may run after the rows ``prerequisites[offsets[i] : offsets[i + 1]]``, all of them before i.
+
+    Raises
+    ------
+    PlanError
+        The columns do not have the same length.
+
+    Examples
+    --------
+    An allreduce over spanning trees moves 2 (N - 1) times the buffer, whatever the trees:
+
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    >>> table = lower(plan, 1000, chunk_elements=64)
+    >>> int((table.stop - table.start).sum())
+    14000
+    """
+
+    ranks: int
+    count: int
+    chunk_elements: int
+    bounds: NDArray[np.int64]
+    queues: tuple[tuple[int, int, str], ...]
+    source: NDArray[np.int32]
+    destination: NDArray[np.int32]
+    queue: NDArray[np.int32]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    add: NDArray[np.bool_]
+    source_fresh: NDArray[np.bool_]
+    destination_fresh: NDArray[np.bool_]
+    shard: NDArray[np.int32]
+    stage: NDArray[np.int32]
+    chunk: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    prerequisites: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        rows = len(self.source)
+        for name in PER_ROW:
+            length = len(getattr(self, name))
+            if length != rows:
+                raise PlanError(f"column {name} has {length} entries for {rows} rows; give one for each row")
+        if len(self.offsets) != rows + 1 or int(self.offsets[-1]) != len(self.prerequisites):
+            raise PlanError(
+                f"{len(self.offsets)} offsets up to {int(self.offsets[-1])} do not divide "
+                f"{len(self.prerequisites)} prerequisites among {rows} rows"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.source)
+
+    def before(self, row: int) -> NDArray[np.int64]:
+        """The rows that must have run before this one."""
+        return self.prerequisites[self.offsets[row] : self.offsets[row + 1]]
+
+    def kept(self) -> list[tuple[int, int, int]]:
+        """Element ranges that no row ever writes, as (rank, start, stop): there the input stays.
+
+        Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard.
+        """
+        written = np.zeros((self.ranks, len(self.bounds) - 1), dtype=np.bool_)
+        written[self.destination, self.shard] = True
+        filled = np.diff(self.bounds) > 0
+        return [
+            (int(rank), int(self.bounds[shard]), int(self.bounds[shard + 1]))
+            for rank, shard in np.argwhere(~written & filled)
+        ]

@@ -1,0 +1,138 @@
+"""The machine library: files equal their generators, known links and rates, a PCIe side that connects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from topoplan.formats.load import library, library_path, load
+from topoplan.formats.topology_json import parse_topology_json
+from topoplan.machines import LIBRARY, write_library
+from topoplan.plans.fabric import Fabric
+from topoplan.topology import Topology
+
+NAMES = sorted(LIBRARY)
+
+DGX_1_PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
+DGX_1V_DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
+
+
+def nvlink_pairs(machine: Topology) -> dict[frozenset[str], int]:
+    return {frozenset((link.src, link.dst)): link.count for link in machine.links if link.channel == "nvlink"}
+
+
+def named(pairs: list[str]) -> set[frozenset[str]]:
+    return {frozenset(f"gpu{digit}" for digit in pair) for pair in pairs}
+
+
+def test_the_library_holds_the_ten_machines() -> None:
+    """The names are those of the generators, and nothing else lies in the folder."""
+    assert list(library()) == NAMES
+    assert len(NAMES) == 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_file_is_what_its_generator_makes(name: str, tmp_path: Path) -> None:
+    """Read back, a file is the generated machine; written again, it is the same text."""
+    text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
+    assert parse_topology_json(text) == LIBRARY[name]()
+    written = {path.name: path.read_text(encoding="utf-8") for path in write_library(tmp_path)}
+    assert written[f"{name}.json"] == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pcie_connects_all_gpus_of_each_machine(name: str) -> None:
+    """No cut separates two GPUs on the PCIe side, and each PCIe-side wire has equal directions."""
+    machine = load(name)
+    fabric = Fabric(machine, ("pcie",))
+    assert fabric.unreachable() == ()
+    assert fabric.symmetric
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "pcie-x8"])
+def test_nvlink_connects_all_gpus_of_each_nvlink_machine(name: str) -> None:
+    """No cut separates two GPUs on NVLink, and each NVLink has equal directions."""
+    fabric = Fabric(load(name), ("nvlink",))
+    assert fabric.unreachable() == ()
+    assert fabric.symmetric
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_machine_names_its_sources_and_one_server(name: str) -> None:
+    """Figures without a source do not belong into the library."""
+    machine = load(name)
+    assert machine.name == name
+    assert machine.servers == ("s0",)
+    assert "GB/s" in machine.source
+    assert all(device.server for device in machine.devices)
+
+
+def test_dgx_1p_has_the_sixteen_links_of_the_design() -> None:
+    """Two fully connected quads and four links across, 20 GB/s each, four for each GPU."""
+    pairs = nvlink_pairs(load("dgx-1p"))
+    assert set(pairs) == named(DGX_1_PAIRS)
+    assert set(pairs.values()) == {1}
+    assert {link.bandwidth for link in load("dgx-1p").links if link.channel == "nvlink"} == {20.0}
+
+
+def test_dgx_1v_doubles_eight_of_them() -> None:
+    """The same pairs, eight of them with two links of 25 GB/s, six links for each GPU."""
+    machine = load("dgx-1v")
+    pairs = nvlink_pairs(machine)
+    assert set(pairs) == named(DGX_1_PAIRS)
+    assert {pair for pair, count in pairs.items() if count == 2} == named(DGX_1V_DOUBLED)
+    assert {link.bandwidth / link.count for link in machine.links if link.channel == "nvlink"} == {25.0}
+    assert set(
+        Counter(gpu for pair, count in pairs.items() for gpu in pair for _ in range(count)).values()
+    ) == {6}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "links", "rate"),
+    [
+        ("dgx-2", 16, 6, 150.0),
+        ("dgx-a100", 8, 12, 300.0),
+        ("dgx-h100", 8, 18, 450.0),
+        ("dgx-b200", 8, 18, 900.0),
+    ],
+)
+def test_nvswitch_boxes_have_one_switch_and_the_known_rate(
+    name: str, gpus: int, links: int, rate: float
+) -> None:
+    """Each GPU has all its links to ``nvswitch0``, at the rate per GPU and direction that NVIDIA names."""
+    machine = load(name)
+    up = [link for link in machine.links if link.channel == "nvlink" and link.dst == "nvswitch0"]
+    assert [link.src for link in up] == [f"gpu{i}" for i in range(gpus)]
+    assert {(link.count, link.bandwidth) for link in up} == {(links, rate)}
+
+
+def test_two_gpus_and_a_nic_share_each_switch_of_a_dgx_1() -> None:
+    """Four PCIe switches, two on each CPU, and one link between the CPUs in each direction."""
+    for name in ("dgx-1p", "dgx-1v"):
+        machine = load(name)
+        wires = {(link.src, link.dst) for link in machine.links}
+        assert {(f"gpu{i}", f"pcie{i // 2}") for i in range(8)} <= wires
+        assert {(f"nic{i}", f"pcie{i}") for i in range(4)} <= wires
+        assert {(f"pcie{i}", f"cpu{i // 2}") for i in range(4)} <= wires
+        assert [(link.src, link.dst) for link in machine.links if link.channel == "sys"] == [
+            ("cpu0", "cpu1"),
+            ("cpu1", "cpu0"),
+        ]
+
+
+def test_pcie_x8_has_no_nvlink() -> None:
+    """Its GPUs reach each other through two switches and two CPUs only."""
+    machine = load("pcie-x8")
+    assert {link.channel for link in machine.links} == {"pcie", "sys"}
+
+
+def test_every_mi250x_die_uses_its_eight_ports() -> None:
+    """Links to other dies, one to the CPU and, on odd dies, one to a NIC: eight ports in all."""
+    machine = load("mi250x")
+    ports = Counter[str]()
+    for link in machine.links:
+        if link.src.startswith("gpu"):
+            ports[link.src] += link.count
+    assert ports == {f"gpu{i}": 8 for i in range(8)}

@@ -1,0 +1,181 @@
+"""Topology and its JSON: allocations, a lossless round trip, and bad input that is a TopologyError only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.machines import dgx_1v, dgx_2
+from topoplan.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    names = draw(st.lists(TEXTS.filter(bool), min_size=1, max_size=6, unique=True))
+    devices = tuple(
+        Device(
+            name=name,
+            kind=draw(st.sampled_from(DEVICE_KINDS)),
+            server=draw(TEXTS),
+            model=draw(TEXTS),
+            busid=draw(TEXTS),
+            numa=draw(st.none() | st.integers(-1, 8)),
+            multicast=draw(st.booleans()),
+            reduce=draw(st.booleans()),
+        )
+        for name in names
+    )
+    ends = [(a, b, channel) for a in names for b in names if a != b for channel in LINK_CHANNELS]
+    chosen = draw(st.lists(st.sampled_from(ends), max_size=8, unique=True)) if ends else []
+    links = tuple(
+        Link(
+            *end,
+            bandwidth=draw(st.floats(1e-6, 1e6)),
+            count=draw(st.integers(1, 18)),
+            latency=draw(st.none() | st.floats(0, 1)),
+        )
+        for end in chosen
+    )
+    return Topology(draw(TEXTS), devices, links, tuple(draw(st.lists(TEXTS, max_size=2))), draw(TEXTS))
+
+
+@given(topologies())
+@settings(max_examples=100, deadline=None)
+def test_json_keeps_every_topology(topology: Topology) -> None:
+    """Written and read back, a topology is equal to itself, and written again it is the same text."""
+    text = dump_topology_json(topology)
+    assert parse_topology_json(text) == topology
+    assert dump_topology_json(parse_topology_json(text)) == text
+
+
+WRONG = [
+    "null",
+    "true",
+    '""',
+    '"gpu0"',
+    '"gpu99"',
+    '"nvlink"',
+    "-1",
+    "0",
+    "1.5",
+    "NaN",
+    "Infinity",
+    "[]",
+    "{}",
+]
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, child in items for place in [(value, key), *places(child)]]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObject) -> None:
+    """Values replaced, removed or repeated anywhere in a file raise nothing else."""
+    value = json.loads(dump_topology_json(dgx_1v()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        everywhere = places(value)
+        container, key = everywhere[data.draw(st.integers(0, len(everywhere) - 1))]
+        action = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
+        if action == "replace":
+            container[key] = json.loads(data.draw(st.sampled_from(WRONG)))
+        elif action == "remove":
+            del container[key]
+        elif isinstance(container, list):
+            container.append(container[key])
+        value = json.loads(json.dumps(value))
+        if not places(value):
+            break
+    with contextlib.suppress(TopologyError):
+        assert isinstance(parse_topology_json(json.dumps(value)), Topology)
+
+
+@given(st.text(max_size=40))
+def test_text_that_is_no_topology_is_refused(text: str) -> None:
+    """No text of a few random characters is a machine."""
+    with pytest.raises(TopologyError):
+        parse_topology_json(text)
+
+
+def machine_json(**changes: object) -> str:
+    value: dict[str, object] = {
+        "format": "topoplan.topology/1",
+        "devices": [{"name": "a", "kind": "gpu"}, {"name": "b", "kind": "gpu"}],
+        "links": [{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25}],
+    }
+    return json.dumps(value | changes)
+
+
+def link_json(**changes: object) -> str:
+    return machine_json(
+        links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25} | changes],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (machine_json(format="topoplan.topology/2"), "topoplan.topology/2"),
+        (machine_json(format=None), "None"),
+        ("[]", "list"),
+        ("{", "no JSON"),
+        (machine_json(devices={}), "devices"),
+        (machine_json(devices=[{"name": "a", "kind": "gpu"}] * 2), "'a' is used twice"),
+        (machine_json(devices=[{"name": "a", "kind": "tpu"}]), "'tpu'"),
+        (machine_json(devices=[{"name": "a"}]), "'kind'"),
+        (machine_json(devices=[{"nam": "a", "kind": "gpu"}]), "'nam'"),
+        (link_json(bandwidth=-1), "-1"),
+        (link_json(bandwidth=0), "0"),
+        (link_json(bandwidth=float("nan")), "nan"),
+        (link_json(bandwidth=float("inf")), "inf"),
+        (link_json(bandwidth="25"), "'25'"),
+        (link_json(bandwidth=True), "True"),
+        (link_json(count=0), "0"),
+        (link_json(count=1.5), "1.5"),
+        (link_json(latency=-1e-6), "-1e-06"),
+        (link_json(channel="infiniband"), "'infiniband'"),
+        (link_json(dst="c"), "'c'"),
+        (link_json(dst="a"), "a->a"),
+        (machine_json(links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 1}] * 2), "twice"),
+    ],
+)
+def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
+    """The message is one line and holds the offending value or key."""
+    with pytest.raises(TopologyError) as caught:
+        parse_topology_json(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
+    """GPUs 1, 4, 5, 7 of a DGX-1V have four NVLink pairs among them, and the whole PCIe side."""
+    part = dgx_1v().subset([7, 4, 1, 5])
+    assert part.gpus == ("gpu1", "gpu4", "gpu5", "gpu7")
+    pairs = {(link.src, link.dst) for link in part.links if link.channel == "nvlink" and link.src < link.dst}
+    assert pairs == {("gpu1", "gpu5"), ("gpu4", "gpu5"), ("gpu4", "gpu7"), ("gpu5", "gpu7")}
+    assert sum(device.kind == "pcie" for device in part.devices) == 4
+
+
+def test_the_subset_of_all_gpus_is_the_machine() -> None:
+    """None and every number name the same allocation."""
+    machine = dgx_2()
+    assert machine.subset(None) == machine == machine.subset(range(16))
+
+
+@pytest.mark.parametrize(("gpus", "says"), [([8], "8"), ([-1], "-1"), ([1, 1], "twice"), ([], "empty")])
+def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says: str) -> None:
+    """Out of range, repeated or none at all."""
+    with pytest.raises(UsageError, match=says):
+        dgx_1v().select(gpus)

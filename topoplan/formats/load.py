@@ -1,0 +1,155 @@
+"""A machine from whatever names it: a library name, a file, ``-`` for stdin, or the text itself.
+
+Files are recognised by content, never by extension: topology JSON begins with ``{``, XML with ``<``, and
+anything else is read as the output of ``nvidia-smi topo -m``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from dataclasses import replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import topoplan
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.nvidia_smi import parse_nvidia_smi
+from topoplan.formats.topology_json import parse_topology_json
+from topoplan.topology import Topology
+
+_BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
+
+
+def load(
+    source: str | os.PathLike[str], *, nvlink_gbps: float | None = None, pcie_gbps: float | None = None
+) -> Topology:
+    """Read a machine.
+
+    Parameters
+    ----------
+    source : str or path
+        A name of the library (see `library`), a file, ``-`` for stdin, or the text of a description (it holds
+        a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
+        ``./name`` for the file.
+    nvlink_gbps, pcie_gbps : float, optional
+        GB/s per direction of one NVLink and of one PCIe link, for nvidia-smi text, which states neither.
+
+    Raises
+    ------
+    UsageError
+        No such name or file, a file that cannot be read, or a bandwidth where the description states its own.
+    TopologyError
+        The content is empty, binary, or no valid machine; a file's message begins with its name.
+
+    Examples
+    --------
+    >>> machine = load("dgx-2")
+    >>> len(machine.gpus), machine.links[0].bandwidth
+    (16, 150.0)
+    >>> load("dgx-1")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
+    """
+    if isinstance(source, str):
+        if source == "-":
+            return _parse(_decoded(_read_stdin()), "stdin", "stdin", nvlink_gbps, pcie_gbps)
+        if "\n" in source or source.lstrip().startswith(("{", "<")):
+            return _parse(source, "", "", nvlink_gbps, pcie_gbps)
+        if source in library():
+            entry = library_path() / f"{source}.json"
+            return _parse(entry.read_text(encoding="utf-8"), source, source, nvlink_gbps, pcie_gbps)
+    path = os.fspath(source)
+    if not os.path.exists(path):
+        raise UsageError(_unknown(path))
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
+    try:
+        text = _decoded(content)
+    except TopologyError as error:
+        raise TopologyError(f"{path}: {error}") from None
+    return _parse(text, path, Path(path).stem, nvlink_gbps, pcie_gbps)
+
+
+def library() -> tuple[str, ...]:
+    """Names of the machines that come with topoplan, sorted.
+
+    Examples
+    --------
+    >>> library()[:4]
+    ('dgx-1p', 'dgx-1v', 'dgx-2', 'dgx-a100')
+    """
+    entries = (entry.name for entry in library_path().iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in entries if name.endswith(".json")))
+
+
+def library_path() -> Traversable:
+    """Folder of the library: package data in a wheel, ``topologies/`` beside the package in a checkout.
+
+    Raises
+    ------
+    UsageError
+        Neither is there: the installation is broken.
+    """
+    packaged = files(topoplan) / "topologies"
+    if packaged.is_dir():
+        return packaged
+    checkout = Path(topoplan.__file__).resolve().parents[1] / "topologies"
+    if checkout.is_dir():
+        return checkout
+    raise UsageError(f"the library of machines is not at {checkout}; install topoplan again")
+
+
+def _read_stdin() -> bytes:
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"stdin cannot be read: {error.strerror or error}; give a file") from None
+
+
+def _unknown(path: str) -> str:
+    names = library()
+    near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}"
+
+
+def _decoded(content: bytes) -> str:
+    mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
+    try:
+        text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise TopologyError(
+            "the content is binary, not text; give topology JSON or the output of nvidia-smi topo -m"
+        )
+    return text
+
+
+def _parse(text: str, where: str, name: str, nvlink_gbps: float | None, pcie_gbps: float | None) -> Topology:
+    """Parse by content; ``where`` begins an error, ``name`` names a machine whose text has no name."""
+    start = text.lstrip("\ufeff \t\r\n")[:1]
+    try:
+        if not start:
+            raise TopologyError(
+                "the content is empty; give topology JSON or the output of nvidia-smi topo -m"
+            )
+        if start == "<":
+            raise TopologyError(
+                "NCCL XML is not read yet by this version; give topology JSON or nvidia-smi topo -m text"
+            )
+        if start == "{":
+            if nvlink_gbps is not None or pcie_gbps is not None:
+                raise UsageError(
+                    "topology JSON states its own bandwidths; leave out --nvlink-gbps and --pcie-gbps"
+                )
+            return parse_topology_json(text)
+        topology = parse_nvidia_smi(text, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+    return replace(topology, name=name) if name else topology

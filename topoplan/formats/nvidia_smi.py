@@ -1,0 +1,128 @@
+"""``nvidia-smi topo -m`` text to a Topology: NVLinks, the PCIe tree behind the codes, and what is assumed.
+
+The text states link counts and distances, no bandwidth. `smi_matrix` reads the table, `smi_nvlink` tells
+direct links from a switch and guesses the GPU generation, `pcie_tree` recovers switches and CPUs;
+bandwidths are added here.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from topoplan.formats.link_rates import H100, UNKNOWN, checked_rate
+from topoplan.formats.pcie_tree import (
+    CODES,
+    HostTree,
+    both_ways,
+    cpus_of,
+    host_links,
+    infer_host_tree,
+    listed,
+)
+from topoplan.formats.smi_matrix import Matrix, read_matrix
+from topoplan.formats.smi_nvlink import Nvlinks, read_nvlinks
+from topoplan.topology import Device, Link, Topology
+
+_SERVER = "s0"
+
+
+def parse_nvidia_smi(
+    text: str, *, nvlink_gbps: float | None = None, pcie_gbps: float | None = None
+) -> Topology:
+    """Read the matrix that ``nvidia-smi topo -m`` prints.
+
+    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>`` (its adapter is the device's model). An
+    NVSwitch machine gets one ``nvswitch0`` for all switch chips, since hardware stripes every transfer over
+    them.
+
+    Parameters
+    ----------
+    text : str
+        The output; lines that begin with # are skipped.
+    nvlink_gbps, pcie_gbps : float, optional
+        GB/s per direction of one NVLink and of one PCIe link, in place of those of the assumed generation.
+
+    Returns
+    -------
+    Topology
+        Its ``notes`` say what the text does not state and was assumed.
+
+    Raises
+    ------
+    TopologyError
+        The text is no such matrix, or is ragged or asymmetric; the message names row, column and value.
+    UsageError
+        A bandwidth is not a finite number above zero.
+
+    Examples
+    --------
+    >>> machine = parse_nvidia_smi("       GPU0  GPU1\\nGPU0   X    NV2\\nGPU1  NV2    X", nvlink_gbps=22)
+    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
+    [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
+    """
+    nvlink_given, pcie_given = (
+        checked_rate("--nvlink-gbps", nvlink_gbps),
+        checked_rate("--pcie-gbps", pcie_gbps),
+    )
+    matrix = read_matrix(text)
+    nvlinks = read_nvlinks(matrix)
+    names = {name: name.lower() for name in matrix.gpus} | {
+        name: f"nic{i}" for i, name in enumerate(matrix.nics)
+    }
+    tree = infer_host_tree(
+        list(names.values()),
+        {
+            (names[first], names[second]): CODES.index(code)
+            for first, second in combinations(names, 2)
+            if (code := matrix.codes.get((first, second))) in CODES
+        },
+        affinity={names[gpu]: cpus for gpu, cpus in matrix.affinity.items()},
+    )
+    generation = nvlinks.generation
+    nvlink = nvlink_given or generation.nvlink
+    pcie = pcie_given or generation.pcie
+    notes = [*nvlinks.notes, *tree.notes]
+    if matrix.cut:
+        notes.insert(
+            0,
+            f"{listed(matrix.cut).lower()}: no row; filled by symmetry, no NVLink where none is stated",
+        )
+    if nvlink_given is None and generation is not UNKNOWN:
+        other = "; a B200 has 50" if generation is H100 else ""
+        notes.append(
+            f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
+            f"{other}; set --nvlink-gbps"
+        )
+    if pcie_given is None:
+        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
+    if len(cpus_of(tree.parents)) > 1:
+        notes.append(f"between CPUs assumed {generation.socket:g} GB/s per direction")
+    return Topology(
+        name="nvidia-smi",
+        devices=_devices(matrix, nvlinks, tree, names),
+        links=(
+            *_nvlink_links(nvlinks, names, nvlink),
+            *host_links(tree.parents, pcie=pcie, socket=generation.socket),
+        ),
+        notes=tuple(notes),
+        source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",
+    )
+
+
+def _devices(matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str]) -> tuple[Device, ...]:
+    gpus = [Device(names[gpu], "gpu", _SERVER, numa=matrix.numa.get(gpu)) for gpu in matrix.gpus]
+    switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
+    inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
+    cpus = [Device(name, "cpu", _SERVER) for name in cpus_of(tree.parents)]
+    nics = [Device(names[nic], "nic", _SERVER, model=matrix.hardware.get(nic, nic)) for nic in matrix.nics]
+    return (*gpus, *switch, *inner, *cpus, *nics)
+
+
+def _nvlink_links(nvlinks: Nvlinks, names: dict[str, str], per_link: float) -> tuple[Link, ...]:
+    wires = [(names[first], names[second], count) for (first, second), count in nvlinks.direct.items()]
+    wires += [(names[gpu], "nvswitch0", count) for gpu, count in nvlinks.to_switch.items()]
+    return tuple(
+        link
+        for first, second, count in wires
+        for link in both_ways(first, second, "nvlink", count * per_link, count=count)
+    )

@@ -1,0 +1,222 @@
+"""The PCIe side of a machine: which devices share a switch or a CPU, inferred from pairwise codes; its links.
+
+A code says how far up the PCIe tree two devices meet, so true codes are an ultrametric: d(a, c) is at most
+the larger of d(a, b) and d(b, c), and equal to it where these differ. A pair whose code is not printed (NV#
+in its place, or cut rows) therefore gets the least, over all paths, of the largest code on the path: single
+linkage. Devices joined at PIX share a switch, at PXB a cascade of switches, at PHB or NODE a CPU; the last
+two give the same tree, for a root port of its own limits nothing, and so does a switch above one device,
+which is left out. Groups that no code joins are joined by CPU affinity: where their distance is unknown, or
+where it is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS everywhere, and a job
+bound to one core prints one affinity everywhere). The rest is assumed, with a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from topoplan.topology import Link
+
+CODES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""How far two devices are apart on PCIe, nearest first; position is the distance."""
+
+_PIX, _PXB, _NODE = 0, 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class HostTree:
+    """Parent of each device on the PCIe side, and what was assumed to find it.
+
+    Parameters
+    ----------
+    parents : dict of str to str
+        Child to parent, parents before their children; ``pcie0``, ... are switches, ``cpu0``, ... the roots.
+    notes : tuple of str
+        One line for each assumption.
+    """
+
+    parents: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def cpus_of(parents: Mapping[str, str]) -> tuple[str, ...]:
+    """The roots of a host tree, in order of first appearance."""
+    return tuple(dict.fromkeys(parent for parent in parents.values() if parent not in parents))
+
+
+def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tuple[Link, ...]:
+    """Links of a host tree in both directions, and a link between every two CPUs, as NCCL joins them.
+
+    Parameters
+    ----------
+    parents : mapping of str to str
+        Child to parent; devices that are nobody's child are CPUs.
+    pcie, socket : float
+        GB/s per direction of a PCIe link and of a link between CPUs.
+
+    Examples
+    --------
+    >>> for link in host_links({"gpu0": "cpu0", "gpu1": "cpu1"}, pcie=12, socket=8)[2:]:
+    ...     print(link.src, link.dst, link.channel, link.bandwidth)
+    gpu1 cpu1 pcie 12
+    cpu1 gpu1 pcie 12
+    cpu0 cpu1 sys 8
+    cpu1 cpu0 sys 8
+    """
+    cpus = cpus_of(parents)
+    links = [link for child, parent in parents.items() for link in both_ways(child, parent, "pcie", pcie)]
+    for i, first in enumerate(cpus):
+        for second in cpus[i + 1 :]:
+            links += both_ways(first, second, "sys", socket)
+    return tuple(links)
+
+
+def both_ways(
+    first: str, second: str, channel: str, bandwidth: float, *, count: int = 1
+) -> tuple[Link, Link]:
+    """A full-duplex wire as its two links; ``bandwidth`` is GB/s per direction with all ``count`` wires."""
+    return (
+        Link(first, second, channel, bandwidth, count),
+        Link(second, first, channel, bandwidth, count),
+    )
+
+
+def infer_host_tree(
+    names: Sequence[str], distance: Mapping[tuple[str, str], int], *, affinity: Mapping[str, str]
+) -> HostTree:
+    """Place devices under switches and CPUs.
+
+    Parameters
+    ----------
+    names : sequence of str
+        GPUs, then NICs.
+    distance : mapping of (str, str) to int
+        Position in `CODES` for each pair whose code is known, under one of the two orders.
+    affinity : mapping of str to str
+        CPUs that a device is local to, any text; only equality counts. Missing where unknown.
+
+    Examples
+    --------
+    Both GPUs share a switch with the NIC, so they share it with each other:
+
+    >>> pix = {("gpu0", "nic0"): 0, ("gpu1", "nic0"): 0}
+    >>> infer_host_tree(["gpu0", "gpu1", "nic0"], pix, affinity={}).parents
+    {'pcie0': 'cpu0', 'gpu0': 'pcie0', 'gpu1': 'pcie0', 'nic0': 'pcie0'}
+    """
+    hosts = _joined(names, distance, _NODE)
+    cpus, notes = _cpus(hosts, distance, affinity)
+    notes = _contradictions(names, distance, hosts) + notes
+    cascade_of = {name: group for group in _joined(names, distance, _PXB) for name in group}
+    leaf_of = {name: group for group in _joined(names, distance, _PIX) for name in group}
+    parents: dict[str, str] = {}
+    switches = 0
+    for number, members in enumerate(cpus):
+        for cascade in dict.fromkeys(cascade_of[name] for name in members):
+            above = f"cpu{number}"
+            leaves = tuple(dict.fromkeys(leaf_of[name] for name in cascade))
+            if len(leaves) > 1:
+                parents[f"pcie{switches}"], above = above, f"pcie{switches}"
+                switches += 1
+            for leaf in leaves:
+                parent = above
+                if len(leaf) > 1:
+                    parents[f"pcie{switches}"], parent = above, f"pcie{switches}"
+                    switches += 1
+                parents.update(dict.fromkeys(leaf, parent))
+    return HostTree(parents, tuple(notes))
+
+
+def _joined(
+    names: Sequence[str], distance: Mapping[tuple[str, str], int], level: int
+) -> list[tuple[str, ...]]:
+    """Groups joined by pairs at this distance or nearer, in the order of names."""
+    group = {name: [name] for name in names}
+    for (first, second), apart in distance.items():
+        if apart <= level and group[first] is not group[second]:
+            group[first] += group[second]
+            for name in group[second]:
+                group[name] = group[first]
+    order = {name: i for i, name in enumerate(names)}
+    distinct = {id(members): members for members in (group[name] for name in names)}
+    return [tuple(sorted(members, key=order.__getitem__)) for members in distinct.values()]
+
+
+def _cpus(
+    hosts: Sequence[tuple[str, ...]], distance: Mapping[tuple[str, str], int], affinity: Mapping[str, str]
+) -> tuple[list[list[str]], list[str]]:
+    """Groups of one CPU each, merged by affinity or by assumption, and notes on both."""
+    telling = len(set(affinity.values())) > 1
+    host_of = {name: i for i, host in enumerate(hosts) for name in host}
+    far = {
+        frozenset((host_of[first], host_of[second]))
+        for (first, second) in distance
+        if host_of[first] != host_of[second]
+    }
+    cpus: list[list[int]] = []
+    overruled: list[str] = []
+    by_affinity: list[str] = []
+    assumed: dict[int, list[str]] = {}
+    for i, host in enumerate(hosts):
+        here = {affinity[name] for name in host if name in affinity}
+        for number, cpu in enumerate(cpus):
+            there = {affinity[name] for j in cpu for name in hosts[j] if name in affinity}
+            apart = any(frozenset((i, j)) in far for j in cpu)
+            if here & there and (telling or not apart):
+                (overruled if apart else by_affinity).extend(host)
+            elif not apart and not (here and there):
+                assumed.setdefault(number, []).extend(host)
+            else:
+                continue
+            cpu.append(i)
+            break
+        else:
+            cpus.append([i])
+    notes = []
+    if overruled:
+        notes.append(f"{listed(overruled)}: SYS read as NODE where CPU affinity is that of an earlier GPU")
+    if by_affinity:
+        notes.append(f"{listed(by_affinity)}: PCIe codes are hidden by NV#; placed by CPU affinity")
+    for number, devices in assumed.items():
+        notes.append(
+            f"{listed(devices)}: no code says where on PCIe; assumed at root ports of cpu{number} (NODE)"
+        )
+    return [[name for j in cpu for name in hosts[j]] for cpu in cpus], notes
+
+
+def _contradictions(
+    names: Sequence[str], distance: Mapping[tuple[str, str], int], hosts: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """A note if some printed code is farther than what other codes imply; the nearer relation is kept."""
+    wrong = []
+    for level, groups in (
+        (_PIX, _joined(names, distance, _PIX)),
+        (_PXB, _joined(names, distance, _PXB)),
+        (_NODE, hosts),
+    ):
+        group_of = {name: i for i, group in enumerate(groups) for name in group}
+        wrong += [
+            (first, second, CODES[apart], CODES[level])
+            for (first, second), apart in distance.items()
+            if apart > level and group_of[first] == group_of[second]
+        ]
+    if not wrong:
+        return []
+    first, second, printed, implied = wrong[0]
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return [
+        f"{first}-{second} is printed {printed} but other codes imply {implied}{more}; the nearer is kept"
+    ]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a note, shortened.
+
+    Examples
+    --------
+    >>> listed(f"gpu{i}" for i in range(4, 16))
+    'gpu4, gpu5, gpu6 ... gpu15 (12 devices)'
+    """
+    every = list(names)
+    if len(every) <= 4:
+        return ", ".join(every)
+    return f"{', '.join(every[:3])} ... {every[-1]} ({len(every)} devices)"

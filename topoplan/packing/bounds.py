@@ -1,0 +1,215 @@
+"""Bounds that need no packing: cuts by maximum flow, partitions by a chain of maximum flows.
+
+- Broadcast from r: the smallest cut between r and any rank (Edmonds 1973).
+- Allgather: the largest |S ∩ ranks| / B+(S) over device sets S that leave out a rank (ForestColl, 2024), by
+  Dinkelbach's method on flows from a super source.
+- Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
+  Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
+- Allreduce elsewhere: the better of two sets of lengths that are cheap to write down; the exact optimum needs
+  the dual values of a packing (`topoplan.packing.exact`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
+
+from topoplan.packing.maxflow import FlowNetwork
+from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
+from topoplan.plans.fabric import Fabric
+
+
+def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Certificate:
+    """The certificate of the lowest bound that flows alone can prove for a collective.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        All ranks connected.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+
+    Returns
+    -------
+    Certificate
+        Its value is `topoplan.plans.certificate.certified_bound`. Tight for broadcast, reduce, allgather and
+        reduce-scatter wherever links are symmetric, and for allreduce on direct symmetric links.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> for collective in ("broadcast", "allgather", "allreduce"):
+    ...     certificate = best_bound(fabric, collective, 0)
+    ...     print(collective, certified_bound(certificate, fabric, collective, 0))
+    broadcast 150
+    allgather 1200/7
+    allreduce 600/7
+    """
+    if fabric.size == 1:
+        return Trivial()
+    capacity, _ = whole_capacities(fabric)
+    if collective in ("broadcast", "reduce"):
+        assert root is not None, "broadcast and reduce have a root"
+        return Cut(_names(fabric, smallest_cut(fabric, capacity, root, forward=collective == "broadcast")))
+    if collective in ("allgather", "reduce_scatter"):
+        return _gather_cut(fabric, forward=collective == "allgather")
+    if fabric.direct and fabric.symmetric:
+        parts = weakest_partition(fabric, capacity)
+        return Partition(tuple(_names(fabric, part) for part in parts))
+    candidates: list[Certificate] = [
+        _port_lengths(fabric, leaving=True),
+        _port_lengths(fabric, leaving=False),
+    ]
+    candidates.append(_rank_cut(fabric))
+    return min(candidates, key=lambda c: certified_bound(c, fabric, collective, root))
+
+
+def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
+    """Capacities as whole numbers, and the number of them that make one GB/s."""
+    scale = lcm(*(c.denominator for c in fabric.capacity))
+    return [int(c * scale) for c in fabric.capacity], scale
+
+
+def _arcs(fabric: Fabric, capacity: Sequence[int], forward: bool) -> list[tuple[int, int, int]]:
+    ends = fabric.ends if forward else [(d, s) for s, d in fabric.ends]
+    return [(s, d, c) for (s, d), c in zip(ends, capacity, strict=True)]
+
+
+def _names(fabric: Fabric, nodes: set[int]) -> tuple[str, ...]:
+    return tuple(fabric.nodes[node] for node in sorted(nodes))
+
+
+def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """Nodes on the root's side of the smallest cut that parts it from a rank, under any capacities of the links.
+
+    ``forward`` counts what leaves the root's side, as for a broadcast; otherwise what enters it.
+    """
+    network = FlowNetwork(len(fabric.nodes), _arcs(fabric, capacity, forward))
+    best: tuple[int, set[int]] | None = None
+    for rank in range(fabric.size):
+        if rank != root:
+            value = network.maximum(root, rank)
+            if best is None or value < best[0]:
+                best = (value, network.source_side())
+    assert best is not None, "there are at least two ranks"
+    return best[1]
+
+
+def _gather_cut(fabric: Fabric, forward: bool) -> Cut:
+    capacity, scale = whole_capacities(fabric)
+    size, source = fabric.size, len(fabric.nodes)
+    side = {node for node in range(len(fabric.nodes)) if node != 0}
+    time = _gather_time(fabric, side, forward)
+    while True:
+        # A cut S with |S ∩ ranks| > time x B+(S) shows as a flow below N from a source with one unit per rank.
+        unit = time.denominator * scale
+        arcs = [(s, d, c * time.numerator) for s, d, c in _arcs(fabric, capacity, forward)]
+        arcs += [(source, rank, unit) for rank in range(size)]
+        network = FlowNetwork(source + 1, arcs)
+        improved = False
+        for rank in range(size):
+            if network.maximum(source, rank) < size * unit:
+                found = network.source_side() - {source}
+                slower = _gather_time(fabric, found, forward)
+                if slower > time:
+                    time, side, improved = slower, found, True
+        if not improved:
+            return Cut(_names(fabric, side))
+
+
+def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
+    """Seconds that N bytes per GB/s take across a cut: |S ∩ ranks| / B+(S)."""
+    inside = sum(node < fabric.size for node in side)
+    crossing = sum(
+        (
+            c
+            for (s, d), c in zip(fabric.ends, fabric.capacity, strict=True)
+            if (s in side) != (d in side) and (s in side) == forward
+        ),
+        Fraction(0),
+    )
+    return Fraction(inside) / crossing
+
+
+def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
+    """The partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under any symmetric capacities.
+
+    Dinkelbach's method, from the partition into single ranks on.
+    """
+    weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
+    parts = [{rank} for rank in range(fabric.size)]
+    while True:
+        value = _strength(weight, parts)
+        better = _cheapest_partition(fabric.size, weight, value)
+        if len(better) < 2 or _strength(weight, better) >= value:
+            return sorted(parts, key=min)
+        parts = better
+
+
+def _strength(weight: dict[tuple[int, int], int], parts: list[set[int]]) -> Fraction:
+    part_of = {rank: number for number, part in enumerate(parts) for rank in part}
+    return Fraction(sum(c for (u, v), c in weight.items() if part_of[u] != part_of[v]), len(parts) - 1)
+
+
+def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fraction) -> list[set[int]]:
+    """The partition that minimises cut(P) - price x |P|, by greedy Dilworth truncation.
+
+    x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; tight sets that
+    meet are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
+    """
+    unit = price.denominator
+    charge = 2 * price.numerator
+    potential: list[int] = []
+    parts: list[set[int]] = []
+    for v in range(size):
+        # S = {v} + those on v's side. Vertex u < v pays its links to later vertices minus what it was given.
+        sink = v + 1
+        arcs = [(a, b, unit * c) for (a, b), c in weight.items() if a <= v and b <= v]
+        arcs += [(b, a, c) for a, b, c in arcs]
+        constant = 0
+        for u in range(v):
+            later = unit * sum(c for (a, b), c in weight.items() if (a == u and b > v) or (b == u and a > v))
+            pays = later - potential[u]
+            if pays > 0:
+                arcs.append((u, sink, pays))
+            elif pays < 0:
+                arcs.append((v, u, -pays))
+                constant += pays
+        own = unit * sum(c for (a, b), c in weight.items() if (a == v and b > v) or (b == v and a > v))
+        network = FlowNetwork(v + 2, arcs)
+        potential.append(network.maximum(v, sink) + constant + own - charge)
+        tight = network.source_side() - {sink}
+        for part in [part for part in parts if part & tight]:
+            parts.remove(part)
+            tight |= part
+        parts.append(tight)
+    return parts
+
+
+def _port_lengths(fabric: Fabric, leaving: bool) -> Lengths:
+    """Length 1 on all links that leave ranks (or enter them): N - 1 such links per tree, two trees per byte."""
+    return Lengths(
+        tuple(
+            (link.src, link.dst, Fraction(1))
+            for link, (s, d) in zip(fabric.links, fabric.ends, strict=True)
+            if (s if leaving else d) < fabric.size
+        )
+    )
+
+
+def _rank_cut(fabric: Fabric) -> Cut:
+    """The smallest cut in both directions between rank 0 and any other."""
+    capacity, _ = whole_capacities(fabric)
+    arcs = _arcs(fabric, capacity, True)
+    network = FlowNetwork(len(fabric.nodes), [*arcs, *_arcs(fabric, capacity, False)])
+    best: tuple[int, set[int]] | None = None
+    for rank in range(1, fabric.size):
+        value = network.maximum(0, rank)
+        if best is None or value < best[0]:
+            best = (value, network.source_side())
+    assert best is not None, "there are at least two ranks"
+    return Cut(_names(fabric, best[1]))

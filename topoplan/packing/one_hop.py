@@ -1,0 +1,62 @@
+"""Forests for machines whose GPUs all hang on one switch (Blink 3.5, for DGX-2).
+
+- allreduce, allgather, reduce-scatter: one star per rank, height 1, 1/N of the buffer each.
+- broadcast, reduce: N - 1 trees of height 2: the root hands a different part to every other rank, which copies it to
+  the rest. A star of height 1 would send N - 1 copies out of the root's one port.
+
+With equal ports these reach the optimum: 2 (N - 1) / N of the buffer leaves every port in an allreduce, (N - 1) / N
+in an allgather, all of it once in a broadcast. The planner checks that against the bound and keeps them only then.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.plans.fabric import Fabric
+
+
+def on_one_switch(fabric: Fabric) -> bool:
+    """True where every pair of ranks has exactly one route, of two links, and all meet at one switch."""
+    if len(fabric.nodes) != fabric.size + 1 or fabric.size < 3:
+        return False
+    pairs = fabric.size * (fabric.size - 1)
+    return len(fabric.arcs) == pairs and all(len(arc.links) == 2 for arc in fabric.arcs)
+
+
+def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
+    """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
+
+    Parameters
+    ----------
+    packing : Packing
+        On a fabric that is `on_one_switch`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
+    >>> forest = one_hop_forest(packing)
+    >>> len(forest), {packing.height(column) for column in forest}
+    (16, {1})
+    """
+    size = packing.fabric.size
+    ranks = range(size)
+    if packing.root is None:
+        parents = [{child: root for child in ranks if child != root} for root in ranks]
+        roots = list(ranks)
+    else:
+        roots = [packing.root] * (size - 1)
+        parents = []
+        for hub in ranks:
+            if hub != packing.root:
+                tree = {child: hub for child in ranks if child not in (hub, packing.root)}
+                parents.append({hub: packing.root, **tree})
+    between = packing.arcs_between
+    forest = {}
+    for root, parent in zip(roots, parents, strict=True):
+        down = [between[up, child][0] for child, up in parent.items()] if packing.uses_down else []
+        rising = [between[child, up][0] for child, up in parent.items()] if packing.uses_up else []
+        forest[packing.column(root, rising, down)] = Fraction(1)
+    return forest

@@ -1,0 +1,194 @@
+"""`topoplan.plan`: choose the links, pack the trees, prove the rate.
+
+Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
+height; everything else goes to column generation. Whatever built the forest, rate and bound are recomputed from the
+finished plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from topoplan.errors import UsageError
+from topoplan.packing.bounds import best_bound
+from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.exact import ORDERS, pack_exact
+from topoplan.packing.minimise import minimise_trees
+from topoplan.packing.mwu import pack_mwu
+from topoplan.packing.one_hop import on_one_switch, one_hop_forest
+from topoplan.plans.build import build_plan, trivial_plan
+from topoplan.plans.certificate import Certificate, certified_bound
+from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.plans.loads import forest_rate
+from topoplan.plans.plan import ROOTED, Plan, check_collective
+from topoplan.topology import Topology
+
+METHODS = ("exact", "mwu")
+
+
+def plan(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    method: str = "exact",
+    channels: str = "auto",
+    order: str = "height",
+    epsilon: float = 0.05,
+    threshold: float = 0.05,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
+
+    Parameters
+    ----------
+    topology : Topology
+        The machine (see `topoplan.load`).
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        GPU numbers of the allocation; None takes all. Rank i is the i-th of them in ascending order.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; None takes the first of the allocation.
+    method : str
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink.
+    channels : str
+        ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``.
+    order : str
+        For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
+    epsilon, threshold : float
+        For ``mwu``: how far below the bound the packing may stay, and how much of the bound the minimised trees may
+        give up.
+    progress : callable or None
+        Called with a line of text now and then while a large plan is made.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, method, channel or order; a GPU or root that is not there.
+    InfeasibleError
+        No usable link joins two parts of the allocation; carries the cut.
+
+    References
+    ----------
+    Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, sections 3.2 and 3.5.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> dgx = topoplan.load("dgx-1v")
+    >>> best = topoplan.plan(dgx, "allreduce", gpus=[1, 4, 5, 7])
+    >>> best.rate, best.gap, best.trees, best.height
+    (50.0, 0.0, 2, 2)
+    """
+    started = time.perf_counter()
+    collective = check_collective(collective)
+    _check_choice("method", method, METHODS)
+    _check_choice("order", order, ORDERS)
+    chosen = topology.select(gpus)
+    rank_of_root = root_rank(chosen, collective, root)
+    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=rank_of_root, method=method)
+    elif method == "mwu":
+        made = _plan_mwu(fabric, collective, rank_of_root, epsilon, threshold)
+    else:
+        made = _plan_exact(fabric, collective, rank_of_root, order, progress)
+    return made.timed(time.perf_counter() - started)
+
+
+def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | None:
+    """Rank of the root of a broadcast or reduce; None for the other collectives.
+
+    Raises
+    ------
+    UsageError
+        The root is not in the allocation, or the collective has none.
+    """
+    if collective not in ROOTED:
+        if root is not None:
+            raise UsageError(
+                f"{collective} has no root; leave out root {root}, or plan a broadcast or reduce"
+            )
+        return None
+    if root is None:
+        return 0
+    if root not in gpus:
+        raise UsageError(
+            f"root {root} is not in the allocation {', '.join(str(g) for g in gpus)}; name one of its GPUs"
+        )
+    return list(gpus).index(root)
+
+
+def _plan_exact(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    packing = Packing(fabric, collective, root)
+    if on_one_switch(fabric):
+        forest = one_hop_forest(packing)
+        one_hop = _forest_plan(packing, forest, best_bound(fabric, collective, root), "one-hop", "exact")
+        if one_hop.gap == 0:
+            return one_hop
+    packed = pack_exact(fabric, collective, root=root, order=order, progress=progress)
+    made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
+    return replace(made, notes=packed.notes)
+
+
+def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+    packing = Packing(fabric, collective, root)
+    packed = pack_mwu(packing, epsilon=epsilon)
+    bound = certified_bound(packed.certificate, fabric, collective, root)
+    rate = forest_rate(packing.shards(packed.weights), fabric)
+    assert rate is not None, "trees of two ranks or more cross links"
+    fewer = None
+    for reference in (bound, rate):
+        fewer = fewer or minimise_trees(
+            packing, packed.weights, rate=reference * packing.scale, threshold=threshold
+        )
+    notes: list[str] = []
+    if fewer is None:
+        notes.append(
+            f"no packing in sixteenths of a link is within {threshold:.0%} of the rate: "
+            f"all {len(packed.weights)} trees are kept"
+        )
+    made = _forest_plan(packing, fewer or packed.weights, packed.certificate, "trees", "mwu")
+    notes.append(
+        f"multiplicative weights: {len(packed.weights)} trees at {float(rate):.6g} GB/s "
+        f"after {packed.iterations} rounds"
+    )
+    return replace(made, notes=tuple(notes))
+
+
+def _forest_plan(
+    packing: Packing,
+    weights: dict[TreeColumn, Fraction],
+    certificate: Certificate,
+    schedule: str,
+    method: str,
+) -> Plan:
+    return build_plan(
+        packing.fabric,
+        packing.collective,
+        root=packing.root,
+        shards=packing.shards(weights),
+        certificate=certificate,
+        schedule=schedule,
+        method=method,
+    )
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} {value!r} is unknown; use one of {', '.join(choices)}")

@@ -1,0 +1,175 @@
+"""Fewer trees at the same rate.
+
+The optimal packings of a program are a face of a polytope; its corners use different numbers of trees. The corner
+with the fewest is NP-hard to find, so many corners are visited: each walk starts towards a random corner, or towards
+a neighbour of the best one, and is then drawn on by the reweighting of sparse recovery (Candès, Wakin, Boyd 2008),
+which makes large weights cheap and small ones dear. Trees to choose from are the cheapest ones under the certificate's lengths, since no other tree is in any
+optimal packing. A walk stops early when the number of trees meets a lower bound that the certificate implies.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.oracle import Oracle
+from topoplan.packing.simplex import PackingSimplex
+from topoplan.packing.stream import Stream
+
+WALKS = 60
+WORK = 12_000_000
+"""Effort after which no further walk is started, as `PackingSimplex.work` counts it."""
+STEPS_PER_WALK = 10
+POOL = 200
+"""Trees to look for, apart from those that the packing already knows."""
+STALE = 16
+"""Rounds without a new tree after which the search for trees ends."""
+_NOISE = 1000
+
+
+class TightProgram(Protocol):
+    """A solved master program that can be rebuilt with other columns."""
+
+    packing: Packing
+    height: int | None
+    oracle: Oracle
+    columns: list[TreeColumn]
+    offset: int
+    program: PackingSimplex
+
+    def add(self, columns: list[TreeColumn]) -> None:
+        """Make columns known."""
+
+    def weights(self) -> dict[TreeColumn, Fraction]:
+        """Weight of every column in use."""
+
+
+def thin(master: TightProgram, lengths: list[int]) -> dict[TreeColumn, Fraction]:
+    """Weights of an optimal packing with few trees.
+
+    Parameters
+    ----------
+    master : TightProgram
+        Column generation that has reached the optimal value.
+    lengths : list of int, one per row
+        Lengths under which every tree of an optimal packing is a cheapest one.
+
+    Returns
+    -------
+    dict of TreeColumn to Fraction
+        Deterministic: the random walks come from a fixed stream.
+    """
+    best = master.weights()
+    least = fewest_possible(master.packing, lengths)
+    if len(best) <= least:
+        return best
+    random = Stream(0)
+    program = master.program
+    if program.work > WORK:
+        return best
+    master.add(_tight_columns(master, lengths, random))
+    program.keep_optimal()
+    count = len(master.columns)
+    limit = program.work + WORK
+    kept: dict[int, Fraction] = {}
+    for walk in range(WALKS):
+        if program.work > limit:
+            break
+        weights = random.whole(count, _NOISE)
+        if walk % 2 and kept:
+            weights = _without_some(kept, master.offset, weights, random)
+        previous = count + 1
+        for _ in range(STEPS_PER_WALK):
+            program.prefer(np.concatenate([np.zeros(master.offset, dtype=np.int64), weights]))
+            used = {j: x for j, x in program.solution().items() if j >= master.offset}
+            if not kept or len(used) <= len(kept):
+                kept = used
+            if len(used) < len(best):
+                best = master.weights()
+                if len(best) <= least:
+                    return best
+            if len(used) >= previous:
+                break
+            previous = len(used)
+            weights = _reweighted(used, master.offset, count) + random.whole(count, _NOISE // 40)
+    return best
+
+
+def fewest_possible(packing: Packing, lengths: list[int]) -> int:
+    """A number of trees below which no packing can fill every row that has a length.
+
+    With lengths 0 and 1 each optimal tree crosses exactly ``L`` of the rows of length 1, and all of them are full:
+    rows / L trees at least.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> packing = Packing(fabric, "broadcast", 0)
+    >>> fewest_possible(packing, [int(link.src == "gpu0") for link in fabric.links])
+    4
+    """
+    positive = [y for y in lengths if y]
+    if not positive or len(set(positive)) > 1:
+        return packing.groups
+    unit = [int(bool(y)) for y in lengths]
+    found = Oracle(packing).cheapest(unit)
+    if packing.groups > 1:
+        return packing.groups
+    crossed = min(length for length, _ in found.values())
+    return -(-len(positive) // crossed) if crossed else 1
+
+
+def _tight_columns(master: TightProgram, lengths: list[int], random: Stream) -> list[TreeColumn]:
+    """Columns that are cheapest under the lengths, found by breaking ties at random."""
+    packing = master.packing
+    top = max(lengths)
+    # The noise of a whole column must stay below one unit of length.
+    unit = _NOISE * 4 * packing.fabric.size * max(1, int(packing.incidence.sum(axis=1).max()))
+    if top * unit >= 1 << 30:
+        return []
+    cheapest = {root: length for root, (length, _) in master.oracle.cheapest(lengths, master.height).items()}
+    if packing.groups == 1:
+        cheapest = dict.fromkeys(cheapest, min(cheapest.values()))
+    found: set[TreeColumn] = set()
+    stale = 0
+    widths = sorted(set(packing.limits.tolist()))[-4:]
+    for turn in range(-(-POOL // len(packing.roots))):
+        # Trees over wide links can carry much: in turn, links narrower than each width come last among equals.
+        narrow = np.array(packing.limits < widths[turn % len(widths)], dtype=np.int64)
+        noise = random.whole(len(lengths), _NOISE) + 2 * _NOISE * narrow
+        noisy = [y * unit + int(z) for y, z in zip(lengths, noise, strict=True)]
+        before = len(found)
+        for root, (_, column) in master.oracle.cheapest(noisy, master.height).items():
+            length = int(packing.usage(column) @ np.array(lengths, dtype=np.int64))
+            if length == cheapest[root]:
+                found.add(column)
+        stale = stale + 1 if len(found) == before else 0
+        if stale == STALE or len(found) >= POOL:
+            break
+    return sorted(found)
+
+
+def _reweighted(used: dict[int, Fraction], offset: int, count: int) -> NDArray[np.int64]:
+    """Rewards that draw weight away from columns that have little of it."""
+    total = float(sum(used.values()))
+    rewards = np.zeros(count, dtype=np.int64)
+    for j, x in used.items():
+        rewards[j - offset] = _NOISE - int(_NOISE / (1 + 50 * float(x) / total))
+    return rewards
+
+
+def _without_some(
+    kept: dict[int, Fraction], offset: int, noise: NDArray[np.int64], random: Stream
+) -> NDArray[np.int64]:
+    """Rewards that keep to a packing but for one or two of its trees, to walk to a neighbour of it."""
+    rewards = _reweighted(kept, offset, len(noise)) + noise // 8
+    trees = sorted(kept)
+    for place in random.whole(2, len(trees)).tolist():
+        rewards[trees[place] - offset] = -_NOISE
+    return rewards

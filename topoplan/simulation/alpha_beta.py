@@ -1,0 +1,171 @@
+"""Closed form of a pipelined plan's time: latency and bandwidth, or the pipeline where that is slower.
+
+A chunk of b bytes takes alpha + b / bandwidth on a hop (Hockney), and a hop works on one chunk at a time. For
+one shard of s bytes, cut into k chunks, on a chain of H equal hops of bandwidth c that is the classic
+
+    T(k) = (H + k - 1) (alpha + s / (k c)),   smallest at k* = sqrt((H - 1) s / (c alpha)).
+
+Trees branch, hops differ and shards share links. With D bytes, h_f the time of one chunk on hop f alone,
+head_f and tail_f the longest chain of such times before and after f, and chain the longest chain of
+start-ups alpha:
+
+    T = launch + max(  max over f of head_f + k h_f + tail_f,   chain + D / rate  )
+
+The first term is the pipeline: no hop can be done earlier, whatever the order in which links serve. The
+second is the alpha-beta sum, with which NCCL ranks its algorithms: start-ups on the way in and out are not
+hidden behind a full link. T is exact on chains and stars and approaches D / rate as D grows.
+
+The number of chunks is chosen as if every chunk waited at every link for one of every other shard, a round of
+(D load / c - its own) / k, and is the same for all shards, so that chunk order gives every tree its weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from topoplan.errors import UsageError
+from topoplan.simulation.dataflow import Dataflow
+from topoplan.simulation.latency import LAUNCH
+from topoplan.simulation.levels import (
+    Floats,
+    Indices,
+    Level,
+    backward_levels,
+    forward_levels,
+    longest_chains,
+)
+
+MAX_CHUNKS = 4096
+"""Most chunks that a shard is cut into when the number is chosen here."""
+
+SMALLEST_CHUNK = 4096
+"""Bytes below which the largest shard is not cut further when the number is chosen here."""
+
+_GRID = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
+
+    Parameters
+    ----------
+    flow : Dataflow
+    alpha, pace : (F, 1) float64
+        Start-up in seconds, and seconds for each byte of the buffer, of every hop.
+    others : (F, 1) float64
+        Seconds for each byte of the buffer for which other hops keep the fullest link of a hop busy.
+    shard : (F,) int64
+    forward, backward : tuple of Level
+        The hops that each hop waits for, and those that wait for it.
+    latency : float
+        Launch and the longest chain of start-ups, in seconds.
+    """
+
+    flow: Dataflow
+    alpha: Floats
+    pace: Floats
+    others: Floats
+    shard: Indices
+    forward: tuple[Level, ...]
+    backward: tuple[Level, ...]
+    latency: float
+
+    def bandwidth_seconds(self, nbytes: float) -> float:
+        """D / rate: how long the fullest link is busy."""
+        return nbytes * max(self.flow.seconds_per_byte, default=0.0)
+
+    def seconds(self, nbytes: float, chunks: Indices) -> Floats:
+        """The closed form.
+
+        Parameters
+        ----------
+        nbytes : float
+            Bytes of the buffer.
+        chunks : (S, C) int64
+            Chunks of every shard, one column for each way of cutting.
+
+        Returns
+        -------
+        (C,) float64
+            Seconds, launch included.
+        """
+        if not self.flow.hops:
+            return np.full(chunks.shape[1], LAUNCH)
+        sum_of_both = self.latency + self.bandwidth_seconds(nbytes)
+        slower: Floats = np.maximum(LAUNCH + self._pipelined(nbytes, chunks, rounds=0), sum_of_both)
+        return slower
+
+    def best_chunks(self, nbytes: float) -> int:
+        """The number of chunks of every shard with the least pipeline time if chunks wait for each other.
+
+        That time is convex in k: a grid of growing steps, then finer ones between the neighbours of the best,
+        down to single steps.
+
+        Examples
+        --------
+        A chain of H = 2 hops at 25 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 25 GB/s / 8.8 us) = 17.5.
+
+        >>> import topoplan
+        >>> from topoplan.simulation.dataflow import dataflow
+        >>> plan = topoplan.plan(topoplan.load("dgx-1p"), "broadcast", gpus=[0, 1, 5], root=0)
+        >>> plan.height, pipeline(dataflow(plan)).best_chunks(64 << 20)
+        (2, 17)
+        """
+        if not self.flow.hops:
+            return 1
+        low, high = 1, min(MAX_CHUNKS, max(1, int(max(self.flow.shares) * nbytes // SMALLEST_CHUNK)))
+        while True:
+            growth = (high / low) ** (1 / _GRID)
+            grid = sorted({low, high, *(round(low * growth**i) for i in range(1, _GRID))})
+            counts = np.broadcast_to(np.array(grid, dtype=np.int64), (len(self.flow.shares), len(grid)))
+            best = int(np.argmin(self._pipelined(nbytes, counts, rounds=1)))
+            if high - low + 1 == len(grid):
+                return int(grid[best])
+            low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
+
+    def _pipelined(self, nbytes: float, chunks: Indices, *, rounds: int) -> Floats:
+        k = chunks[self.shard].astype(np.float64)
+        alone = self.alpha + self.pace * nbytes / k
+        chain = longest_chains(alone, self.forward) + k * alone + longest_chains(alone, self.backward)
+        waiting = rounds * self.others * nbytes * (k + 1) / k
+        longest: Floats = (chain + waiting).max(axis=0)
+        return longest
+
+
+def pipeline(flow: Dataflow) -> Pipeline:
+    """Arrange a dataflow for `Pipeline.seconds`."""
+    alpha = np.array([[hop.alpha] for hop in flow.hops])
+    pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
+    fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
+    forward = forward_levels(flow)
+    return Pipeline(
+        flow=flow,
+        alpha=alpha,
+        pace=pace,
+        others=np.maximum(fullest - pace, 0.0),
+        shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
+        forward=forward,
+        backward=backward_levels(flow),
+        latency=LAUNCH + float((longest_chains(alpha, forward) + alpha).max(initial=0.0)),
+    )
+
+
+def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
+    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number for None.
+
+    Raises
+    ------
+    UsageError
+        ``nbytes`` is negative or ``chunk_bytes`` not above zero.
+    """
+    if nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be simulated; give a size of zero or more")
+    if chunk_bytes is None:
+        return (schedule.best_chunks(nbytes),) * len(schedule.flow.shares)
+    if chunk_bytes <= 0:
+        raise UsageError(f"a chunk of {chunk_bytes} bytes moves nothing; give a chunk size above zero")
+    return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)

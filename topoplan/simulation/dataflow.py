@@ -1,0 +1,127 @@
+"""What waits for what when a plan runs: its tree edges as hops, in an order in which they can start.
+
+A hop carries one chunk of one shard from one rank to another. It may start when its rank holds that chunk:
+every hop of the same shard into that rank, in an earlier stage or the same one, has delivered it. For a
+reduce tree these are the children, for a broadcast tree the parent, and between two stages the handover at
+the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.loads import edge_links, link_loads
+from topoplan.plans.plan import Plan
+from topoplan.simulation.latency import device_kinds, link_latency
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One tree edge in the direction of its data.
+
+    Parameters
+    ----------
+    shard, stage, src, dst : int
+        Where it stands in the plan, and its sending and receiving rank.
+    links : tuple of int
+        The links that it crosses, in order, as indices into the fabric.
+    alpha : float
+        Seconds of start-up for every chunk.
+    pace : float
+        Seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
+    waits : tuple of int
+        Positions of the hops that must have delivered a chunk before it can start here.
+    """
+
+    shard: int
+    stage: int
+    src: int
+    dst: int
+    links: tuple[int, ...]
+    alpha: float
+    pace: float
+    waits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """A plan ready for timing.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    shares : tuple of float
+        Share of every shard.
+    hops : tuple of Hop
+        Every hop stands after the hops it waits for.
+    followers : tuple of tuple of int
+        For every hop, the hops that wait for it.
+    seconds_per_byte : tuple of float
+        For every link of the fabric, the time it is busy for each byte of the buffer.
+    load : tuple of float
+        For every link of the fabric, the bytes across it for each byte of the buffer.
+    """
+
+    fabric: Fabric
+    shares: tuple[float, ...]
+    hops: tuple[Hop, ...]
+    followers: tuple[tuple[int, ...], ...]
+    seconds_per_byte: tuple[float, ...]
+    load: tuple[float, ...]
+
+
+def dataflow(plan: Plan) -> Dataflow:
+    """Hops of a plan and what each waits for.
+
+    Raises
+    ------
+    PlanError
+        A stage is no tree, or a route crosses a link that the machine does not have.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> len(flow.hops), len(flow.hops[0].links)
+    (480, 2)
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    kinds = device_kinds(plan.topology)
+    alphas = [link_latency(link, kinds) for link in fabric.links]
+    hops: list[Hop] = []
+    for number, shard in enumerate(plan.shards):
+        arriving: dict[int, list[int]] = {}
+        for position, stage in enumerate(shard.stages):
+            upwards = stage.op == "reduce"
+            edges = stage.top_down()
+            for edge in reversed(edges) if upwards else edges:
+                src, dst = (edge.child, edge.parent) if upwards else (edge.parent, edge.child)
+                links = edge_links(edge, stage.op, fabric)
+                hop = Hop(
+                    shard=number,
+                    stage=position,
+                    src=src,
+                    dst=dst,
+                    links=links,
+                    alpha=sum(alphas[link] for link in links),
+                    pace=1e-9 / min(fabric.links[link].bandwidth for link in links),
+                    waits=tuple(arriving.get(src, ())),
+                )
+                arriving.setdefault(dst, []).append(len(hops))
+                hops.append(hop)
+    followers: list[list[int]] = [[] for _ in hops]
+    for number, hop in enumerate(hops):
+        for before in hop.waits:
+            followers[before].append(number)
+    loads = link_loads(plan.shards, fabric)
+    return Dataflow(
+        fabric=fabric,
+        shares=tuple(float(shard.share) for shard in plan.shards),
+        hops=tuple(hops),
+        followers=tuple(tuple(after) for after in followers),
+        seconds_per_byte=tuple(
+            float(load / c) * 1e-9 for load, c in zip(loads, fabric.capacity, strict=True)
+        ),
+        load=tuple(float(load) for load in loads),
+    )

@@ -1,0 +1,155 @@
+"""Model time of a plan: how long a collective takes on the machine's links, and which of them hold it up.
+
+Everything comes from the alpha-beta closed form (`topoplan.simulation.alpha_beta`); the event simulation
+(`topoplan.simulation.events`) is the second road to the same number. Both are a model: they reproduce the
+law of measured curves, not their last digit (Blink figure 27 within 15 % at every size from 1 KB to 1 GB).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from topoplan.plans.loads import bottlenecks
+from topoplan.plans.plan import Plan
+from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
+from topoplan.simulation.dataflow import dataflow
+
+LinkName = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The time of one collective and where it goes.
+
+    Parameters
+    ----------
+    collective : str
+    ranks : int
+    nbytes : int
+        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    seconds : float
+        From the call until the last byte is in place.
+    chunks : tuple of int
+        Chunks of every shard.
+    latency_seconds : float
+        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path.
+    bandwidth_seconds : float
+        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both; the rest is
+        the pipeline, filling and draining.
+    link_bytes, link_seconds : dict of (str, str) to float
+        Bytes across each link that is used, and the time it is busy, from source to destination.
+    bottleneck : tuple of (str, str)
+        The links that are busy longest.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> timeline = topoplan.simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=64 << 10)
+    >>> round(timeline.latency_seconds * 1e6, 1), round(timeline.seconds * 1e6)
+    (26.0, 26)
+    """
+
+    collective: str
+    ranks: int
+    nbytes: int
+    seconds: float
+    chunks: tuple[int, ...]
+    latency_seconds: float
+    bandwidth_seconds: float
+    link_bytes: dict[LinkName, float]
+    link_seconds: dict[LinkName, float]
+    bottleneck: tuple[LinkName, ...]
+
+    @property
+    def algbw(self) -> float:
+        """Algorithm bandwidth in GB/s: size / time."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth in GB/s as nccl-tests defines it: algorithm bandwidth times `bus_factor`."""
+        return self.algbw * bus_factor(self.collective, self.ranks)
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object of everything above."""
+        return {
+            "collective": self.collective,
+            "ranks": self.ranks,
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+            "algbw": self.algbw,
+            "busbw": self.busbw,
+            "chunks": list(self.chunks),
+            "latency_seconds": self.latency_seconds,
+            "bandwidth_seconds": self.bandwidth_seconds,
+            "bottleneck": [list(link) for link in self.bottleneck],
+            "links": [
+                {"src": src, "dst": dst, "bytes": nbytes, "busy_seconds": self.link_seconds[src, dst]}
+                for (src, dst), nbytes in self.link_bytes.items()
+            ],
+        }
+
+
+def simulate(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+    """Model time of a plan for one buffer size.
+
+    Parameters
+    ----------
+    plan : Plan
+    nbytes : int
+        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    chunk_bytes : int or None
+        Largest chunk; None chooses the number of chunks.
+
+    Raises
+    ------
+    UsageError
+        ``nbytes`` is negative, or ``chunk_bytes`` not above zero.
+    PlanError
+        The plan's trees or routes do not fit its machine.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> timeline = simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=1 << 30)
+    >>> round(timeline.algbw), round(timeline.busbw)
+    (80, 150)
+    """
+    return timeline(plan, pipeline(dataflow(plan)), nbytes=nbytes, chunk_bytes=chunk_bytes)
+
+
+def timeline(plan: Plan, schedule: Pipeline, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+    """As `simulate`, for a plan whose dataflow is already arranged: a sweep arranges it once."""
+    chunks = chunk_counts(schedule, nbytes, chunk_bytes)
+    flow = schedule.flow
+    names = [(link.src, link.dst) for link in flow.fabric.links]
+    used = [number for number, load in enumerate(flow.load) if load]
+    return Timeline(
+        collective=plan.collective,
+        ranks=len(plan.ranks),
+        nbytes=nbytes,
+        seconds=float(schedule.seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[0]),
+        chunks=chunks,
+        latency_seconds=schedule.latency,
+        bandwidth_seconds=schedule.bandwidth_seconds(nbytes),
+        link_bytes={names[number]: flow.load[number] * nbytes for number in used},
+        link_seconds={names[number]: flow.seconds_per_byte[number] * nbytes for number in used},
+        bottleneck=tuple(names[number] for number in bottlenecks(plan.shards, flow.fabric)),
+    )
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
+
+    Examples
+    --------
+    >>> bus_factor("allreduce", 8), bus_factor("allgather", 8), bus_factor("broadcast", 8)
+    (1.75, 0.875, 1.0)
+    """
+    if collective == "allreduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("allgather", "reduce_scatter"):
+        return (ranks - 1) / ranks
+    return 1.0
