@@ -53,8 +53,8 @@ class Device:
     reduce: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise TopologyError(f"device name {self.name!r} is not a text of at least one character")
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise TopologyError(f"device name {self.name!r} is not a text of printable characters")
         if self.kind not in DEVICE_KINDS:
             raise TopologyError(
                 f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(DEVICE_KINDS)}"
@@ -113,7 +113,10 @@ class Link:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """True for an int or a float that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) < 1 << 1000
 
 
 @dataclass(frozen=True, slots=True)

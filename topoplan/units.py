@@ -59,7 +59,8 @@ def parse_size(text: str) -> int:
         raise UsageError(
             f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"
         )
-    return round(float(match[1]) * 1024 ** _POWER[(match[2] or "").upper()])
+    power: int = _POWER[(match[2] or "").upper()]
+    return round(float(match[1]) * 1024.0**power)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -35,6 +35,16 @@ _LINK_KEYS: dict[str, tuple[type, ...]] = {
     "latency": (int, float, type(None)),
 }
 
+_DEVICE_DEFAULTS: dict[str, object] = {
+    "server": "",
+    "model": "",
+    "busid": "",
+    "numa": None,
+    "multicast": False,
+    "reduce": False,
+}
+_LINK_DEFAULTS: dict[str, object] = {"count": 1, "latency": None}
+
 
 def parse_topology_json(text: str) -> Topology:
     """Read topology JSON.
@@ -46,13 +56,13 @@ def parse_topology_json(text: str) -> Topology:
 
     Examples
     --------
-    >>> parse_topology_json('{"format": "topoplan.topology/2"}')
+    >>> parse_topology_json('{"format": "topoplan.topology/2"}')  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
     """
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TopologyError(f"the topology is no JSON: {error}") from None
     return topology_from_object(value)
 
@@ -117,14 +127,12 @@ def topology_to_object(topology: Topology) -> dict[str, object]:
         head["source"] = topology.source
     if topology.notes:
         head["notes"] = list(topology.notes)
-    defaults = {"server": "", "model": "", "busid": "", "numa": None, "multicast": False, "reduce": False}
     head["devices"] = [
-        {key: field for key in _DEVICE_KEYS if (field := getattr(d, key)) != defaults.get(key, ...)}
+        {key: field for key in _DEVICE_KEYS if (field := getattr(d, key)) != _DEVICE_DEFAULTS.get(key, ...)}
         for d in topology.devices
     ]
-    defaults = {"count": 1, "latency": None}
     head["links"] = [
-        {key: field for key in _LINK_KEYS if (field := getattr(link, key)) != defaults.get(key, ...)}
+        {key: field for key in _LINK_KEYS if (field := getattr(link, key)) != _LINK_DEFAULTS.get(key, ...)}
         for link in topology.links
     ]
     return head

@@ -115,7 +115,7 @@ def _whole_packing(
     most = float(room.sum()) * packing.fabric.size + 1
     result = milp(
         -1 + heights / (2 * most),
-        integrality=np.ones(len(columns)),
+        integrality=np.ones(len(columns), dtype=np.int64),
         bounds=Bounds(0, 1 if literal else np.inf),
         constraints=constraints,
         options={"node_limit": NODES},

@@ -1,11 +1,11 @@
 """Packing by multiplicative weights, within (1 - epsilon) of the optimum (Blink 3.2).
 
-Garg and Könemann (1998), for trees as in Chekuri and Quanrud (2017): every link e has a length y(e), at first 1 / c(e). Again
-and again the cheapest tree takes as much flow as its narrowest link has capacity, and every link it crosses gets
-longer by the factor 1 + step x flow / c(e). What was sent, divided by the largest overload, is a packing; at any time
-sum of c(e) y(e) / (length of the cheapest tree) is an upper bound. The loop ends when the two are within epsilon, so
-the result is proved and not only promised. Lengths are scaled down together before they overflow, which changes
-no choice.
+Garg and Könemann (1998), for trees as in Chekuri and Quanrud (2017): every link e has a length y(e), at first
+1 / c(e). Again and again the cheapest tree takes as much flow as its narrowest link has capacity, and every link it
+crosses gets longer by the factor 1 + step x flow / c(e). What was sent, divided by the largest overload, is a packing;
+at any time sum of c(e) y(e) / (length of the cheapest tree) is an upper bound. The loop ends when the two are within
+epsilon, so the result is proved and not only promised. Lengths are scaled down together before they overflow, which
+changes no choice.
 """
 
 from __future__ import annotations

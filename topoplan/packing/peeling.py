@@ -80,8 +80,7 @@ class Peeler:
 
     def _largest_weight(self, rest: list[Fraction], value: Fraction, column: TreeColumn) -> Fraction:
         usage = self.packing.usage(column).tolist()
-        weight = min(c / times for c, times in zip(rest, usage, strict=True) if times)
-        weight = min(weight, value)
+        weight: Fraction = min(value, *(c / times for c, times in zip(rest, usage, strict=True) if times))
         while weight > 0:
             crossing, needed = self._weakest(self._without(rest, column, weight))
             capacity = sum((c * y for c, y in zip(rest, crossing, strict=True)), Fraction(0))

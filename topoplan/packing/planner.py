@@ -23,7 +23,7 @@ from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import ROOTED, Plan, check_collective
+from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.topology import Topology
 
 METHODS = ("exact", "mwu")
@@ -103,29 +103,6 @@ def plan(
     else:
         made = _plan_exact(fabric, collective, rank_of_root, order, progress)
     return made.timed(time.perf_counter() - started)
-
-
-def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | None:
-    """Rank of the root of a broadcast or reduce; None for the other collectives.
-
-    Raises
-    ------
-    UsageError
-        The root is not in the allocation, or the collective has none.
-    """
-    if collective not in ROOTED:
-        if root is not None:
-            raise UsageError(
-                f"{collective} has no root; leave out root {root}, or plan a broadcast or reduce"
-            )
-        return None
-    if root is None:
-        return 0
-    if root not in gpus:
-        raise UsageError(
-            f"root {root} is not in the allocation {', '.join(str(g) for g in gpus)}; name one of its GPUs"
-        )
-    return list(gpus).index(root)
 
 
 def _plan_exact(

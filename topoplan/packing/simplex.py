@@ -16,6 +16,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+Whole = NDArray[np.int64] | NDArray[np.object_]
+"""Whole numbers: machine words while they fit, Python integers beyond."""
+
 _SAFE = 1 << 62
 _WIDE_COST = 30
 """How much longer an operation on a Python integer takes than on a machine word, roughly."""
@@ -50,7 +53,7 @@ class PackingSimplex:
     def __init__(self, limits: Sequence[int]) -> None:
         rows = len(limits)
         # Column 0 holds the basic values, the others the inverse; all over ``_denominator``.
-        self._table: NDArray[np.int64] | NDArray[np.object_] = _fitting(
+        self._table: Whole = _fitting(
             [[int(limit), *(int(i == j) for j in range(rows))] for i, limit in enumerate(limits)]
         )
         self._denominator = 1
@@ -59,6 +62,7 @@ class PackingSimplex:
         self._costs: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._allowed: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._closed_rows: frozenset[int] = frozenset()
+        self._heaviest = 0
         self.pivots = 0
         self.work = 0
 
@@ -71,6 +75,7 @@ class PackingSimplex:
         """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:
             block = np.array(columns, dtype=np.int64).T
+            self._heaviest = max(self._heaviest, int(np.abs(block).sum(axis=0).max()))
             self._columns = np.hstack([self._columns, block])
             self._costs = np.concatenate([self._costs, np.array(costs, dtype=np.int64)])
             self._allowed = np.concatenate([self._allowed, np.ones(len(columns), dtype=bool)])
@@ -93,22 +98,20 @@ class PackingSimplex:
         """Dual value of each row as whole numbers, and their common denominator."""
         return [int(value) for value in self._dual_numerators()], self._denominator
 
-    def _dual_numerators(self) -> NDArray[np.int64] | NDArray[np.object_]:
+    def _dual_numerators(self) -> Whole:
         table = self._table
-        total = np.zeros(self.rows, dtype=table.dtype)
-        for i, j in enumerate(self._basis):
-            if j >= 0 and self._costs[j]:
-                total = total + table[i, 1:] * int(self._costs[j])
-        return total
+        costs = [int(self._costs[j]) if j >= 0 else 0 for j in self._basis]
+        if table.dtype != object and _largest(table) * sum(map(abs, costs)) < _SAFE:
+            return np.asarray(np.array(costs, dtype=np.int64) @ table[:, 1:])
+        return np.asarray(np.array(costs, dtype=object) @ table[:, 1:].astype(object))
 
-    def _reduced_costs(
-        self, duals: NDArray[np.int64] | NDArray[np.object_]
-    ) -> NDArray[np.int64] | NDArray[np.object_]:
+    def _reduced_costs(self, duals: Whole) -> Whole:
         """Gain of every column per unit, over the common denominator."""
-        if duals.dtype != object:
-            return self._costs * self._denominator - duals @ self._columns
+        largest = _largest(duals) * self._heaviest + _largest(self._costs) * self._denominator
+        if duals.dtype != object and largest < _SAFE:
+            return np.asarray(self._costs * self._denominator - duals @ self._columns)
         costs: NDArray[np.object_] = self._costs.astype(object) * self._denominator
-        return costs - duals @ self._columns.astype(object)
+        return costs - duals.astype(object) @ self._columns.astype(object)
 
     def optimise(self, *, target: Fraction | None = None) -> None:
         """Pivot until no known column improves the objective, or until the objective reaches ``target``."""
@@ -145,7 +148,7 @@ class PackingSimplex:
             best = -1 - row
         return best
 
-    def _column(self, number: int) -> NDArray[np.int64] | NDArray[np.object_]:
+    def _column(self, number: int) -> Whole:
         """A column as the current basis sees it, over the common denominator."""
         table = self._table
         if number < 0:
@@ -175,7 +178,7 @@ class PackingSimplex:
         if self.pivots % 64 == 0 and fresh.dtype == object and _largest(fresh) < _SAFE >> 24:
             self._table = fresh.astype(np.int64)
 
-    def _leaving(self, column: NDArray[np.int64] | NDArray[np.object_]) -> int | None:
+    def _leaving(self, column: Whole) -> int | None:
         """The row of the lexicographically smallest ratio among rows where the column is above zero."""
         rows = [int(i) for i in np.flatnonzero(column > 0)]
         if not rows:
@@ -196,11 +199,11 @@ class PackingSimplex:
         return rows[0]
 
 
-def _fitting(values: list[list[int]] | list[int]) -> NDArray[np.int64] | NDArray[np.object_]:
+def _fitting(values: list[list[int]] | list[int]) -> Whole:
     """An int64 array where the numbers are small, an array of Python integers otherwise."""
     wide = np.array(values, dtype=object)
     return wide.astype(np.int64) if _largest(wide) < _SAFE >> 24 else wide
 
 
-def _largest(values: NDArray[np.int64] | NDArray[np.object_]) -> int:
+def _largest(values: Whole) -> int:
     return int(np.abs(values).max()) if values.size else 0

@@ -3,8 +3,9 @@
 The optimal packings of a program are a face of a polytope; its corners use different numbers of trees. The corner
 with the fewest is NP-hard to find, so many corners are visited: each walk starts towards a random corner, or towards
 a neighbour of the best one, and is then drawn on by the reweighting of sparse recovery (Candès, Wakin, Boyd 2008),
-which makes large weights cheap and small ones dear. Trees to choose from are the cheapest ones under the certificate's lengths, since no other tree is in any
-optimal packing. A walk stops early when the number of trees meets a lower bound that the certificate implies.
+which makes large weights cheap and small ones dear. Trees to choose from are the cheapest ones under the certificate's
+lengths, since no other tree is in any optimal packing. The walks end early when the number of trees meets a lower
+bound that the certificate implies.
 """
 
 from __future__ import annotations

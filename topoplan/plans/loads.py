@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from topoplan.errors import PlanError
 from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
@@ -39,7 +40,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
         )
     devices = edge.route if op == "broadcast" else edge.route[::-1]
     crossed = []
-    for src, dst in zip(devices, devices[1:], strict=False):
+    for src, dst in pairwise(devices):
         number = fabric.link_index.get((src, dst))
         if number is None or fabric.links[number].channel not in CHANNEL_LINKS[edge.channel]:
             raise PlanError(

@@ -13,7 +13,7 @@ stand in the order of their owners.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -240,6 +240,29 @@ def check_collective(collective: str) -> str:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COLLECTIVES)}"
         raise UsageError(f"collective {collective!r} is unknown; {hint}")
     return name
+
+
+def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | None:
+    """Rank of the root of a broadcast or reduce; None for the other collectives.
+
+    Raises
+    ------
+    UsageError
+        The root is not in the allocation, or the collective has none.
+    """
+    if collective not in ROOTED:
+        if root is not None:
+            raise UsageError(
+                f"{collective} has no root; leave out root {root}, or plan a broadcast or reduce"
+            )
+        return None
+    if root is None:
+        return 0
+    if root not in gpus:
+        raise UsageError(
+            f"root {root} is not in the allocation {', '.join(str(g) for g in gpus)}; name one of its GPUs"
+        )
+    return list(gpus).index(root)
 
 
 def shard_bounds(shares: Iterable[Fraction], count: int) -> list[int]:

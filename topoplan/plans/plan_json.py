@@ -95,7 +95,7 @@ def parse_plan(text: str) -> Plan:
     """
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"the plan is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")

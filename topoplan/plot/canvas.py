@@ -27,8 +27,8 @@ def new_figure(width: float, height: float) -> Figure:
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write a figure; the suffix names the format (png, svg, pdf, …).
 
-    The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an older
-    one.
+    The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an
+    older one.
 
     Raises
     ------
@@ -42,7 +42,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     suffix = target.suffix.lstrip(".").lower()
     if suffix not in known:
         raise UsageError(
-            f"cannot draw {str(target)!r}: the suffix {target.suffix!r} names no figure format; use .png, .svg or .pdf"
+            f"cannot draw {str(target)!r}: the suffix {target.suffix!r} names no figure format; "
+            "use .png, .svg or .pdf"
         )
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "ps": {"CreationDate": None}}
@@ -52,7 +53,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         aside.replace(target)
     except OSError as error:
         raise UsageError(
-            f"cannot write {str(target)!r}: {error.strerror or error}; choose a folder that exists and is writable"
+            f"cannot write {str(target)!r}: {error.strerror or error}; "
+            "choose a folder that exists and is writable"
         ) from None
     finally:
         aside.unlink(missing_ok=True)

@@ -12,12 +12,14 @@ _STEPS = 32
 _CLEAR = 0.32
 
 
-def label_places(labelled: Sequence[Segment], others: Sequence[Segment], nodes: Sequence[Point]) -> list[Point]:
+def label_places(
+    labelled: Sequence[Segment], others: Sequence[Segment], nodes: Sequence[Point]
+) -> list[Point]:
     """One point on each labelled segment, in its order.
 
-    Points are tried along the middle part of the segment; the clearest wins: far from labels that have their place,
-    from nodes, and from the other lines; near the middle among equals. A third of an inch counts as clear, two
-    thirds from a node.
+    Points are tried along the middle part of the segment; the clearest wins: far from labels that have
+    their place, from nodes, and from the other lines; near the middle among equals. A third of an inch
+    counts as clear, two thirds from a node.
 
     Parameters
     ----------
@@ -34,7 +36,9 @@ def label_places(labelled: Sequence[Segment], others: Sequence[Segment], nodes: 
     placed: list[Point] = []
     for number, segment in enumerate(labelled):
         rivals = [line for i, line in enumerate(labelled) if i != number] + list(others)
-        placed.append(max(_candidates(segment), key=lambda point: _clearance(point, segment, rivals, nodes, placed)))
+        placed.append(
+            max(_candidates(segment), key=lambda point: _clearance(point, segment, rivals, nodes, placed))
+        )
     return placed
 
 
@@ -52,10 +56,7 @@ def _clearance(
     devices = min((math.dist(point, node) for node in nodes), default=2 * _CLEAR)
     middle = ((own[0][0] + own[1][0]) / 2, (own[0][1] + own[1][1]) / 2)
     return (
-        min(lines, _CLEAR)
-        + min(labels, _CLEAR)
-        + min(devices, 2 * _CLEAR)
-        - 0.02 * math.dist(point, middle)
+        min(lines, _CLEAR) + min(labels, _CLEAR) + min(devices, 2 * _CLEAR) - 0.02 * math.dist(point, middle)
     )
 
 

@@ -1,6 +1,7 @@
 """A machine as a figure: the NVLink graph with its link counts, and below it the PCIe tree and the network.
 
-One unit of the axes is one inch, so that boxes and labels keep their size and the figure grows with the machine.
+One unit of the axes is one inch, so that boxes and labels keep their size and the figure grows with the
+machine.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _FOREST_RANK = {"switch": 0, "cpu": 1, "pcie": 2, "nvswitch": 3, "nic": 4, "gpu"
 def draw_topology(topology: Topology) -> Figure:
     """Devices and links of a machine.
 
-    Upper panel: the NVLink graph, bundles labelled with their number of links. Lower panel: PCIe switches, CPUs,
-    NICs and the network as a tree. The legend gives the bandwidth of every kind of wire in GB/s and direction.
+    Upper panel: the NVLink graph, bundles labelled with their number of links. Lower panel: PCIe switches,
+    CPUs, NICs and the network as a tree. The legend gives the bandwidth of every kind of wire in GB/s and
+    direction.
 
     Returns
     -------
@@ -62,8 +64,8 @@ def draw_topology(topology: Topology) -> Figure:
     """
     if len(topology.devices) > MAX_DEVICES:
         raise UsageError(
-            f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a figure can "
-            "show; draw one server or a smaller allocation"
+            f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a "
+            "figure can show; draw one server or a smaller allocation"
         )
     drawn = wires(topology)
     kinds = sorted({wire.kind for wire in drawn}, key=lambda kind: (list(STROKES).index(kind[0]), kind[1:]))
@@ -79,7 +81,9 @@ def draw_topology(topology: Topology) -> Figure:
     figure = new_figure(width, height)
     left = _MARGIN / 2 / width
     figure.suptitle(_headline(topology), x=left, y=1 - 0.1 / height, ha="left", va="top", fontsize=12)
-    figure.text(left, 1 - (0.1 + _TITLE) / height, "\n".join(notes), ha="left", va="top", fontsize=7, linespacing=1.2)
+    figure.text(
+        left, 1 - (0.1 + _TITLE) / height, "\n".join(notes), ha="left", va="top", fontsize=7, linespacing=1.2
+    )
     top = height - head - 0.1
     strokes = wire_widths(drawn)
     for (title, places, shown), own_width, own_height in zip(panels, widths, heights, strict=True):
@@ -96,7 +100,8 @@ def draw_topology(topology: Topology) -> Figure:
 def _headline(topology: Topology) -> str:
     models = list(dict.fromkeys(d.model for d in topology.devices if d.kind == "gpu" and d.model))
     model = f" ({models[0]})" if len(models) == 1 else ""
-    return f"{topology.name}: {len(topology.gpus)} GPUs{model}"
+    count = len(topology.gpus)
+    return f"{topology.name}: {count} GPU{'' if count == 1 else 's'}{model}"
 
 
 Panel = tuple[str, Places, tuple[Wire, ...]]
@@ -149,15 +154,11 @@ def _tree_panel(topology: Topology, drawn: Sequence[Wire]) -> Panel | None:
     rank = {d.name: _FOREST_RANK[d.kind] for d in topology.devices}
     roots, children = grow_forest(names, near, rank=rank)
     slots = forest_positions(roots, children)
-    step = _LETTER * max(len(_label(topology.device(name))) for name in names) + 0.22
+    step = _LETTER * max(len(name) for name in names) + 0.22
     deepest = max(depth for _, depth in slots.values())
     places = {name: (slot * step, (deepest - depth) * _LAYER) for name, (slot, depth) in slots.items()}
     channels = {wire.channel for wire in shown}
     return "PCIe and network" if "network" in channels else "PCIe", places, shown
-
-
-def _label(device: Device) -> str:
-    return device.name
 
 
 def _draw_panel(
@@ -173,7 +174,12 @@ def _draw_panel(
         (x, y), (u, v) = (places[end] for end in wire.ends)
         stroke = STROKES[wire.channel]
         axes.plot(
-            [x, u], [y, v], color=stroke.colour, linestyle=stroke.style, linewidth=strokes[wire.kind], zorder=1
+            [x, u],
+            [y, v],
+            color=stroke.colour,
+            linestyle=stroke.style,
+            linewidth=strokes[wire.kind],
+            zorder=1,
         )
     bundles = [wire for wire in shown if wire.count > 1]
     segments = {wire: (places[wire.ends[0]], places[wire.ends[1]]) for wire in shown}
@@ -199,7 +205,7 @@ def _draw_panel(
         axes.text(
             x,
             y,
-            _label(device),
+            name,
             ha="center",
             va="center",
             fontsize=8,
@@ -219,7 +225,12 @@ def _draw_legend(
 
     handles = [
         Line2D(
-            [], [], color=STROKES[k[0]].colour, linestyle=STROKES[k[0]].style, linewidth=strokes[k], label=kind_text(k)
+            [],
+            [],
+            color=STROKES[k[0]].colour,
+            linestyle=STROKES[k[0]].style,
+            linewidth=strokes[k],
+            label=kind_text(k),
         )
         for k in kinds
     ]

@@ -1,8 +1,9 @@
 """Places for the NVLink graph, in inches: switch in the middle, two faces of a cube mesh, or a circle.
 
-A hybrid cube mesh (two complete groups of four and one wire between partners) is drawn as two squares turned so
-that their corners have four different heights: the wires between them are then level lines that pass no device.
-Any other graph of GPUs goes on a circle, in the order with the fewest crossings that swapping pairs finds.
+A hybrid cube mesh (two complete groups of four and one wire between partners) is drawn as two squares
+turned so that their corners have four different heights: the wires between them are then level lines that
+pass no device. Any other graph of GPUs goes on a circle, in the order with the fewest crossings that
+swapping pairs finds.
 """
 
 from __future__ import annotations

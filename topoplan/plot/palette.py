@@ -1,12 +1,14 @@
 """Colours and line styles of every figure: the Okabe-Ito palette, which colour-blind readers can tell apart.
 
-Nothing is told by colour alone: channels also differ in line style, bundles in width and label, bars in hatch.
+Nothing is told by colour alone: channels also differ in line style, bundles in width and label, bars in
+hatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -27,7 +29,7 @@ class Stroke:
 
     name: str
     colour: str
-    style: str
+    style: Literal["-", "--", ":", "-."]
 
 
 STROKES: Mapping[str, Stroke] = {

@@ -54,7 +54,8 @@ def wires(topology: Topology) -> tuple[Wire, ...]:
         if back is not None and place[src] > place[dst]:
             continue
         count = link.count if back is None else max(link.count, back.count)
-        drawn.append(Wire((src, dst), channel, count, link.bandwidth, 0.0 if back is None else back.bandwidth))
+        backward = 0.0 if back is None else back.bandwidth
+        drawn.append(Wire((src, dst), channel, count, link.bandwidth, backward))
     return tuple(drawn)
 
 

@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
-from topoplan.packing.planner import root_rank
+from topoplan.plans.plan import root_rank
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective

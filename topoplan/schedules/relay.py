@@ -5,7 +5,7 @@ mix of tours with the highest total weight W that the links carry is a packing p
 columns made on demand: the dual prices of the links make a distance table, and the shortest tour in it either
 is the next column or proves the mix optimal. AllReduce then runs at W N / (2 (N - 1)). The shortest tour is
 found by dynamic programming over subsets (Held and Karp 1962) up to nine ranks, beyond by nearest neighbour
-and moving segments (Or 1976), which proves nothing; there only a full port does.
+and moving segments (Or 1976), which proves nothing; there only a full cut does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import heapq
 from collections.abc import Sequence
 from fractions import Fraction
 
-from topoplan.packing.bounds import whole_capacities
+from topoplan.packing.bounds import best_bound, whole_capacities
 from topoplan.packing.simplex import PackingSimplex
+from topoplan.plans.certificate import certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.schedules.ring_forest import LogicalRing
 
@@ -80,7 +81,7 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
     (['25'], (0, 2, 1), True)
     """
     capacity, scale = whole_capacities(fabric)
-    limit = _port_limit(fabric, capacity)
+    limit = _cut_limit(fabric, scale)
     exact = fabric.size <= LARGEST_EXACT
     most = len(seeds) + (COLUMN_LIMIT if exact else COLUMN_LIMIT // 10)
     heaviest = max(capacity)
@@ -104,15 +105,12 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
     return tuple(LogicalRing(weight / scale, *tours[number]) for number, weight in mix.items()), proved
 
 
-def _port_limit(fabric: Fabric, capacity: list[int]) -> int:
-    """Least capacity into or out of one rank: a tour enters and leaves every rank at least once."""
-    ports = [[0, 0] for _ in range(fabric.size)]
-    for (src, dst), c in zip(fabric.ends, capacity, strict=True):
-        if src < fabric.size:
-            ports[src][0] += c
-        if dst < fabric.size:
-            ports[dst][1] += c
-    return min(min(pair) for pair in ports)
+def _cut_limit(fabric: Fabric, scale: int) -> Fraction:
+    """Capacity of the smallest cut between ranks: a tour leaves and enters every set of ranks at least once."""
+    return scale * min(
+        certified_bound(best_bound(fabric, collective, 0), fabric, collective, 0)
+        for collective in ("broadcast", "reduce")
+    )
 
 
 def _crossings(fabric: Fabric, hops: Sequence[Path]) -> list[int]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.bounds import best_bound
-from topoplan.packing.planner import root_rank
+from topoplan.plans.plan import root_rank
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Plan, check_collective
@@ -127,19 +127,12 @@ def _automatic(allocation: Topology) -> _Found:
     rings, note = _nvlink_rings(fabric)
     if rings:
         return _Found(fabric, "nvlink ring", rings, (note,))
-    pcie = Fabric(allocation, ("pcie",))
-    cut = pcie.unreachable()
-    if cut:
-        raise InfeasibleError(
-            f"{note} on {', '.join(allocation.gpus)}, and no PCIe path leaves {{{', '.join(cut)}}}; "
-            "try a ring that may relay (kind relay)",
-            cut=cut,
-        )
+    pcie = _connected(allocation, "pcie", f"{note}; try kind relay")
     return _on_pcie(pcie, f"{note}, so the ring runs over PCIe")
 
 
 def _over_nvlink(allocation: Topology) -> _Found:
-    fabric = usable_fabric(allocation, channels="nvlink")
+    fabric = _connected(allocation, "nvlink", "try kind pcie")
     rings, note = _nvlink_rings(fabric)
     if not rings:
         raise InfeasibleError(f"{note} on {', '.join(allocation.gpus)}; try kind relay or pcie")
@@ -147,16 +140,25 @@ def _over_nvlink(allocation: Topology) -> _Found:
 
 
 def _over_pcie(allocation: Topology) -> _Found:
-    return _on_pcie(usable_fabric(allocation, channels="pcie"))
+    return _on_pcie(_connected(allocation, "pcie", "try kind nvlink or relay"))
 
 
 def _relayed(allocation: Topology) -> _Found:
-    fabric = usable_fabric(allocation, channels="nvlink")
+    fabric = _connected(allocation, "nvlink", "try kind pcie")
     seeds, _ = _nvlink_rings(fabric)
     rings, proved = relay_rings(fabric, seeds)
     claim = "proved: no mix of rings is better" if proved else "found by local search: a better mix may exist"
     tours = f"a mix of {len(rings)} relaying rings" if len(rings) > 1 else "one relaying ring"
     return _Found(fabric, "relay ring", rings, (f"{tours}, {claim}",))
+
+
+def _connected(allocation: Topology, channel: str, remedy: str) -> Fabric:
+    fabric = Fabric(allocation, (channel,))
+    cut = fabric.unreachable()
+    if cut:
+        wires = {"nvlink": "NVLink", "pcie": "PCIe"}[channel]
+        raise InfeasibleError(f"no {wires} path leaves the cut {{{', '.join(cut)}}}; {remedy}", cut=cut)
+    return fabric
 
 
 def _on_pcie(fabric: Fabric, *notes: str) -> _Found:

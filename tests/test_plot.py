@@ -1,0 +1,336 @@
+"""Figures: what must be on them is on them, nothing overlaps, nothing is cut off, and files appear whole."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import topoplan
+from topoplan.errors import UsageError
+from topoplan.plans.build import trivial_plan
+from topoplan.plans.fabric import usable_fabric
+from topoplan.plot.bars import draw_comparison
+from topoplan.plot.canvas import save_figure
+from topoplan.plot.machine import MAX_DEVICES, draw_topology
+from topoplan.plot.sweep import draw_sweep
+from topoplan.plot.trees import draw_trees
+from topoplan.plot.wires import wires
+from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.ring import ring
+from topoplan.simulation.table import sweep
+from topoplan.topology import Device, Link, Topology
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+LIBRARY = (
+    "dgx-1p",
+    "dgx-1v",
+    "dgx-2",
+    "dgx-a100",
+    "dgx-h100",
+    "dgx-b200",
+    "mi250x",
+    "nvlink-x4",
+    "pcie-x8",
+    "v100x4",
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A row of the comparison figure."""
+
+    gpus: tuple[int, ...]
+    members: int
+    trees: float
+    bound: float
+    ring: float
+    ring_kind: str
+    ratio: float
+
+
+def class_rows(count: int) -> list[Rates]:
+    """Allocations of growing size with made-up rates, every third without an NVLink ring."""
+    rows = []
+    for number in range(count):
+        size = 3 + 6 * number // count
+        trees = 25.0 * (1 + number % 6)
+        loop = 5.0 if number % 3 == 0 else trees
+        kind = "pcie ring" if number % 3 == 0 else "nvlink ring"
+        rows.append(Rates(tuple(range(8 - size, 8)), 1 + number % 4, trees, trees, loop, kind, trees / loop))
+    return rows
+
+
+def box(text: Text) -> Bbox:
+    """The place of a text on the page, with the patch around it."""
+    patch = text.get_bbox_patch()
+    renderer = text.figure.canvas.get_renderer()  # type: ignore[union-attr]
+    return text.get_window_extent(renderer) if patch is None else patch.get_window_extent(renderer)
+
+
+def visible_texts(figure: Figure) -> list[Text]:
+    """Every text that is drawn: titles, legends, labels in panels, and labels of axes and ticks in view."""
+    figure.canvas.draw()
+    found = list(figure.texts)
+    for axes in figure.axes:
+        found += [*axes.texts, axes.title, axes._left_title, axes._right_title]
+        if axes.axison:
+            for axis in (axes.xaxis, axes.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+                found += [axis.label, *(tick.label1 for tick in ticks)]
+    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
+        if legend is not None:
+            found += [legend.get_title(), *legend.get_texts()]
+    return [text for text in found if text.get_text().strip() and text.get_visible()]
+
+
+def overlapping(texts: list[Text]) -> list[tuple[str, str]]:
+    """Pairs of texts whose boxes share more than a hair."""
+    boxes = [(text.get_text(), box(text)) for text in texts]
+    return [
+        (first, second)
+        for (first, a), (second, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 0.5 and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.5
+    ]
+
+
+def cut_off(figure: Figure) -> list[str]:
+    """Texts that leave the page."""
+    page = figure.bbox
+    return [
+        text.get_text()
+        for text in visible_texts(figure)
+        if (b := box(text)).x0 < page.x0 or b.y0 < page.y0 or b.x1 > page.x1 or b.y1 > page.y1
+    ]
+
+
+def panel_texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_machine_shows_every_device_and_link_count(name: str) -> None:
+    """Each panel names the devices on its channels; every NVLink bundle carries its number of links."""
+    topology = topoplan.load(name)
+    panels = {axes.get_title(loc="left"): axes for axes in draw_topology(topology).axes}
+    drawn = wires(topology)
+    for title, wanted in (("NVLink", True), ("PCIe", False)):
+        shown = [wire for wire in drawn if (wire.channel == "nvlink") == wanted]
+        assert (title in panels) == bool(shown)
+        if shown:
+            names = {end for wire in shown for end in wire.ends}
+            texts = panel_texts(panels[title])
+            assert names <= set(texts)
+            counts = sorted(f"×{wire.count}" for wire in shown if wire.count > 1)
+            assert sorted(text for text in texts if text.startswith("×")) == counts
+            assert len(panels[title].lines) == len(shown)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_machine_labels_do_not_overlap_and_are_on_the_page(name: str) -> None:
+    """No two texts of the figure touch, titles and legend included, and none leaves the page."""
+    figure = draw_topology(topoplan.load(name))
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name != "pcie-x8"])
+def test_nvlink_wires_pass_no_foreign_device(name: str) -> None:
+    """Every line of the NVLink panel stays clear of the boxes of devices that it does not join."""
+    figure = draw_topology(topoplan.load(name))
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    boxes = [box(text) for text in axes.texts if not text.get_text().startswith("×")]
+    for line in axes.lines:
+        (x, y), (u, v) = axes.transData.transform(line.get_xydata())
+        points = [(x + (u - x) * step / 100, y + (v - y) * step / 100) for step in range(101)]
+        touched = sum(any(b.contains(*point) for point in points) for b in boxes)
+        assert touched == 2
+
+
+def test_two_servers_stand_side_by_side() -> None:
+    """NVLink graphs of separate servers do not overlap, and the network gets its own panel title."""
+    devices, links = [], []
+    for server in ("s0", "s1"):
+        devices += [Device(f"{server}.gpu{i}", "gpu", server) for i in range(4)]
+        devices += [
+            Device(f"{server}.nvswitch0", "nvswitch", server),
+            Device(f"{server}.nic0", "nic", server),
+        ]
+        pairs = [(f"{server}.gpu{i}", f"{server}.nvswitch0", "nvlink", 300.0) for i in range(4)]
+        pairs += [(f"{server}.gpu{i}", f"{server}.nic0", "pcie", 24.0) for i in range(4)]
+        pairs += [(f"{server}.nic0", "fabric", "network", 25.0)]
+        links += [Link(*ends, c, bw) for a, b, c, bw in pairs for ends in ((a, b), (b, a))]
+    topology = Topology("two", (*devices, Device("fabric", "switch")), tuple(links))
+    figure = draw_topology(topology)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["NVLink", "PCIe and network"]
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
+    """A wire that is slower one way says both figures; a machine too large to draw says so."""
+    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
+    links = (Link("gpu0", "gpu1", "nvlink", 50.0, 2), Link("gpu1", "gpu0", "nvlink", 25.0))
+    figure = draw_topology(Topology("lame", devices, links))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["NVLink ×2: 50 and 25 GB/s"]
+    crowd = Topology("crowd", tuple(Device(f"gpu{i}", "gpu") for i in range(MAX_DEVICES + 1)), ())
+    with pytest.raises(UsageError, match=r"crowd has 161 devices"):
+        draw_topology(crowd)
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"), [("dgx-1v", "broadcast"), ("dgx-2", "allreduce"), ("pcie-x8", "allgather")]
+)
+def test_trees_show_every_rank_and_no_overlap(name: str, collective: str) -> None:
+    """Every panel holds each rank once; numbers, titles and headline do not touch or leave the page."""
+    plan = (
+        double_binary_tree(topoplan.load(name))
+        if collective == "allreduce"
+        else ring(topoplan.load(name), collective)
+    )
+    figure = draw_trees(plan)
+    ranks = sorted(map(str, range(len(plan.ranks))))
+    assert all(sorted(panel_texts(axes)) == ranks for axes in figure.axes)
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_depth_of_a_rank_is_its_row() -> None:
+    """Ranks of one depth stand on one line, deeper ones below."""
+    plan = double_binary_tree(topoplan.load("dgx-1v"))
+    stage = plan.shards[0].stages[0]
+    heights = {int(text.get_text()): text.get_position()[1] for text in draw_trees(plan).axes[0].texts}
+    depths = stage.depths()
+    rows = {depth: {heights[rank] for rank in depths if depths[rank] == depth} for depth in depths.values()}
+    assert all(len(row) == 1 for row in rows.values())
+    levels = [max(rows[depth]) for depth in sorted(rows)]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_weights_of_all_panels_add_up_to_the_rate() -> None:
+    """Shares in the titles sum to one and the GB/s to the plan's rate."""
+    plan = ring(topoplan.load("dgx-1v"), "broadcast")
+    titles = [axes.get_title(loc="left").split("\n")[0].split(": ")[1] for axes in draw_trees(plan).axes]
+    assert sum(Fraction(title.split(", ")[0]) for title in titles) == 1
+    assert math.isclose(
+        sum(float(title.split(", ")[1].split()[0]) for title in titles), plan.rate, rel_tol=1e-3
+    )
+
+
+def test_trees_left_out_are_counted() -> None:
+    """A ring has a panel for the reduce path and one for the broadcast path; a shard is whole or left out."""
+    plan = ring(topoplan.load("dgx-1v"), "allreduce")
+    figure = draw_trees(plan, most=7)
+    assert len(figure.axes) == 6
+    assert "45 more of 48 trees are not shown" in figure.get_suptitle()
+    assert "more of" not in draw_trees(plan, most=96).get_suptitle()
+
+
+def test_ranks_of_an_allocation_are_named() -> None:
+    """Where rank i is not GPU i the headline says which GPU it is; one rank draws no tree."""
+    machine = topoplan.load("dgx-1v")
+    assert "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring(machine, gpus=[1, 4, 5, 7])).get_suptitle()
+    alone = trivial_plan(usable_fabric(machine.subset([3])), "allreduce", root=None, method="trivial")
+    figure = draw_trees(alone)
+    assert figure.axes == []
+    assert "nothing to move" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("count", [1, 3, 14, 46])
+def test_bars_have_a_group_for_each_class(count: int) -> None:
+    """One bar of trees and one of a ring for each class, at its height; labels readable and on the page."""
+    rows = class_rows(count)
+    figure = draw_comparison(rows, title="broadcast on dgx-1v")
+    upper, lower = figure.axes
+    bars = {container.get_label(): container for container in upper.containers}
+    assert [bar.get_height() for bar in bars["trees"]] == [row.trees for row in rows]
+    assert sum(len(bars[kind]) for kind in {row.ring_kind for row in rows}) == count
+    assert [text.get_text() for text in lower.get_xticklabels()] == [
+        ",".join(map(str, row.gpus)) for row in rows
+    ]
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_ring_kinds_differ_by_more_than_colour() -> None:
+    """NVLink, PCIe, relay and unknown rings have hatches of their own."""
+    kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree")
+    rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, kind, 2.0) for i, kind in enumerate(kinds)]
+    bars = {c.get_label(): c for c in draw_comparison(rows).axes[0].containers}
+    assert len({bars[kind][0].get_hatch() for kind in kinds}) == len(kinds)
+
+
+def test_comparison_says_largest_and_mean_ratio() -> None:
+    """The line under the title counts members and gives the largest ratio and the geometric mean."""
+    rows = [
+        Rates((0, 1), 3, 40.0, 40.0, 10.0, "pcie ring", 4.0),
+        Rates((0, 2), 1, 9.0, 9.0, 9.0, "nvlink ring", 1.0),
+    ]
+    texts = [text.get_text() for text in draw_comparison(rows).texts]
+    assert "4 allocations in 2 classes; trees / ring: largest 4, geometric mean 2" in texts
+    with pytest.raises(UsageError, match="no allocation to draw"):
+        draw_comparison([])
+
+
+def test_sweep_draws_the_points_it_is_given() -> None:
+    """One curve for each plan through its points, sizes as tick labels that do not overlap."""
+    machine = topoplan.load("dgx-1v")
+    sizes = [1 << power for power in range(10, 31)]
+    curves = {
+        "ring": sweep(ring(machine), sizes),
+        "double binary tree": sweep(double_binary_tree(machine), sizes),
+    }
+    figure = draw_sweep(curves, title="allreduce on dgx-1v")
+    axes = figure.axes[0]
+    assert [line.get_label() for line in axes.lines] == list(curves)
+    for line, rows in zip(axes.lines, curves.values(), strict=True):
+        assert list(line.get_xdata()) == sizes
+        assert list(line.get_ydata()) == [row.algbw for row in rows]
+    assert axes.get_xscale() == "log"
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+    with pytest.raises(UsageError, match="no size to draw"):
+        draw_sweep({"nothing": []})
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_same_machine_gives_the_same_file(suffix: str, tmp_path: Path) -> None:
+    """Two drawings of one machine are equal byte for byte, and nothing is left beside them."""
+    for name in ("one", "two"):
+        save_figure(draw_topology(topoplan.load("v100x4")), tmp_path / f"{name}.{suffix}")
+    assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one.{suffix}", f"two.{suffix}"]
+
+
+@pytest.mark.parametrize("name", ["figure.docx", "figure", "no-such-folder/figure.png"])
+def test_bad_figure_files_are_one_line(name: str, tmp_path: Path) -> None:
+    """An unknown suffix or a missing folder is a UsageError of one line that names the file, and writes nothing."""
+    figure = draw_sweep({"ring": sweep(ring(topoplan.load("v100x4")), [1024])})
+    with pytest.raises(UsageError) as caught:
+        save_figure(figure, tmp_path / name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_plot_room_does_not_load_matplotlib() -> None:
+    """matplotlib is loaded when a figure is drawn, not before."""
+    code = (
+        "import sys, topoplan.plot.machine, topoplan.plot.trees, topoplan.plot.bars, topoplan.plot.sweep;"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

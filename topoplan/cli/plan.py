@@ -1,0 +1,152 @@
+"""``topoplan plan``: pack the trees, print what they reach and why not more."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from topoplan.cli import arguments
+from topoplan.cli.output import print_json, progress_line, table, write_whole
+from topoplan.packing.exact import ORDERS
+from topoplan.packing.planner import METHODS
+from topoplan.packing.planner import plan as make_plan
+from topoplan.plans.explain import explain_certificate
+from topoplan.plans.plan import Plan
+from topoplan.plans.plan_json import certificate_to_object, finite
+from topoplan.units import format_seconds
+
+
+def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
+    """Add the command ``plan``."""
+    parser = commands.add_parser("plan", help="plan a collective and prove its rate", description=run.__doc__)
+    arguments.add_machine(parser)
+    arguments.add_allocation(parser)
+    arguments.add_collective(parser)
+    arguments.add_root(parser)
+    parser.add_argument(
+        "--method", default="exact", metavar="M", help=f"{' or '.join(METHODS)} (default: exact)"
+    )
+    parser.add_argument(
+        "--channels",
+        default="auto",
+        metavar="CH",
+        help="auto (NVLink where it connects the GPUs, else PCIe), nvlink or pcie (default: auto)",
+    )
+    parser.add_argument(
+        "--order",
+        default="height",
+        metavar="O",
+        help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
+    )
+    parser.add_argument(
+        "--epsilon",
+        type=arguments.fraction,
+        default=0.05,
+        help="with mwu, how far below the bound (default: 0.05)",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=arguments.fraction,
+        default=0.05,
+        help="with mwu, how much of the rate fewer trees may cost (default: 0.05)",
+    )
+    parser.add_argument("-o", dest="output", metavar="F.json", help="write the plan file")
+    parser.add_argument("--plot", metavar="F.png", help="draw the trees")
+    arguments.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan a collective on an allocation and prove how close it is to the best possible."""
+    progress = progress_line()
+    made = make_plan(
+        arguments.machine(options),
+        options.collective,
+        gpus=options.gpus,
+        root=options.root,
+        method=options.method,
+        channels=options.channels,
+        order=options.order,
+        epsilon=options.epsilon,
+        threshold=options.threshold,
+        progress=progress,
+    )
+    if progress is not None:
+        progress("")
+    if options.output:
+        write_whole(options.output, made.to_json())
+    if options.plot:
+        from topoplan.plot.canvas import save_figure
+        from topoplan.plot.trees import draw_trees
+
+        save_figure(draw_trees(made), options.plot)
+    if options.json:
+        print_json(summary_object(made))
+    else:
+        print_plan(made)
+        for place in (options.output, options.plot):
+            if place:
+                print(f"written: {place}")
+    return 0
+
+
+def summary_object(plan: Plan) -> dict[str, object]:
+    """What ``plan --json`` prints."""
+    return {
+        "format": "topoplan.plan-summary/1",
+        "machine": plan.topology.name,
+        "collective": plan.collective,
+        "ranks": list(plan.ranks),
+        "root": plan.root,
+        "channels": list(plan.channels),
+        "rate": finite(plan.rate),
+        "bound": finite(plan.bound),
+        "gap": plan.gap,
+        "certificate": certificate_to_object(plan.certificate),
+        "schedule": plan.schedule,
+        "method": plan.method,
+        "seconds": plan.seconds,
+        "trees": plan.trees,
+        "height": plan.height,
+        "digest": plan.digest,
+        "notes": [*plan.topology.notes, *plan.notes],
+    }
+
+
+def print_plan(plan: Plan) -> None:
+    """The plan for a person: rate against bound, the bottleneck, and the trees."""
+    root = "" if plan.root is None else f" from {plan.ranks[plan.root]}"
+    if plan.collective == "reduce":
+        root = root.replace("from", "to")
+    wires = " and ".join(plan.channels)
+    print(
+        f"{plan.collective}{root} on {plan.topology.name}, {len(plan.ranks)} GPUs ({' '.join(plan.ranks)}), over {wires}"
+    )
+    if len(plan.ranks) == 1:
+        print("one GPU: nothing moves")
+    else:
+        verdict = "optimal, proved" if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
+        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
+        print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
+        print(f"trees  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        print()
+        print(_tree_table(plan))
+        print()
+    if plan.seconds is not None:
+        print(f"planned in {format_seconds(plan.seconds)}")
+    for note in (*plan.topology.notes, *plan.notes):
+        print(f"note: {note}")
+
+
+def _tree_table(plan: Plan) -> str:
+    rows = []
+    for number, shard in enumerate(plan.shards):
+        stage = shard.stages[-1]
+        down = stage.op == "broadcast"
+        arrow = ">" if down else "<"
+        edges = " ".join(f"{plan.ranks[e.parent]}{arrow}{plan.ranks[e.child]}" for e in stage.top_down())
+        weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
+        rows.append(
+            (str(number), str(shard.share), f"{weight:.4g}", plan.ranks[stage.root], str(stage.height), edges)
+        )
+    return table(("shard", "share", "GB/s", "root", "height", "edges"), rows)
