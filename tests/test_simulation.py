@@ -228,6 +228,16 @@ def test_rings_agree(machine: str, collective: str) -> None:
         assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(closed.seconds, rel=tolerance), nbytes
 
 
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "pcie-x8", "mi250x"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_packed_trees_agree(machine: str, collective: str) -> None:
+    """Packed trees: events are within 8 % at 256 MB, within 25 % at 1 MB, and never faster."""
+    plan = topoplan.plan(topoplan.load(machine), collective)
+    for nbytes, tolerance in ((MIB, 0.25), (256 * MIB, 0.08)):
+        closed, events = simulate(plan, nbytes=nbytes).seconds, run_events(plan, nbytes=nbytes).seconds
+        assert closed * (1 - 1e-9) <= events <= closed * (1 + tolerance), nbytes
+
+
 def test_double_binary_tree_agrees() -> None:
     """A double binary tree on DGX-2 is within 20 % of its events at 256 MB."""
     plan = double_binary_tree(topoplan.load("dgx-2"))
@@ -340,6 +350,12 @@ def test_bad_sizes_are_refused(nbytes: int, chunk_bytes: int | None, word: str) 
     for road in (simulate, run_events):
         with pytest.raises(UsageError, match=word):
             road(chain(2), nbytes=nbytes, chunk_bytes=chunk_bytes)
+
+
+def test_endless_event_simulations_are_refused() -> None:
+    """Chunks so small that millions of transfers follow are a UsageError that says how many."""
+    with pytest.raises(UsageError, match="8388608 chunk transfers"):
+        run_events(chain(2), nbytes=4 * MIB, chunk_bytes=1)
 
 
 def test_closed_form_is_monotonic_in_size() -> None:

@@ -1,11 +1,15 @@
 """Packing by multiplicative weights, within (1 - epsilon) of the optimum (Blink 3.2).
 
 Garg and Könemann (1998), for trees as in Chekuri and Quanrud (2017): every link e has a length y(e), at first
-1 / c(e). Again and again the cheapest tree takes as much flow as its narrowest link has capacity, and every link it
+1 / c(e). Again and again a cheapest tree takes as much flow as its narrowest link has capacity, and every link it
 crosses gets longer by the factor 1 + step x flow / c(e). What was sent, divided by the largest overload, is a packing;
 at any time sum of c(e) y(e) / (length of the cheapest tree) is an upper bound. The loop ends when the two are within
-epsilon, so the result is proved and not only promised. Lengths are scaled down together before they overflow, which
-changes no choice.
+epsilon, so the result is proved and not only promised.
+
+New trees are priced in every fourth round only; in between, the cheapest of the trees met so far will do, which is one
+small matrix product. Steps are longer than the worst case asks for, and are halved where the loop does not end: the
+proof at the end does not depend on them. Lengths are scaled down together before they overflow, which changes no
+choice.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from topoplan.errors import UsageError
 from topoplan.packing.arborescence import cheapest_arborescence
 from topoplan.packing.bounds import best_bound
@@ -23,7 +30,9 @@ from topoplan.packing.spanning_tree import cheapest_spanning_tree
 from topoplan.plans.certificate import Certificate, Lengths, certified_bound
 
 _OVERFLOW = 1e200
-_ROUNDS_BETWEEN_CHECKS = 8
+_ROUNDS_PER_CALL = 4
+_ROUNDS_PER_CHECK = 16
+_ROUNDS_PER_STEP = 4096
 
 TreeOracle = Callable[[list[list[float]], int], list[int]]
 """Parent pointers of a cheapest arborescence, from costs by head and a root."""
@@ -38,13 +47,16 @@ class MwuPacking:
     weights : dict of TreeColumn to Fraction
         Relative weight of each column; feasible up to one common factor.
     certificate : Certificate
-    iterations : int
-        Trees that were priced.
+    rounds : int
+        Times that flow was sent.
+    calls : int
+        Times that a cheapest tree had to be found anew.
     """
 
     weights: dict[TreeColumn, Fraction]
     certificate: Certificate
-    iterations: int
+    rounds: int
+    calls: int
 
 
 def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle | None = None) -> MwuPacking:
@@ -57,7 +69,8 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
     epsilon : float
         Above 0, at most 0.5.
     tree_oracle : callable or None
-        Another way to find the cheapest arborescence, for comparison; None uses our own.
+        Another way to find the cheapest arborescence, for comparison: it is asked in every round. None uses our
+        own, which is asked in every fourth round.
 
     Raises
     ------
@@ -79,127 +92,146 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
 
 
 class _Loop:
+    """The state of one run: lengths, and the trees met so far for every group."""
+
     def __init__(self, packing: Packing, epsilon: float, tree_oracle: TreeOracle | None) -> None:
         fabric = packing.fabric
         self.packing = packing
         self.epsilon = epsilon
+        self.step = 2 * epsilon
+        self.rounds_per_call = _ROUNDS_PER_CALL if tree_oracle is None else 1
         self.oracle = tree_oracle or cheapest_arborescence
         # Prim serves undirected trees; a rival oracle is asked for them as arborescences from rank 0.
-        self.undirected = packing.folded
-        self.own = tree_oracle is None
+        self.prim = packing.folded and tree_oracle is None
         self.certificate = best_bound(fabric, packing.collective, packing.root)
         bound = certified_bound(self.certificate, fabric, packing.collective, packing.root)
         self.bound = float(bound * packing.scale)
-        self.capacity = [float(c) for c in packing.limits]
-        self.length = [1.0 / c for c in self.capacity]
-        self.rows_of_arc = [
-            [row for row, times in enumerate(line) for _ in range(times)]
-            for line in packing.incidence.tolist()
-        ]
-        self.arcs_of_row: list[list[int]] = [[] for _ in self.capacity]
-        for arc, rows in enumerate(self.rows_of_arc):
-            for row in rows:
-                self.arcs_of_row[row].append(arc)
-        self.between = packing.arcs_between
-        self.ends = [(arc.tail, arc.head) for arc in fabric.arcs]
-        size = fabric.size
-        self.by_head = [[inf] * size for _ in range(size)]
-        self.by_tail = [[inf] * size for _ in range(size)]
-        for arc in range(len(self.ends)):
-            self._reprice(arc)
+        self.capacity = packing.limits.astype(np.float64)
+        self.length = 1.0 / self.capacity
+        self.incidence = packing.incidence.astype(np.float64)
+        self.tails = np.array([arc.tail for arc in fabric.arcs])
+        self.heads = np.array([arc.head for arc in fabric.arcs])
+        groups, rows = packing.groups, len(self.capacity)
+        self.columns: list[list[TreeColumn]] = [[] for _ in range(groups)]
+        self.number: list[dict[TreeColumn, int]] = [{} for _ in range(groups)]
+        self.usage = np.zeros((groups, 8, rows))
+        self.sent = np.zeros((groups, 8))
+        self.least = np.zeros(groups)
+        self.calls = 0
 
     def run(self) -> MwuPacking:
-        packing = self.packing
-        step = self.epsilon / 2
-        load = [0.0] * len(self.capacity)
-        sent: dict[TreeColumn, float] = {}
-        total, iterations, best_rate = 0.0, 0, 0.0
+        """Send flow until the packing is within epsilon of the bound."""
+        every_group = np.arange(self.packing.groups)
+        rounds = 0
         while True:
-            columns, length = self._cheapest()
-            iterations += 1
-            weight = sum(c * y for c, y in zip(self.capacity, self.length, strict=True))
-            dual = weight * packing.groups / length
-            if dual < self.bound * (1 - 1e-12):
-                self._certify()
-            crossings: dict[int, int] = {}
-            for rows in columns.values():
-                for row in rows:
-                    crossings[row] = crossings.get(row, 0) + 1
-            flow = min(self.capacity[row] / times for row, times in crossings.items())
-            for column in columns:
-                sent[column] = sent.get(column, 0.0) + flow
-            total += flow * packing.groups
-            stale = set()
-            for row, times in crossings.items():
-                load[row] += times * flow
-                self.length[row] *= 1 + step * times * flow / self.capacity[row]
-                stale.update(self.arcs_of_row[row])
-            for arc in stale:
-                self._reprice(arc)
-            if max(self.length) > _OVERFLOW:
-                self.length = [y / _OVERFLOW for y in self.length]
-                for arc in range(len(self.ends)):
-                    self._reprice(arc)
-            if iterations % _ROUNDS_BETWEEN_CHECKS == 0 or iterations < _ROUNDS_BETWEEN_CHECKS:
-                best_rate = total / max(x / c for x, c in zip(load, self.capacity, strict=True))
-                if best_rate >= (1 - self.epsilon) * self.bound:
-                    weights = {column: Fraction(x).limit_denominator(1 << 24) for column, x in sent.items()}
-                    return MwuPacking(weights, self.certificate, iterations)
+            if rounds % self.rounds_per_call == 0:
+                self._ask_oracle()
+                self._sharpen()
+            chosen = self._lengths().argmin(axis=1)
+            usage = self.usage[every_group, chosen].sum(axis=0)
+            crossed = usage > 0
+            flow = float((self.capacity[crossed] / usage[crossed]).min())
+            self.sent[every_group, chosen] += flow
+            self.length *= 1 + self.step * flow * usage / self.capacity
+            rounds += 1
+            if rounds % _ROUNDS_PER_CHECK == 0 or rounds < _ROUNDS_PER_CHECK:
+                self._scale_down()
+                if self._rate() >= (1 - self.epsilon) * self.bound:
+                    return MwuPacking(self._weights(), self.certificate, rounds, self.calls)
+            if rounds % _ROUNDS_PER_STEP == 0:
+                self.step /= 2
 
-    def _certify(self) -> None:
+    def _lengths(self) -> NDArray[np.float64]:
+        """Length of every tree met so far, by group."""
+        known = max(len(columns) for columns in self.columns)
+        lengths: NDArray[np.float64] = self.usage[:, :known] @ self.length
+        if self.packing.groups > 1:
+            for group, columns in enumerate(self.columns):
+                lengths[group, len(columns) :] = inf
+        return lengths
+
+    def _ask_oracle(self) -> None:
+        """Find a cheapest tree of every group, learn it, and note its length."""
+        packing = self.packing
+        size = packing.fabric.size
+        arc_cost = self.incidence @ self.length
+        cost = np.full((size, size), inf)
+        np.minimum.at(cost, (self.heads, self.tails), arc_cost)
+        by_head = cost.tolist()
+        by_tail = cost.T.tolist() if packing.uses_up and not packing.folded else []
+        self.calls += 1
+        self.least[:] = inf
+        for root in (0,) if packing.folded else packing.roots:
+            down: list[int] = []
+            rising: list[int] = []
+            if packing.folded:
+                parent = cheapest_spanning_tree(by_head) if self.prim else self.oracle(by_head, 0)
+                down = self._arcs([(up, v) for v, up in enumerate(parent) if up >= 0], arc_cost)
+                rising = [packing.reversed_arc(arc) for arc in down]
+            else:
+                if packing.uses_down:
+                    parent = self.oracle(by_head, root)
+                    down = self._arcs([(up, v) for v, up in enumerate(parent) if up >= 0], arc_cost)
+                if packing.uses_up:
+                    parent = self.oracle(by_tail, root)
+                    rising = self._arcs([(v, up) for v, up in enumerate(parent) if up >= 0], arc_cost)
+            self._learn(packing.column(root, rising, down))
+
+    def _arcs(self, pairs: list[tuple[int, int]], arc_cost: NDArray[np.float64]) -> list[int]:
+        """The cheapest arc between each pair of ranks."""
+        between = self.packing.arcs_between
+        return [
+            arcs[0] if len(arcs) == 1 else min(arcs, key=lambda arc: (arc_cost[arc], arc))
+            for arcs in (between[pair] for pair in pairs)
+        ]
+
+    def _learn(self, column: TreeColumn) -> None:
+        group = self.packing.group(column)
+        numbers = self.number[group]
+        if column not in numbers:
+            numbers[column] = len(numbers)
+            self.columns[group].append(column)
+            if len(numbers) > self.usage.shape[1]:
+                self.usage = np.concatenate([self.usage, np.zeros_like(self.usage)], axis=1)
+                self.sent = np.concatenate([self.sent, np.zeros_like(self.sent)], axis=1)
+            self.usage[group, numbers[column]] = self.packing.usage(column)
+        length = float(self.usage[group, numbers[column]] @ self.length)
+        self.least[group] = min(self.least[group], length)
+
+    def _scale_down(self) -> None:
+        largest = float(self.length.max())
+        if largest > _OVERFLOW:
+            self.length /= largest
+            self.least /= largest
+
+    def _rate(self) -> float:
+        """Rate of what was sent, scaled until no link is overloaded."""
+        load = np.einsum("gp,gpr->r", self.sent, self.usage)
+        return float(self.sent.sum() / (load / self.capacity).max())
+
+    def _sharpen(self) -> None:
         """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
+        dual = float(self.capacity @ self.length) * packing.groups / float(self.least.sum())
+        if dual >= self.bound * (1 - 1e-9):
+            return
         half = 2 if packing.folded else 1
-        top = max(self.length)
-        rounded = [Fraction(round(y / top * (1 << 20)), half) for y in self.length]
+        whole = np.rint(self.length / self.length.max() * (1 << 20)).astype(np.int64).tolist()
         certificate = Lengths(
             tuple(
-                (link.src, link.dst, rounded[row])
+                (link.src, link.dst, Fraction(whole[row], half))
                 for link, row in zip(fabric.links, packing.row_of_link.tolist(), strict=True)
-                if rounded[row]
+                if whole[row]
             )
         )
         bound = float(certified_bound(certificate, fabric, packing.collective, packing.root) * packing.scale)
         if bound < self.bound:
             self.certificate, self.bound = certificate, bound
 
-    def _reprice(self, arc: int) -> None:
-        tail, head = self.ends[arc]
-        cost = min(
-            sum(self.length[row] for row in self.rows_of_arc[other]) for other in self.between[tail, head]
-        )
-        self.by_head[head][tail] = cost
-        self.by_tail[tail][head] = cost
-
-    def _cheapest(self) -> tuple[dict[TreeColumn, list[int]], float]:
-        """Columns to use together (one per group) with the rows they cross, and their length in all."""
-        packing = self.packing
-        if self.undirected:
-            parent = cheapest_spanning_tree(self.by_head) if self.own else self.oracle(self.by_head, 0)
-            down = self._arcs_down(parent)
-            rising = [packing.reversed_arc(arc) for arc in down]
-            rows = [row for arc in down for row in self.rows_of_arc[arc]]
-            return {packing.column(0, rising, down): rows}, sum(self.length[row] for row in rows)
-        found = {}
-        for root in packing.roots:
-            down = self._arcs_down(self.oracle(self.by_head, root)) if packing.uses_down else []
-            rising = self._arcs_up(self.oracle(self.by_tail, root)) if packing.uses_up else []
-            rows = [row for arc in (*rising, *down) for row in self.rows_of_arc[arc]]
-            found[packing.column(root, rising, down)] = rows
-        lengths = {column: sum(self.length[row] for row in rows) for column, rows in found.items()}
-        if packing.groups > 1:
-            return found, sum(lengths.values())
-        best = min(found, key=lambda column: (lengths[column], column))
-        return {best: found[best]}, lengths[best]
-
-    def _arcs_down(self, parent: list[int]) -> list[int]:
-        return [self._arc(up, v) for v, up in enumerate(parent) if up >= 0]
-
-    def _arcs_up(self, parent: list[int]) -> list[int]:
-        return [self._arc(v, up) for v, up in enumerate(parent) if up >= 0]
-
-    def _arc(self, tail: int, head: int) -> int:
-        arcs = self.between[tail, head]
-        if len(arcs) == 1:
-            return arcs[0]
-        return min(arcs, key=lambda arc: (sum(self.length[row] for row in self.rows_of_arc[arc]), arc))
+    def _weights(self) -> dict[TreeColumn, Fraction]:
+        return {
+            column: Fraction(float(x)).limit_denominator(1 << 24)
+            for group, columns in enumerate(self.columns)
+            for column, x in zip(columns, self.sent[group], strict=False)
+            if x > 0
+        }

@@ -143,7 +143,7 @@ def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float,
     made = _forest_plan(packing, fewer or packed.weights, packed.certificate, "trees", "mwu")
     notes.append(
         f"multiplicative weights: {len(packed.weights)} trees at {float(rate):.6g} GB/s "
-        f"after {packed.iterations} rounds"
+        f"after {packed.rounds} rounds"
     )
     return replace(made, notes=tuple(notes))
 

@@ -107,13 +107,13 @@ class Pipeline:
 
         Examples
         --------
-        A chain of H = 2 hops at 25 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 25 GB/s / 8.8 us) = 17.5.
+        A chain of H = 2 hops at 20 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 20 GB/s / 8.8 us) = 19.5.
 
         >>> import topoplan
         >>> from topoplan.simulation.dataflow import dataflow
         >>> plan = topoplan.plan(topoplan.load("dgx-1p"), "broadcast", gpus=[0, 1, 5], root=0)
         >>> plan.height, pipeline(dataflow(plan)).best_chunks(64 << 20)
-        (2, 17)
+        (2, 20)
         """
         if not self.flow.hops:
             return 1

@@ -16,11 +16,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topoplan.errors import UsageError
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import Dataflow, dataflow
 from topoplan.simulation.latency import LAUNCH
+
+MAX_TRANSFERS = 2_000_000
+"""Most chunk transfers that are simulated one by one: about half a minute."""
 
 _ARRIVE, _DELIVER, _START, _SERVE = range(4)
 
@@ -75,7 +79,7 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     Raises
     ------
     UsageError
-        ``nbytes`` is negative or ``chunk_bytes`` not above zero.
+        ``nbytes`` is negative, ``chunk_bytes`` not above zero, or so small that the simulation would not end.
 
     Notes
     -----
@@ -91,6 +95,9 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     """
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
+    count = sum(len(hop.links) * chunks[hop.shard] for hop in flow.hops)
+    if count > MAX_TRANSFERS:
+        raise UsageError(f"{count} chunk transfers are more than {MAX_TRANSFERS}; give a larger chunk size")
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     transfers, seconds = _serve(flow, sizes, chunks)
     return Run(seconds=seconds, chunks=chunks, transfers=tuple(transfers), fabric=flow.fabric)

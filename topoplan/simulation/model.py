@@ -48,7 +48,7 @@ class Timeline:
     >>> import topoplan
     >>> timeline = topoplan.simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=64 << 10)
     >>> round(timeline.latency_seconds * 1e6, 1), round(timeline.seconds * 1e6)
-    (26.0, 26)
+    (26.0, 27)
     """
 
     collective: str

@@ -85,9 +85,9 @@ def sweep(plan: Plan, sizes: Sequence[int], *, chunk_bytes: int | None = None) -
     --------
     >>> import topoplan
     >>> print(format_table(sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])))
-    #         size         count      type   redop      time    algbw    busbw
-    #          (B)    (elements)                        (us)   (GB/s)   (GB/s)
-        1073741824     268435456     float     sum  13622.34    78.82   147.79
+    #         size         count      type   redop         time    algbw    busbw
+    #          (B)    (elements)                           (us)   (GB/s)   (GB/s)
+        1073741824     268435456     float     sum     13447.77    79.85   149.71
     """
     clock = _clock(plan, chunk_bytes)
     return tuple(_row(clock(size)) for size in sizes)

@@ -1,0 +1,24 @@
+"""``make bench``: speeds as ratios against a named rival that ran on the same machine in the same minute."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.bench import allocations, planning
+
+
+def main() -> int:
+    """Run every benchmark, or those named on the command line."""
+    benchmarks = {"allocations": allocations.main, "planning": planning.main}
+    chosen = sys.argv[1:] or sorted(benchmarks)
+    for name in chosen:
+        if name not in benchmarks:
+            print(f"benchmark {name!r} is unknown; use {', '.join(sorted(benchmarks))}", file=sys.stderr)
+            return 2
+    for name in chosen:
+        benchmarks[name]()
+        print()
+    return 0
+
+
+sys.exit(main())

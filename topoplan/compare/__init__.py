@@ -1,0 +1,17 @@
+"""Trees beside rings, on one allocation or on all allocations of a machine."""
+
+from topoplan.compare.allocations import AllocationClass, allocation_classes
+from topoplan.compare.comparison import Comparison, compare, compare_all
+from topoplan.compare.table import Summary, format_table, summary, to_object
+
+__all__ = [
+    "AllocationClass",
+    "Comparison",
+    "Summary",
+    "allocation_classes",
+    "compare",
+    "compare_all",
+    "format_table",
+    "summary",
+    "to_object",
+]

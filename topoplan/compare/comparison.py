@@ -1,0 +1,238 @@
+"""Trees beside rings: what packed trees reach on an allocation, and what each kind of ring reaches there.
+
+Three rivals, all plans that are verified like the trees: the ring that NCCL would run (over NVLink where it has
+one, else over PCIe, which the row says), the ring over NVLink that may relay through other GPUs, and the double
+binary tree. Where the ring falls back, the trees still run over NVLink: this is the comparison of Blink, section 2.2
+and figure 13, and most of its largest gains are such cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from topoplan.compare.allocations import AllocationClass, allocation_classes
+from topoplan.errors import InfeasibleError
+from topoplan.packing.planner import plan
+from topoplan.plans.plan import Plan, check_collective
+from topoplan.plans.verify import verify
+from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.ring import ring
+from topoplan.topology import Topology
+
+WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
+"""Collectives for which a double binary tree is defined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One allocation, or one class of them, under trees and under rings. Rates are in GB/s of algorithm bandwidth.
+
+    Parameters
+    ----------
+    collective : str
+    gpus : tuple of int
+        The allocation; of a class its representative.
+    members : int
+        Allocations that the row stands for; 1 where a single allocation was compared.
+    channel : str or None
+        What the trees run over: nvlink or pcie; None where no path joins the GPUs.
+    trees, bound : float or None
+        Rate of the packed trees, and what no plan on these links exceeds; None without a plan.
+    tree_count, height : int
+        Number of packed trees, and edges on the longest root-to-leaf path.
+    ring : float or None
+        Rate of the ring that `topoplan.ring` picks by itself; None where there is none.
+    ring_kind : str or None
+        "nvlink ring" or "pcie ring" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means that
+        NVLink has no ring here.
+    relay : float or None
+        Rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
+    double_tree : float or None
+        Rate of the double binary tree; None for collectives that have none.
+    ratio, relay_ratio : float or None
+        ``trees / ring`` and ``trees / relay``, rounded from the exact quotient; None where there is no such ring, and
+        for a single GPU, where nothing moves and all rates are infinite.
+    notes : tuple of str
+        What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
+    """
+
+    collective: str
+    gpus: tuple[int, ...]
+    members: int
+    channel: str | None
+    trees: float | None
+    bound: float | None
+    tree_count: int
+    height: int
+    ring: float | None
+    ring_kind: str | None
+    relay: float | None
+    double_tree: float | None
+    ratio: float | None
+    relay_ratio: float | None
+    notes: tuple[str, ...] = ()
+
+
+def compare(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+) -> Comparison:
+    """Compare trees with rings on one allocation.
+
+    Parameters
+    ----------
+    topology : Topology
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, a GPU or root that is not there.
+    InfeasibleError
+        No path joins the allocation.
+
+    Examples
+    --------
+    NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
+
+    >>> import topoplan
+    >>> row = compare(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
+    (50.0, 'pcie ring', 5.333, 9.375, 1.5)
+    """
+    collective = check_collective(collective)
+    chosen = topology.select(gpus)
+    trees = plan(topology, collective, gpus=chosen, root=root)
+    picked, no_ring = _if_there_is(lambda: ring(topology, collective, gpus=chosen, root=root))
+    relay = double = None
+    if trees.channels == ("nvlink",):
+        relay = ring(topology, collective, gpus=chosen, root=root, kind="relay")
+    if collective in WITH_DOUBLE_TREE:
+        double = double_binary_tree(topology, collective, gpus=chosen, root=root)
+    rate, against = _verified_rate(trees), _verified_rate(picked)
+    relayed = _verified_rate(relay)
+    _verified_rate(double)
+    notes = [f"trees: {note}" for note in trees.notes]
+    notes += [
+        f"{other.schedule}: {note}" for other in (picked, relay, double) if other for note in other.notes
+    ]
+    return Comparison(
+        collective=collective,
+        gpus=chosen,
+        members=1,
+        channel=trees.channels[0],
+        trees=trees.rate,
+        bound=trees.bound,
+        tree_count=trees.trees,
+        height=trees.height,
+        ring=picked.rate if picked else None,
+        ring_kind=picked.schedule if picked else None,
+        relay=relay.rate if relay else None,
+        double_tree=double.rate if double else None,
+        ratio=_ratio(rate, against),
+        relay_ratio=_ratio(rate, relayed),
+        notes=(*notes, *no_ring),
+    )
+
+
+def compare_all(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    sizes: Collection[int] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Comparison, ...]:
+    """Compare trees with rings on one allocation of each class.
+
+    Parameters
+    ----------
+    topology : Topology
+    collective : str
+    sizes : collection of int or None
+        Numbers of GPUs; 2 to N for None.
+    progress : callable or None
+        Called with a line of text before each class.
+
+    Returns
+    -------
+    tuple of Comparison
+        Ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
+        the root.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective or size, or too many allocations (see `allocation_classes`).
+
+    Notes
+    -----
+    Trees, bound, NVLink rings and relaying rings depend on the class alone. Number and height of the trees, a ring over
+    PCIe and a double binary tree also depend on how the member's GPUs are numbered and sit on PCIe: they are the
+    representative's.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
+    >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
+    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((3, 4, 5), 'pcie', 'pcie ring', 8), ((3, 5, 6), 'pcie', 'pcie ring', 16)]
+    """
+    collective = check_collective(collective)
+    classes = allocation_classes(topology, sizes=sizes)
+    rows = []
+    for number, one in enumerate(classes):
+        if progress:
+            progress(f"class {number + 1} of {len(classes)}: GPUs {', '.join(str(gpu) for gpu in one.gpus)}")
+        rows.append(_compare_class(topology, collective, one))
+    return tuple(rows)
+
+
+def _compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
+    try:
+        return replace(compare(topology, collective, gpus=one.gpus), members=one.members)
+    except InfeasibleError as error:
+        if one.channel is not None:
+            raise
+        return Comparison(
+            collective=collective,
+            gpus=one.gpus,
+            members=one.members,
+            channel=None,
+            trees=None,
+            bound=None,
+            tree_count=0,
+            height=0,
+            ring=None,
+            ring_kind=None,
+            relay=None,
+            double_tree=None,
+            ratio=None,
+            relay_ratio=None,
+            notes=(str(error),),
+        )
+
+
+def _if_there_is(make: Callable[[], Plan]) -> tuple[Plan | None, tuple[str, ...]]:
+    try:
+        return make(), ()
+    except InfeasibleError as error:
+        return None, (f"ring: {error}",)
+
+
+def _verified_rate(made: Plan | None) -> Fraction | None:
+    """Exact rate of a plan after the independent check; None without a plan and for a single GPU."""
+    return verify(made).exact_rate if made else None
+
+
+def _ratio(trees: Fraction | None, rival: Fraction | None) -> float | None:
+    return None if trees is None or rival is None else float(trees / rival)

@@ -1,0 +1,154 @@
+"""Many comparisons in a few figures, as a table of text, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+from topoplan.compare.comparison import Comparison
+from topoplan.plans.plan_json import finite
+
+
+_NO_NVLINK_RING = (None, "pcie ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a set of comparisons says.
+
+    Parameters
+    ----------
+    classes, allocations : int
+        Rows, and the allocations that they stand for.
+    without_nvlink_ring : int
+        Classes whose trees run over NVLink while NVLink has no ring.
+    over_pcie, without_plan : int
+        Classes that NVLink does not connect, planned over PCIe or not at all.
+    below_ring : int
+        Classes on which the trees are slower than the ring.
+    lowest, highest : float or None
+        Of trees / ring, over the classes that have both; None where there is no such class.
+    mean, weighted_mean : float or None
+        Geometric mean of trees / ring, over classes and over allocations.
+    relay_highest, relay_mean : float or None
+        The same of trees / relaying ring, over classes.
+    """
+
+    classes: int
+    allocations: int
+    without_nvlink_ring: int
+    over_pcie: int
+    without_plan: int
+    below_ring: int
+    lowest: float | None
+    highest: float | None
+    mean: float | None
+    weighted_mean: float | None
+    relay_highest: float | None
+    relay_mean: float | None
+
+
+def summary(rows: Sequence[Comparison]) -> Summary:
+    """Summarise comparisons, of one collective or of several.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.compare import compare_all
+    >>> found = summary(compare_all(topoplan.load("dgx-1v"), sizes=[8]))
+    >>> found.classes, found.below_ring, found.lowest, found.highest
+    (1, 0, 1.0, 1.0)
+    """
+    pairs = [(row.ratio, row.members) for row in rows if row.ratio is not None]
+    ratios = [ratio for ratio, _ in pairs]
+    relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
+    return Summary(
+        classes=len(rows),
+        allocations=sum(row.members for row in rows),
+        without_nvlink_ring=sum(row.channel == "nvlink" and row.ring_kind in _NO_NVLINK_RING for row in rows),
+        over_pcie=sum(row.channel == "pcie" for row in rows),
+        without_plan=sum(row.channel is None for row in rows),
+        below_ring=sum(ratio < 1 for ratio in ratios),
+        lowest=min(ratios, default=None),
+        highest=max(ratios, default=None),
+        mean=_geometric_mean([(ratio, 1) for ratio in ratios]),
+        weighted_mean=_geometric_mean(pairs),
+        relay_highest=max(relayed, default=None),
+        relay_mean=_geometric_mean([(ratio, 1) for ratio in relayed]),
+    )
+
+
+def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
+    if not pairs:
+        return None
+    return math.exp(math.fsum(n * math.log(x) for x, n in pairs) / sum(n for _, n in pairs))
+
+
+def format_table(rows: Sequence[Comparison]) -> str:
+    """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
+
+    ``/ring`` and ``/relay`` are the trees' rate over that of the ring before them, ``binary`` is the double binary tree.
+    A dash stands where there is nothing to compare.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.compare import compare
+    >>> machine = topoplan.load("dgx-1v")
+    >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])]))
+    GPUs     members  channel    trees    bound  count  height     ring  ring kind     /ring    relay  /relay   binary
+    1,4,5,7        1  nvlink     50.00    50.00      2       2     5.33  pcie ring     9.38x    33.33   1.50x    16.67
+    4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x    50.00
+    """
+    wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
+    lines = [
+        f"{'GPUs':<{wide}}  members  channel  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
+        f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  {'binary':>7}"
+    ]
+    lines += [
+        f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<7}  {_rate(row.trees):>7}  "
+        f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
+        f"{row.ring_kind or '-':<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
+        f"{_times(row.relay_ratio):>6}  {_rate(row.double_tree):>7}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _gpu_list(gpus: Sequence[int]) -> str:
+    return ",".join(str(gpu) for gpu in gpus)
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None or math.isinf(value) else f"{value:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
+    """The rows and their summary as one JSON object.
+
+    Keys are the fields of `Comparison` and `Summary`; null stands for None and for the infinite rates of a single GPU.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.compare import compare
+    >>> made = to_object([compare(topoplan.load("dgx-1v"), gpus=[3])])
+    >>> made["rows"][0]["gpus"], made["rows"][0]["trees"], made["summary"]["classes"]
+    ([3], None, 1)
+    """
+    return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
+
+
+def _row_object(row: Comparison) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for one in fields(row):
+        value = getattr(row, one.name)
+        if isinstance(value, float):
+            value = finite(value)
+        made[one.name] = list(value) if isinstance(value, tuple) else value
+    return made
