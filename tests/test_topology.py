@@ -20,7 +20,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
-    names = draw(st.lists(TEXTS.filter(bool), min_size=1, max_size=6, unique=True))
+    printable = TEXTS.filter(lambda text: bool(text) and text.isprintable())
+    names = draw(st.lists(printable, min_size=1, max_size=6, unique=True))
     devices = tuple(
         Device(
             name=name,

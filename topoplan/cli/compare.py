@@ -6,7 +6,7 @@ import argparse
 
 from topoplan.cli import arguments
 from topoplan.cli.output import print_json, progress_line
-from topoplan.compare.comparison import compare, compare_all, format_table, summary, to_object
+from topoplan.compare import compare, compare_all, format_table, summary, to_object
 
 
 def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
@@ -16,6 +16,12 @@ def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> Non
     arguments.add_allocation(parser)
     parser.add_argument(
         "--all-allocations", action="store_true", help="every allocation of 2 or more GPUs, up to isomorphism"
+    )
+    parser.add_argument(
+        "--gpu-counts",
+        type=arguments.gpu_list,
+        metavar="LIST",
+        help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
@@ -30,10 +36,14 @@ def run(options: argparse.Namespace) -> int:
         arguments.OneLineParser(prog="topoplan compare").error(
             "--all-allocations goes with neither --gpus nor --root; leave one of them out"
         )
+    if options.gpu_counts is not None and not options.all_allocations:
+        arguments.OneLineParser(prog="topoplan compare").error(
+            "--gpu-counts goes with --all-allocations only"
+        )
     topology = arguments.machine(options)
     progress = progress_line()
     if options.all_allocations:
-        rows = compare_all(topology, options.collective, progress=progress)
+        rows = compare_all(topology, options.collective, sizes=options.gpu_counts, progress=progress)
     else:
         rows = (compare(topology, options.collective, gpus=options.gpus, root=options.root),)
     if progress is not None:

@@ -1,7 +1,8 @@
 """Trees beside rings, on one allocation or on all allocations of a machine."""
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
-from topoplan.compare.comparison import Comparison, compare, compare_all
+from topoplan.compare.comparison import compare, compare_all
+from topoplan.compare.row import Comparison
 from topoplan.compare.table import Summary, format_table, summary, to_object
 
 __all__ = [

@@ -23,10 +23,8 @@ from topoplan.compare.twins import (
     vectors_by_size,
 )
 from topoplan.errors import UsageError
+from topoplan.plans.fabric import CHANNEL_CHOICES
 from topoplan.topology import Topology
-
-CHANNEL_CHOICES = {"auto": ("nvlink", "pcie"), "nvlink": ("nvlink",), "pcie": ("pcie",)}
-"""Channels that `topoplan.plan` tries for an allocation, in this order."""
 
 VECTOR_LIMIT = 20_000
 """Most allocations, after swaps of equal GPUs, that are compared: a few seconds on a machine of 16 GPUs."""
@@ -107,9 +105,11 @@ def allocation_classes(
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()
     earlier: list[LabelledGraph] = []
-    for channel in CHANNEL_CHOICES[channels]:
-        tried = (*tried, channel)
-        graph = labelled_graph(topology, (channel,))
+    for choice in CHANNEL_CHOICES[channels]:
+        if not left:
+            break
+        tried = (*tried, *choice)
+        graph = labelled_graph(topology, choice)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
         groups = twin_groups(labelled_graph(topology, tried))
         _check_number(topology, groups, left)
@@ -118,7 +118,7 @@ def allocation_classes(
             gpus = last_allocation(groups, counts)
             if not any(connects(other, gpus) for other in earlier):
                 (joined if connects(graph, gpus) else apart).add(counts)
-        found += joined.classes(channel)
+        found += joined.classes("+".join(choice))
         left = apart.sizes()
         earlier.append(graph)
     found += apart.classes(None)

@@ -8,11 +8,13 @@ and figure 13, and most of its largest gains are such cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
+from topoplan.compare.row import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan
 from topoplan.plans.plan import Plan, check_collective
@@ -23,56 +25,6 @@ from topoplan.topology import Topology
 
 WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
 """Collectives for which a double binary tree is defined."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One allocation, or one class of them, under trees and under rings. Rates are in GB/s of algorithm bandwidth.
-
-    Parameters
-    ----------
-    collective : str
-    gpus : tuple of int
-        The allocation; of a class its representative.
-    members : int
-        Allocations that the row stands for; 1 where a single allocation was compared.
-    channel : str or None
-        What the trees run over: nvlink or pcie; None where no path joins the GPUs.
-    trees, bound : float or None
-        Rate of the packed trees, and what no plan on these links exceeds; None without a plan.
-    tree_count, height : int
-        Number of packed trees, and edges on the longest root-to-leaf path.
-    ring : float or None
-        Rate of the ring that `topoplan.ring` picks by itself; None where there is none.
-    ring_kind : str or None
-        "nvlink ring" or "pcie ring" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means that
-        NVLink has no ring here.
-    relay : float or None
-        Rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
-    double_tree : float or None
-        Rate of the double binary tree; None for collectives that have none.
-    ratio, relay_ratio : float or None
-        ``trees / ring`` and ``trees / relay``, rounded from the exact quotient; None where there is no such ring, and
-        for a single GPU, where nothing moves and all rates are infinite.
-    notes : tuple of str
-        What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
-    """
-
-    collective: str
-    gpus: tuple[int, ...]
-    members: int
-    channel: str | None
-    trees: float | None
-    bound: float | None
-    tree_count: int
-    height: int
-    ring: float | None
-    ring_kind: str | None
-    relay: float | None
-    double_tree: float | None
-    ratio: float | None
-    relay_ratio: float | None
-    notes: tuple[str, ...] = ()
 
 
 def compare(
@@ -130,17 +82,17 @@ def compare(
         collective=collective,
         gpus=chosen,
         members=1,
-        channel=trees.channels[0],
+        channel="+".join(trees.channels),
         trees=trees.rate,
         bound=trees.bound,
         tree_count=trees.trees,
         height=trees.height,
-        ring=picked.rate if picked else None,
-        ring_kind=picked.schedule if picked else None,
+        ring=picked.rate if picked else 0.0,
+        ring_kind=picked.schedule if picked else NO_RING,
         relay=relay.rate if relay else None,
         double_tree=double.rate if double else None,
-        ratio=_ratio(rate, against),
-        relay_ratio=_ratio(rate, relayed),
+        ratio=math.nan if rate is None or against is None else float(rate / against),
+        relay_ratio=None if rate is None or relayed is None else float(rate / relayed),
         notes=(*notes, *no_ring),
     )
 
@@ -176,9 +128,10 @@ def compare_all(
 
     Notes
     -----
-    Trees, bound, NVLink rings and relaying rings depend on the class alone. Number and height of the trees, a ring over
-    PCIe and a double binary tree also depend on how the member's GPUs are numbered and sit on PCIe: they are the
-    representative's.
+    The rates of trees, bound, NVLink rings and relaying rings depend on the class alone (those of a rooted collective
+    also on the root, where links are unequal in their two directions). Number and height of the trees, a double
+    binary tree, and a PCIe ring beside NVLink trees also depend on how the GPUs are numbered and sit on PCIe: these
+    are the representative's.
 
     Examples
     --------
@@ -208,15 +161,15 @@ def _compare_class(topology: Topology, collective: str, one: AllocationClass) ->
             gpus=one.gpus,
             members=one.members,
             channel=None,
-            trees=None,
-            bound=None,
+            trees=0.0,
+            bound=0.0,
             tree_count=0,
             height=0,
-            ring=None,
-            ring_kind=None,
+            ring=0.0,
+            ring_kind=NO_RING,
             relay=None,
             double_tree=None,
-            ratio=None,
+            ratio=math.nan,
             relay_ratio=None,
             notes=(str(error),),
         )
@@ -232,7 +185,3 @@ def _if_there_is(make: Callable[[], Plan]) -> tuple[Plan | None, tuple[str, ...]
 def _verified_rate(made: Plan | None) -> Fraction | None:
     """Exact rate of a plan after the independent check; None without a plan and for a single GPU."""
     return verify(made).exact_rate if made else None
-
-
-def _ratio(trees: Fraction | None, rival: Fraction | None) -> float | None:
-    return None if trees is None or rival is None else float(trees / rival)

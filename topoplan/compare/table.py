@@ -6,11 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
-from topoplan.compare.comparison import Comparison
+from topoplan.compare.row import NO_RING, Comparison
 from topoplan.plans.plan_json import finite
-
-
-_NO_NVLINK_RING = (None, "pcie ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +45,28 @@ class Summary:
     relay_highest: float | None
     relay_mean: float | None
 
+    def __str__(self) -> str:
+        """The figures as lines of text."""
+        lines = [
+            f"{self.allocations} allocations in {self.classes} classes, {self.below_ring} with trees below the ring"
+        ]
+        apart = (
+            (self.without_nvlink_ring, "have NVLink but no NVLink ring: their ring runs over PCIe"),
+            (self.over_pcie, "have no NVLink path and run over PCIe"),
+            (self.without_plan, "have no path at all"),
+        )
+        lines += [f"{number} classes {what}" for number, what in apart if number]
+        if self.lowest is not None:
+            lines.append(
+                f"trees / ring: {self.lowest:.3g} to {self.highest:.3g}, geometric mean {self.mean:.3g} over classes "
+                f"and {self.weighted_mean:.3g} over allocations"
+            )
+        if self.relay_mean is not None:
+            lines.append(
+                f"trees / relaying ring: up to {self.relay_highest:.3g}, geometric mean {self.relay_mean:.3g}"
+            )
+        return "\n".join(lines)
+
 
 def summary(rows: Sequence[Comparison]) -> Summary:
     """Summarise comparisons, of one collective or of several.
@@ -60,13 +79,15 @@ def summary(rows: Sequence[Comparison]) -> Summary:
     >>> found.classes, found.below_ring, found.lowest, found.highest
     (1, 0, 1.0, 1.0)
     """
-    pairs = [(row.ratio, row.members) for row in rows if row.ratio is not None]
+    pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
     ratios = [ratio for ratio, _ in pairs]
     relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
     return Summary(
         classes=len(rows),
         allocations=sum(row.members for row in rows),
-        without_nvlink_ring=sum(row.channel == "nvlink" and row.ring_kind in _NO_NVLINK_RING for row in rows),
+        without_nvlink_ring=sum(
+            row.channel == "nvlink" and row.ring_kind in (NO_RING, "pcie ring") for row in rows
+        ),
         over_pcie=sum(row.channel == "pcie" for row in rows),
         without_plan=sum(row.channel is None for row in rows),
         below_ring=sum(ratio < 1 for ratio in ratios),
@@ -88,8 +109,8 @@ def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
 def format_table(rows: Sequence[Comparison]) -> str:
     """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
 
-    ``/ring`` and ``/relay`` are the trees' rate over that of the ring before them, ``binary`` is the double binary tree.
-    A dash stands where there is nothing to compare.
+    ``/ring`` and ``/relay`` are the trees' rate over that of the ring before them, ``binary`` is the double binary
+    tree. A dash stands where there is nothing to compare.
 
     Examples
     --------
@@ -109,7 +130,7 @@ def format_table(rows: Sequence[Comparison]) -> str:
     lines += [
         f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<7}  {_rate(row.trees):>7}  "
         f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
-        f"{row.ring_kind or '-':<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
+        f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
         f"{_times(row.relay_ratio):>6}  {_rate(row.double_tree):>7}"
         for row in rows
     ]
@@ -121,17 +142,18 @@ def _gpu_list(gpus: Sequence[int]) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "-" if value is None or math.isinf(value) else f"{value:.2f}"
+    return f"{value:.2f}" if value is not None and 0 < value < math.inf else "-"
 
 
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}x"
 
 
 def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     """The rows and their summary as one JSON object.
 
-    Keys are the fields of `Comparison` and `Summary`; null stands for None and for the infinite rates of a single GPU.
+    Keys are the fields of `Comparison` and `Summary`; null stands for None, for the infinite rates of a single GPU,
+    and for a ratio that does not exist.
 
     Examples
     --------

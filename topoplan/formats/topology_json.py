@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import cast
+from typing import TypeGuard, cast
 
 from topoplan.errors import TopologyError
 from topoplan.topology import Device, Link, Topology
@@ -76,10 +76,10 @@ def topology_from_object(value: object) -> Topology:
             f"format {value.get('format')!r} is not {FORMAT!r}; convert the file or use another version of topoplan"
         )
     name, source = value.get("name", "machine"), value.get("source", "")
-    if not isinstance(name, str) or not isinstance(source, str):
+    if not _is_text(name) or not _is_text(source):
         raise TopologyError("topology name and source must be texts")
     notes = value.get("notes", [])
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+    if not isinstance(notes, list) or not all(_is_text(note) for note in notes):
         raise TopologyError("topology notes must be a list of texts")
     return Topology(
         name=name,
@@ -115,9 +115,17 @@ def _fields(
             raise TopologyError(f"{where} has no {key!r}{hint}")
     fields = {key: item[key] for key in known if key in item}
     for key, field in fields.items():
-        if not isinstance(field, known[key]) or (isinstance(field, bool) and bool not in known[key]):
+        typed = isinstance(field, known[key]) and (bool in known[key] or not isinstance(field, bool))
+        if not typed or (isinstance(field, str) and not _is_text(field)):
             raise TopologyError(f"{where}: {key} {field!r} has the wrong type")
     return fields
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """True for a text that can be written: JSON escapes can make half characters that cannot."""
+    if not isinstance(value, str):
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def topology_to_object(topology: Topology) -> dict[str, object]:

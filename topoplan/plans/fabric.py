@@ -18,9 +18,17 @@ from topoplan.units import exact
 CHANNEL_LINKS = {
     "nvlink": ("nvlink",),
     "pcie": ("pcie", "sys", "c2c"),
-    "network": ("network", "nvlink", "pcie", "sys", "c2c"),
+    "network": ("network",),
 }
-"""Which link channels an edge of each channel may cross."""
+"""Which links of the topology each channel of a plan is made of."""
+
+CHANNEL_CHOICES = {
+    "auto": (("nvlink",), ("pcie",), ("nvlink", "network")),
+    "nvlink": (("nvlink",),),
+    "pcie": (("pcie",),),
+    "nvlink+network": (("nvlink", "network"),),
+}
+"""What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
 
 ROUTES_PER_PAIR = 16
 """Routes kept between two ranks, shortest first; a certificate always speaks of all of them."""
@@ -172,7 +180,8 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
     topology : Topology
         The allocation (see `Topology.subset`).
     channels : str
-        ``auto`` takes NVLink where it connects all ranks and PCIe otherwise; ``nvlink`` and ``pcie`` insist.
+        ``auto`` takes NVLink where it connects all ranks, else PCIe, else NVLink and the network together (servers
+        whose NICs are wired to their GPUs); ``nvlink``, ``pcie`` and ``nvlink+network`` insist.
 
     Raises
     ------
@@ -181,18 +190,17 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
     UsageError
         Unknown value of ``channels``.
     """
-    choices = {"auto": (("nvlink",), ("pcie",)), "nvlink": (("nvlink",),), "pcie": (("pcie",),)}
-    if channels not in choices:
-        raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(choices)}")
+    if channels not in CHANNEL_CHOICES:
+        raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
     cut: tuple[str, ...] = ()
-    for choice in choices[channels]:
+    for choice in CHANNEL_CHOICES[channels]:
         fabric = Fabric(topology, choice)
         cut = fabric.unreachable()
         if not cut:
             return fabric
     gpus = [name for name in cut if name in topology.gpus]
     others = [name for name in topology.gpus if name not in gpus]
-    wires = "NVLink or PCIe" if channels == "auto" else {"nvlink": "NVLink", "pcie": "PCIe"}[channels]
+    wires = {"auto": "NVLink, PCIe or network", "nvlink": "NVLink", "pcie": "PCIe"}.get(channels, channels)
     hint = "" if channels == "auto" else "; try --channels auto"
     raise InfeasibleError(
         f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "

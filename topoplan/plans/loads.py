@@ -42,13 +42,18 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
     crossed = []
     for src, dst in pairwise(devices):
         number = fabric.link_index.get((src, dst))
-        if number is None or fabric.links[number].channel not in CHANNEL_LINKS[edge.channel]:
+        if number is None or not _may_cross(edge.channel, fabric.links[number].channel):
             raise PlanError(
                 f"the route {'-'.join(edge.route)} crosses {src}->{dst}, where there is no {edge.channel} link",
                 rank=edge.child,
             )
         crossed.append(number)
     return tuple(crossed)
+
+
+def _may_cross(channel: str, link_channel: str) -> bool:
+    """A route over the network may start and end on any link of the plan; other routes keep to their own."""
+    return channel == "network" or link_channel in CHANNEL_LINKS[channel]
 
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
