@@ -105,9 +105,10 @@ def allocation_classes(
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()
     earlier: list[LabelledGraph] = []
+    present = {link.channel for link in topology.links}
     for choice in CHANNEL_CHOICES[channels]:
-        if not left:
-            break
+        if channels == "auto" and "network" in choice and "network" not in present:
+            continue
         tried = (*tried, *choice)
         graph = labelled_graph(topology, choice)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.

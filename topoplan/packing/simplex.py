@@ -110,8 +110,8 @@ class PackingSimplex:
         largest = _largest(duals) * self._heaviest + _largest(self._costs) * self._denominator
         if duals.dtype != object and largest < _SAFE:
             return np.asarray(self._costs * self._denominator - duals @ self._columns)
-        costs: NDArray[np.object_] = self._costs.astype(object) * self._denominator
-        return costs - duals.astype(object) @ self._columns.astype(object)
+        costs = self._costs.astype(object) * self._denominator
+        return np.asarray(costs - duals.astype(object) @ self._columns.astype(object))
 
     def optimise(self, *, target: Fraction | None = None) -> None:
         """Pivot until no known column improves the objective, or until the objective reaches ``target``."""

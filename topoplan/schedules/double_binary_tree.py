@@ -17,10 +17,9 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
-from topoplan.plans.plan import root_rank
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.fabric import Fabric, usable_fabric
-from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective
+from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.relay import shortest_route
 from topoplan.topology import Topology
 

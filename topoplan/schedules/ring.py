@@ -14,10 +14,9 @@ from fractions import Fraction
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.bounds import best_bound
-from topoplan.plans.plan import root_rank
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.fabric import Fabric, usable_fabric
-from topoplan.plans.plan import Plan, check_collective
+from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.schedules.hamiltonian_cycles import STEP_LIMIT
 from topoplan.schedules.relay import relay_rings
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards
