@@ -30,6 +30,20 @@ def exact(bandwidth: float) -> Fraction:
     return Fraction(repr(float(bandwidth)))
 
 
+def nearest_float(value: Fraction) -> float:
+    """The float nearest to an exact rate; infinity where floats end.
+
+    Examples
+    --------
+    >>> nearest_float(Fraction(600, 7)), nearest_float(Fraction(10) ** 400)
+    (85.71428571428571, inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def gigabytes_from_gigabits(gigabits: float) -> float:
     """Convert Gb/s, as NICs are sold, to GB/s.
 

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-import sys
-from pathlib import Path
 from typing import NoReturn
 
 from topoplan.errors import UsageError
-from topoplan.formats.load import load
-from topoplan.plans.plan import COLLECTIVES, Plan
-from topoplan.topology import Topology
+from topoplan.plans.plan import COLLECTIVES
+from topoplan.units import format_size, parse_sizes
+
+LARGEST_SIZE = 1 << 50
+"""Largest buffer in bytes that is accepted, 1024 TB: beyond it a size is a slip of the keyboard."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on stderr and exit status 2."""
+    """An argument parser whose errors are `UsageError` and so one line; options are written in full."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        """Raise UsageError where argparse would print the usage and exit."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def not_understood(self, word: str) -> str:
+        """What to say of a word on the command line that fits nowhere."""
+        options = sorted(self._option_string_actions)
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+        if name in options:
+            hint = f"write it after the command: {self.prog} … {name}"
+        elif near:
+            hint = f"did you mean {near[0]}?"
+        else:
+            hint = f"see {self.prog} --help"
+        return f"{word!r} is not understood; {hint}"
 
 
 def gpu_list(text: str) -> tuple[int, ...]:
@@ -40,6 +57,13 @@ def gpu_list(text: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"the range {part.strip()} runs backwards; write {last}-{first}")
         numbers.extend(range(first, last + 1))
     return tuple(numbers)
+
+
+def gpu_number(text: str) -> int:
+    """One GPU number."""
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no GPU number such as 0")
+    return int(text)
 
 
 def bandwidth(text: str) -> float:
@@ -64,13 +88,35 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def size_list(text: str) -> tuple[int, ...]:
+    """Sizes in bytes, of 0 to `LARGEST_SIZE`, from ``1KB:1GB`` or ``0,64KB,1MB``.
+
+    Examples
+    --------
+    >>> size_list("0,1KB"), size_list("1KB:4KB")
+    ((0, 1024), (1024, 2048, 4096))
+    """
+    try:
+        sizes = parse_sizes(text)
+    except OverflowError:
+        sizes = (LARGEST_SIZE + 1,)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if max(sizes) > LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} holds a size above {format_size(LARGEST_SIZE)}; choose smaller ones, for example 1KB:1GB"
+        )
+    return sizes
+
+
+def add_machine(parser: OneLineParser, *, or_plan: bool = False) -> None:
     """TOPO and the bandwidths that the text of ``nvidia-smi topo -m`` leaves open."""
     parser.add_argument(
         "topo",
-        metavar="TOPO",
-        help="a library machine (topoplan list), a file, or - for stdin; "
-        "topology JSON and the text of nvidia-smi topo -m are recognised by content",
+        metavar="PLAN.json|TOPO" if or_plan else "TOPO",
+        help=("a plan file, " if or_plan else "")
+        + "a library machine (topoplan list), a file, or - for stdin; "
+        + "topology JSON and the text of nvidia-smi topo -m are recognised by content",
     )
     parser.add_argument(
         "--nvlink-gbps",
@@ -86,65 +132,54 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_allocation(parser: argparse.ArgumentParser) -> None:
+def add_allocation(parser: OneLineParser) -> None:
     """Which GPUs."""
     parser.add_argument(
-        "--gpus", type=gpu_list, metavar="LIST", help="GPU numbers, such as 1,4,5,7 (default: all)"
+        "--gpus", type=gpu_list, metavar="LIST", help="GPU numbers, such as 1,4,5,7 or 0-3 (default: all)"
     )
 
 
-def add_collective(parser: argparse.ArgumentParser) -> None:
-    """Which collective."""
+def add_collective(parser: OneLineParser, *, default: str | None = "allreduce") -> None:
+    """Which collective; a default of None leaves it open whether it was given."""
     parser.add_argument(
         "--collective",
-        default="allreduce",
+        default=default,
         metavar="C",
         help=f"{', '.join(COLLECTIVES)} (default: allreduce)",
     )
 
 
-def add_root(parser: argparse.ArgumentParser) -> None:
+def add_root(parser: OneLineParser) -> None:
     """Which root."""
     parser.add_argument(
         "--root",
-        type=int,
+        type=gpu_number,
         metavar="R",
         help="GPU number of the root of a broadcast or reduce (default: the first)",
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: OneLineParser, default: str) -> None:
+    """Which buffer sizes."""
+    parser.add_argument(
+        "--sizes",
+        type=size_list,
+        default=default,
+        metavar="S",
+        help=f"bytes of the buffer: 1KB:1GB doubling, or 64KB,1MB,… (default: {default})",
+    )
+
+
+def add_plan_file(parser: OneLineParser) -> None:
+    """PLAN.json."""
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan file, or - for stdin")
+
+
+def add_json(parser: OneLineParser) -> None:
     """JSON instead of text."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def machine(options: argparse.Namespace) -> Topology:
-    """The topology that TOPO names."""
-    return load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
-
-
-def read_text(path: str) -> str:
-    """The text of a file, or of stdin for ``-``.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read or is no text.
-    """
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text file") from None
-
-
-def read_plan(path: str) -> Plan:
-    """The plan in a file.
-
-    Raises
-    ------
-    UsageError, PlanError
-        The file cannot be read, or is no plan.
-    """
-    return Plan.from_json(read_text(path))
+def add_plot(parser: OneLineParser, what: str) -> None:
+    """A figure."""
+    parser.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")

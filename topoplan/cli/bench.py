@@ -3,88 +3,120 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.cli import arguments
-from topoplan.cli.output import print_json, table
+from topoplan.cli.output import counted, print_json, print_notes, progress_line
+from topoplan.cli.sources import read_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.simulation.model import bus_factor
-from topoplan.units import parse_sizes
+from topoplan.units import format_size
+
+if TYPE_CHECKING:
+    from collectives import Communicator
 
 REPEATS = 5
 
+DTYPES = (
+    *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
 
-def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
-    """Add the command ``bench``."""
-    parser = commands.add_parser(
-        "bench", help="run a plan on real arrays, checked and timed", description=run.__doc__
-    )
-    parser.add_argument("plan", metavar="PLAN.json", help="a plan file, or - for stdin")
+BUFFERS = 5
+"""Arrays of full size for each rank: input, result, a reduction's scratch, and two for the check."""
+
+METHODS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+"""The communicator's method for each collective."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``bench``."""
+    arguments.add_plan_file(parser)
     parser.add_argument(
         "--backend", default="loopback", metavar="B", help="loopback: all ranks in this process"
     )
+    arguments.add_sizes(parser, "64KB:16MB")
     parser.add_argument(
-        "--sizes",
-        default="64KB:16MB",
-        metavar="S",
-        help="1KB:1GB doubling, or 64KB,1MB,… (default: 64KB:16MB)",
-    )
-    parser.add_argument(
-        "--dtype", default="float32", metavar="T", help="float16, float32, float64, int32, … "
+        "--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPES)} (default: float32)"
     )
     arguments.add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run a plan among ranks of this process; exit status 1 if any element of a result is wrong."""
     from collectives import Communicator
 
-    plan = arguments.read_plan(options.plan)
-    dtype = _dtype(options.dtype)
+    if options.dtype not in DTYPES:
+        raise UsageError(f"dtype {options.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    dtype = np.dtype(options.dtype)
+    plan = read_plan(options.plan)
+    _check_memory(max(options.sizes), len(plan.ranks))
     rows = []
-    with Communicator(plan, options.backend) as communicator:
-        for nbytes in parse_sizes(options.sizes):
+    with Communicator(plan, options.backend) as communicator, progress_line() as progress:
+        for nbytes in options.sizes:
+            if progress:
+                progress(f"{format_size(nbytes)} …")
             rows.append(_measure(communicator, plan, nbytes, dtype))
+    notes = [*plan.topology.notes, *plan.notes]
     if options.json:
-        print_json({"collective": plan.collective, "backend": options.backend, "rows": rows})
+        print_json(
+            {
+                "collective": plan.collective,
+                "machine": plan.topology.name,
+                "ranks": list(plan.ranks),
+                "backend": options.backend,
+                "rows": rows,
+                "notes": notes,
+            }
+        )
     else:
-        print(f"# {plan.collective} of {len(plan.ranks)} ranks, {options.backend}, median of {REPEATS}")
-        header = ("size (B)", "count", "type", "redop", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-        cells = [
-            (
-                str(row["size"]),
-                str(row["count"]),
-                str(row["type"]),
-                str(row["redop"]),
-                f"{row['time']:.1f}",
-                f"{row['algbw']:.2f}",
-                f"{row['busbw']:.2f}",
-                str(row["wrong"]),
-            )
-            for row in rows
-        ]
-        print(table(header, cells))
+        ranks = counted(len(plan.ranks), "rank")
+        print(f"# {plan.collective} of {ranks}, {options.backend}, median of {REPEATS}")
+        print(_format_table(rows))
+        print_notes(*notes)
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
-def _dtype(name: str) -> np.dtype[np.generic]:
-    try:
-        dtype = np.dtype(name)
-    except TypeError:
-        raise UsageError(f"dtype {name!r} is unknown; use float32, int32 or another numpy name") from None
-    if dtype.kind not in "iuf":
-        raise UsageError(f"dtype {name!r} is no integer or float; use float32, int32, …")
-    return dtype
+def _check_memory(nbytes: int, ranks: int) -> None:
+    """Refuse what this machine's memory cannot hold: asking for it may end the process without a word."""
+    needed = BUFFERS * nbytes * ranks
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {ranks} ranks of one process need {format_size(needed)} of memory, and "
+            f"there are {format_size(memory)}; choose smaller --sizes"
+        )
+
+
+def _format_table(rows: list[dict[str, int | float | str]]) -> str:
+    heads = (
+        ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
+        ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
+    )
+    lines = ["# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in heads]
+    lines += [
+        f"  {row['size']:>12}  {row['count']:>12}  {row['type']:>8}  {row['redop']:>6}  {row['time']:>11.1f}  "
+        f"{row['algbw']:>7.2f}  {row['busbw']:>7.2f}  {row['wrong']:>6}"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def _measure(
-    communicator: object, plan: Plan, nbytes: int, dtype: np.dtype[np.generic]
+    communicator: Communicator, plan: Plan, nbytes: int, dtype: np.dtype[np.generic]
 ) -> dict[str, int | float | str]:
     """Time one size and count wrong elements. Small whole numbers, so that every dtype adds them exactly."""
     size = len(plan.ranks)
@@ -93,14 +125,7 @@ def _measure(
         count -= count % size
     each = count // size if plan.collective == "allgather" else count
     inputs = [((np.arange(each) + rank) % 7).astype(dtype) for rank in range(size)]
-    call = {
-        "allreduce": "all_reduce",
-        "broadcast": "broadcast",
-        "reduce": "reduce",
-        "allgather": "all_gather",
-        "reduce_scatter": "reduce_scatter",
-    }[plan.collective]
-    method = getattr(communicator, call)
+    method = getattr(communicator, METHODS[plan.collective])
     results = method(inputs)
     seconds = []
     for _ in range(REPEATS):
@@ -109,12 +134,11 @@ def _measure(
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
     algbw = count * dtype.itemsize / median / 1e9
-    reduces = plan.collective in ("allreduce", "reduce", "reduce_scatter")
     return {
         "size": count * dtype.itemsize,
-        "count": count,
+        "count": count // size if plan.collective in ("allgather", "reduce_scatter") else count,
         "type": dtype.name,
-        "redop": "sum" if reduces else "none",
+        "redop": "sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else "none",
         "time": median * 1e6,
         "algbw": algbw,
         "busbw": algbw * bus_factor(plan.collective, size),

@@ -3,65 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from topoplan.cli import arguments
-from topoplan.cli.output import print_json, progress_line
+from topoplan.cli.output import print_json, print_notes, progress_line
+from topoplan.cli.output_files import check_plot
+from topoplan.cli.sources import read_machine
 from topoplan.compare import compare, compare_all, format_table, summary, to_object
+from topoplan.errors import UsageError
+from topoplan.plans.plan import check_collective
 
 
-def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
-    """Add the command ``compare``."""
-    parser = commands.add_parser("compare", help="trees against rings", description=run.__doc__)
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``compare``."""
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     parser.add_argument(
         "--all-allocations", action="store_true", help="every allocation of 2 or more GPUs, up to isomorphism"
     )
-    parser.add_argument(
-        "--gpu-counts",
-        type=arguments.gpu_list,
-        metavar="LIST",
-        help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
-    )
     arguments.add_collective(parser)
     arguments.add_root(parser)
-    parser.add_argument("--plot", metavar="F.png", help="draw the bars")
+    arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
+    collective = check_collective(options.collective)
     if options.all_allocations and (options.gpus is not None or options.root is not None):
-        arguments.OneLineParser(prog="topoplan compare").error(
-            "--all-allocations goes with neither --gpus nor --root; leave one of them out"
-        )
-    if options.gpu_counts is not None and not options.all_allocations:
-        arguments.OneLineParser(prog="topoplan compare").error(
-            "--gpu-counts goes with --all-allocations only"
-        )
-    topology = arguments.machine(options)
-    progress = progress_line()
-    if options.all_allocations:
-        rows = compare_all(topology, options.collective, sizes=options.gpu_counts, progress=progress)
-    else:
-        rows = (compare(topology, options.collective, gpus=options.gpus, root=options.root),)
-    if progress is not None:
-        progress("")
-    title = f"{options.collective} on {topology.name}"
+        raise UsageError("--all-allocations goes with neither --gpus nor --root; leave one of them out")
+    check_plot(options.plot)
+    topology = read_machine(options)
+    with progress_line() as progress:
+        if options.all_allocations:
+            rows = compare_all(topology, collective, progress=progress)
+        else:
+            rows = (compare(topology, collective, gpus=options.gpus, root=options.root),)
+    if options.plot and not any(math.isfinite(row.trees) for row in rows):
+        raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
+    title = f"{collective} on {topology.name}"
     if options.plot:
         from topoplan.plot.bars import draw_comparison
         from topoplan.plot.canvas import save_figure
 
         save_figure(draw_comparison(rows, title=title), options.plot)
     if options.json:
-        print_json({"machine": topology.name, "collective": options.collective, **to_object(rows)})
+        print_json(
+            {
+                "machine": topology.name,
+                "collective": collective,
+                "notes": list(topology.notes),
+                **to_object(rows),
+            }
+        )
         return 0
     print(title)
     print(format_table(rows))
     if options.all_allocations:
         print()
         print(summary(rows))
-    for note in topology.notes:
-        print(f"note: {note}")
+        print_notes(*topology.notes)
+    else:
+        print_notes(*topology.notes, *rows[0].notes)
+    if options.plot:
+        print(f"written: {options.plot}")
     return 0

@@ -1,49 +1,45 @@
-"""What commands write: whole files or none, tables with stable columns, progress on a terminal."""
+"""What commands print: JSON, tables with stable columns, progress on a terminal."""
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from topoplan.errors import UsageError
+LONGEST = 600
+"""Characters of an error that are shown; values from a file may be of any length."""
 
 
-def write_whole(path: str, text: str) -> None:
-    """Write a file aside and rename it into place, so that nobody ever sees half of it.
+def print_error(prefix: str, message: str) -> None:
+    """Print an error as one line on stderr; of a long one head and tail, where cause and remedy stand."""
+    line = " ".join(message.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+    print(f"{prefix}: {line}", file=sys.stderr)
 
-    Raises
-    ------
-    UsageError
-        The folder is not there or not writable.
+
+def print_json(value: dict[str, object]) -> None:
+    """Print one JSON object, in ASCII: any terminal and any pipe can take it."""
+    print(json.dumps(value, allow_nan=False, indent=1))
+
+
+def print_notes(*notes: str) -> None:
+    """Print what the reader should know beside the result, each note once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {' '.join(note.split())}")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Examples
+    --------
+    >>> counted(1, "GPU"), counted(8, "GPU")
+    ('1 GPU', '8 GPUs')
     """
-    target = Path(path)
-    try:
-        handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(aside, 0o666 & ~_umask())
-            os.replace(aside, target)
-        except BaseException:
-            os.unlink(aside)
-            raise
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another place for it") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def print_json(value: object) -> None:
-    """Print one JSON object."""
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1))
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,13 +73,19 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def progress_line() -> Callable[[str], None] | None:
-    """A callback that shows progress on one line of a terminal; None where there is no terminal."""
-    if not sys.stderr.isatty():
-        return None
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None] | None]:
+    """A callback that shows progress on one line of a terminal, wiped at the end; None without a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    width = shutil.get_terminal_size().columns - 1
 
     def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}" if text else "\r\x1b[K")
+        sys.stderr.write(f"\r\x1b[K{text[:width]}")
         sys.stderr.flush()
 
-    return show
+    try:
+        yield show
+    finally:
+        show("")

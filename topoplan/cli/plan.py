@@ -6,7 +6,10 @@ import argparse
 import math
 
 from topoplan.cli import arguments
-from topoplan.cli.output import print_json, progress_line, table, write_whole
+from topoplan.cli.output import counted, print_json, print_notes, progress_line, table
+from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.sources import read_machine
+from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
@@ -16,9 +19,8 @@ from topoplan.plans.plan_json import certificate_to_object, finite
 from topoplan.units import format_seconds
 
 
-def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
-    """Add the command ``plan``."""
-    parser = commands.add_parser("plan", help="plan a collective and prove its rate", description=run.__doc__)
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``plan``."""
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
@@ -50,36 +52,45 @@ def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> Non
         default=0.05,
         help="with mwu, how much of the rate fewer trees may cost (default: 0.05)",
     )
-    parser.add_argument("-o", dest="output", metavar="F.json", help="write the plan file")
-    parser.add_argument("--plot", metavar="F.png", help="draw the trees")
+    parser.add_argument(
+        "-o",
+        dest="output",
+        metavar="F.json",
+        help="write the plan file; - prints it in place of the summary",
+    )
+    arguments.add_plot(parser, "the trees")
     arguments.add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
-    progress = progress_line()
-    made = make_plan(
-        arguments.machine(options),
-        options.collective,
-        gpus=options.gpus,
-        root=options.root,
-        method=options.method,
-        channels=options.channels,
-        order=options.order,
-        epsilon=options.epsilon,
-        threshold=options.threshold,
-        progress=progress,
-    )
-    if progress is not None:
-        progress("")
-    if options.output:
-        write_whole(options.output, made.to_json())
+    if options.output == "-" and options.json:
+        raise UsageError("-o - and --json both print to stdout; leave one of them out")
+    check_target(options.output, "-o")
+    check_plot(options.plot)
+    with progress_line() as progress:
+        made = make_plan(
+            read_machine(options),
+            options.collective,
+            gpus=options.gpus,
+            root=options.root,
+            method=options.method,
+            channels=options.channels,
+            order=options.order,
+            epsilon=options.epsilon,
+            threshold=options.threshold,
+            progress=progress,
+        )
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.trees import draw_trees
 
         save_figure(draw_trees(made), options.plot)
+    if options.output == "-":
+        print(made.to_json(), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, made.to_json())
     if options.json:
         print_json(summary_object(made))
     else:
@@ -115,12 +126,11 @@ def summary_object(plan: Plan) -> dict[str, object]:
 
 def print_plan(plan: Plan) -> None:
     """The plan for a person: rate against bound, the bottleneck, and the trees."""
-    root = "" if plan.root is None else f" from {plan.ranks[plan.root]}"
-    if plan.collective == "reduce":
-        root = root.replace("from", "to")
-    wires = " and ".join(plan.channels)
+    towards = "to" if plan.collective == "reduce" else "from"
+    root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
-        f"{plan.collective}{root} on {plan.topology.name}, {len(plan.ranks)} GPUs ({' '.join(plan.ranks)}), over {wires}"
+        f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
+        f"({' '.join(plan.ranks)}), over {' and '.join(plan.channels)}"
     )
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
@@ -134,8 +144,7 @@ def print_plan(plan: Plan) -> None:
         print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
-    for note in (*plan.topology.notes, *plan.notes):
-        print(f"note: {note}")
+    print_notes(*plan.topology.notes, *plan.notes)
 
 
 def _tree_table(plan: Plan) -> str:

@@ -1,66 +1,71 @@
-"""``topoplan list`` and ``topoplan show``: what machines there are, and what one is made of."""
+"""``topoplan show``: what a machine is made of."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from fractions import Fraction
 
-from topoplan.cli.arguments import OneLineParser, add_json, add_machine, machine
-from topoplan.cli.output import print_json, table
-from topoplan.formats.load import library, load
+from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plot
+from topoplan.cli.output import print_json, print_notes, table
+from topoplan.cli.output_files import check_plot
+from topoplan.cli.sources import read_machine
 from topoplan.formats.matrix import relation_matrix
 from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
+from topoplan.units import exact
 
 
-def add_to(commands: argparse._SubParsersAction[OneLineParser]) -> None:
-    """Add the commands ``list`` and ``show``."""
-    listing = commands.add_parser("list", help="the machines of the library", description=run_list.__doc__)
-    add_json(listing)
-    listing.set_defaults(run=run_list)
-    showing = commands.add_parser(
-        "show", help="devices, links and matrix of a machine", description=run_show.__doc__
-    )
-    add_machine(showing)
-    add_json(showing)
-    showing.add_argument("--plot", metavar="F.png", help="draw the machine")
-    showing.set_defaults(run=run_show)
+def add_options(parser: OneLineParser) -> None:
+    """Add the options of ``show``."""
+    add_machine(parser)
+    add_plot(parser, "the machine")
+    add_json(parser)
 
 
-def run_list(options: argparse.Namespace) -> int:
-    """Name the machines of the library, their GPUs and their links."""
-    machines = [load(name) for name in library()]
-    if options.json:
-        print_json(
-            [
-                {"name": m.name, "gpus": len(m.gpus), "links": _link_summary(m), "source": m.source}
-                for m in machines
-            ]
-        )
-        return 0
-    print(table(("name", "GPUs", "links"), [(m.name, str(len(m.gpus)), _link_summary(m)) for m in machines]))
-    return 0
-
-
-def run_show(options: argparse.Namespace) -> int:
-    """Show the devices, links and connection matrix of a machine."""
-    topology = machine(options)
-    if options.json:
-        print_json(topology_to_object(topology))
-    else:
-        print(f"{topology.name}: {_link_summary(topology)}")
-        _print_parts(topology)
+def run(options: argparse.Namespace) -> int:
+    """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
+    check_plot(options.plot)
+    topology = read_machine(options)
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.machine import draw_topology
 
         save_figure(draw_topology(topology), options.plot)
+    if options.json:
+        print_json(topology_to_object(topology))
+        return 0
+    print(f"{topology.name}: {link_summary(topology)}")
+    _print_parts(topology)
+    if options.plot:
+        print(f"written: {options.plot}")
     return 0
+
+
+def link_summary(topology: Topology) -> str:
+    """How many links of what bandwidth, one direction counted.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> link_summary(topoplan.load("dgx-1v"))
+    '24 nvlink of 25 GB/s'
+    """
+    kinds: Counter[tuple[str, Fraction]] = Counter()
+    seen = set()
+    for link in topology.links:
+        if link.channel in ("nvlink", "network") and (link.dst, link.src, link.channel) not in seen:
+            seen.add((link.src, link.dst, link.channel))
+            kinds[link.channel, exact(link.bandwidth) / link.count] += link.count
+    parts = [
+        f"{number} {channel} of {float(rate):g} GB/s" for (channel, rate), number in sorted(kinds.items())
+    ]
+    return ", ".join(parts) or ("PCIe only" if topology.links else "no links")
 
 
 def _print_parts(topology: Topology) -> None:
     kinds = Counter(device.kind for device in topology.devices)
-    print("devices: " + ", ".join(f"{number} {kind}" for kind, number in kinds.items()))
+    print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
     names, cells = relation_matrix(topology)
     print()
     print(table(("", *names), [(name, *row) for name, row in zip(names, cells, strict=True)]))
@@ -68,13 +73,12 @@ def _print_parts(topology: Topology) -> None:
     print(
         "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several."
     )
-    print("PHB: through a CPU.  SYS: between CPUs.  -: no path.")
+    print("PHB: through a CPU.  SYS: between CPUs.  NET: over a network.  -: no path.")
     print()
     print(table(("from", "", "to", "channel", "count", "GB/s"), _link_rows(topology)))
     if topology.source:
         print(f"\nsource: {topology.source}")
-    for note in topology.notes:
-        print(f"note: {note}")
+    print_notes(*topology.notes)
 
 
 def _link_rows(topology: Topology) -> list[tuple[str, ...]]:
@@ -91,15 +95,3 @@ def _link_rows(topology: Topology) -> list[tuple[str, ...]]:
         arrow = "<->" if same else "->"
         rows.append((link.src, arrow, link.dst, link.channel, str(link.count), f"{link.bandwidth:g}"))
     return rows
-
-
-def _link_summary(topology: Topology) -> str:
-    """How many links of what bandwidth, one direction counted."""
-    kinds: Counter[tuple[str, float]] = Counter()
-    seen = set()
-    for link in topology.links:
-        if link.channel in ("nvlink", "network") and (link.dst, link.src, link.channel) not in seen:
-            seen.add((link.src, link.dst, link.channel))
-            kinds[link.channel, link.bandwidth / link.count] += link.count
-    parts = [f"{number} {channel} of {rate:g} GB/s" for (channel, rate), number in sorted(kinds.items())]
-    return ", ".join(parts) or "PCIe only"

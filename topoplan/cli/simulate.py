@@ -3,92 +3,133 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.output import print_json, write_whole
+from topoplan.cli.output import counted, print_json, print_notes, progress_line
+from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.sources import read_plan_or_machine
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
+from topoplan.plans.plan_json import finite
 from topoplan.schedules.ring import ring
 from topoplan.simulation.events import run_events
-from topoplan.simulation.table import Crossover, crossover, format_table, sweep
+from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.simulation.trace import chrome_trace
-from topoplan.units import format_size, parse_sizes
+from topoplan.units import format_size
+
+OF_A_MACHINE = ("gpus", "collective", "root", "nvlink_gbps", "pcie_gbps")
+"""Options that a plan file has settled already."""
 
 
-def add_to(commands: argparse._SubParsersAction[arguments.OneLineParser]) -> None:
-    """Add the command ``simulate``."""
-    parser = commands.add_parser(
-        "simulate", help="model time over sizes, against the ring", description=run.__doc__
-    )
-    arguments.add_machine(parser)
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``simulate``."""
+    arguments.add_machine(parser, or_plan=True)
     arguments.add_allocation(parser)
-    arguments.add_collective(parser)
+    arguments.add_collective(parser, default=None)
     arguments.add_root(parser)
-    parser.add_argument(
-        "--sizes", default="1KB:1GB", metavar="S", help="1KB:1GB doubling, or 64KB,1MB,… (default: 1KB:1GB)"
-    )
+    arguments.add_sizes(parser, "1KB:1GB")
     parser.add_argument(
         "--trace", metavar="F.json", help="write the chunk-by-chunk run of the largest size as a Chrome trace"
     )
-    parser.add_argument("--plot", metavar="F.png", help="draw algorithm bandwidth over size")
+    arguments.add_plot(parser, "algorithm bandwidth over size")
     arguments.add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
-    sizes = parse_sizes(options.sizes)
-    plan = _plan(options)
-    gpus = range(len(plan.ranks))
-    root = None if plan.root is None else gpus[plan.root]
-    rival = ring(plan.topology, plan.collective, root=root)
-    rows, rival_rows = sweep(plan, sizes), sweep(rival, sizes)
-    crossing = crossover(plan, rival, max(1, sizes[0]), max(1, sizes[-1])) if sizes[0] <= sizes[-1] else None
-    if options.trace:
-        write_whole(options.trace, chrome_trace(run_events(plan, nbytes=sizes[-1])))
+    check_target(options.trace, "--trace")
+    check_plot(options.plot)
+    with progress_line() as progress:
+        plan = _plan(options, progress)
+    rival, notes = _ring(plan)
+    sizes = options.sizes
+    rows = sweep(plan, sizes)
+    rival_rows = sweep(rival, sizes) if rival else ()
+    crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.sweep import draw_sweep
 
-        save_figure(
-            draw_sweep(
-                {f"{plan.schedule} ({plan.trees})": rows, rival.schedule: rival_rows},
-                title=f"{plan.collective} on {plan.topology.name}, {len(plan.ranks)} GPUs",
-            ),
-            options.plot,
-        )
+        curves = {f"{plan.schedule} ({plan.trees})": rows}
+        if rival:
+            curves[rival.schedule] = rival_rows
+        title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
+        save_figure(draw_sweep(curves, title=title), options.plot)
+    if options.trace:
+        write_whole(options.trace, chrome_trace(run_events(plan, nbytes=max(sizes))))
+    notes = (*plan.topology.notes, *plan.notes, *notes)
     if options.json:
         print_json(
             {
                 "collective": plan.collective,
                 "machine": plan.topology.name,
                 "ranks": list(plan.ranks),
-                "plan": [row.to_object() for row in rows],
-                "ring": {"schedule": rival.schedule, "rows": [row.to_object() for row in rival_rows]},
-                "crossover": None if crossing is None else crossing.to_object(),
+                "plan": _curve_object(plan, rows),
+                "ring": _curve_object(rival, rival_rows) if rival else None,
+                "crossover": crossing.to_object() if crossing else None,
+                "notes": list(notes),
             }
         )
         return 0
-    print(f"# {plan.collective} on {plan.topology.name}, {len(plan.ranks)} GPUs ({' '.join(plan.ranks)})")
-    print(
-        f"# plan: {plan.trees} trees of height {plan.height}, {plan.rate:.6g} GB/s ({plan.schedule}, {plan.method})"
-    )
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({' '.join(plan.ranks)})"
+    print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
+    print(f"# plan: {_describe(plan)}")
     print(format_table(rows))
-    print(f"#\n# rival: {rival.schedule}, {rival.rate:.6g} GB/s")
-    print(format_table(rival_rows))
-    if crossing is not None:
-        print(f"#\n# {_crossing_text(crossing, rival, sizes[-1])}")
+    if rival:
+        print(f"#\n# rival: {_describe(rival)}")
+        print(format_table(rival_rows))
+    if rival and crossing:
+        print(f"#\n# {_crossing_text(crossing, rival, max(sizes))}")
+    print_notes(*notes)
+    for place in (options.trace, options.plot):
+        if place:
+            print(f"written: {place}")
     return 0
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
     """The plan in the file, or the plan of the machine that was named."""
-    if options.topo == "-" or options.topo.endswith(".json"):
-        text = arguments.read_text(options.topo)
-        if '"topoplan.plan/' in text[:200]:
-            return Plan.from_json(text)
-        options.topo = text
-    return make_plan(arguments.machine(options), options.collective, gpus=options.gpus, root=options.root)
+    source = read_plan_or_machine(options)
+    if isinstance(source, Plan):
+        given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
+        return source
+    return make_plan(
+        source, options.collective or "allreduce", gpus=options.gpus, root=options.root, progress=progress
+    )
+
+
+def _ring(plan: Plan) -> tuple[Plan | None, tuple[str, ...]]:
+    """The ring of the same collective on the same GPUs, or none; and what there is to say about it."""
+    if len(plan.ranks) == 1:
+        return None, ()
+    try:
+        made = ring(plan.topology, plan.collective, root=plan.root)
+    except InfeasibleError as error:
+        return None, (f"no ring to compare with: {error}",)
+    return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
+
+
+def _curve_object(plan: Plan, rows: Sequence[Row]) -> dict[str, object]:
+    return {
+        "schedule": plan.schedule,
+        "rate": finite(plan.rate),
+        "bound": finite(plan.bound),
+        "trees": plan.trees,
+        "height": plan.height,
+        "rows": [row.to_object() for row in rows],
+    }
+
+
+def _describe(plan: Plan) -> str:
+    if len(plan.ranks) == 1:
+        return "one GPU: nothing moves"
+    trees = "" if plan.method == "ring" else f", {counted(plan.trees, 'tree')} of height {plan.height}"
+    return f"{plan.schedule}, {plan.rate:.6g} GB/s{trees}"
 
 
 def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:

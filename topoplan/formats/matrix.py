@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from topoplan.topology import Topology
+from topoplan.topology import Link, Topology
 
 
 def relation_matrix(topology: Topology) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
@@ -26,56 +27,81 @@ def relation_matrix(topology: Topology) -> tuple[tuple[str, ...], tuple[tuple[st
     """
     names = tuple(device.name for device in topology.devices if device.kind in ("gpu", "nic"))
     kinds = {device.name: device.kind for device in topology.devices}
-    nvlinks = {(link.src, link.dst): link.count for link in topology.links if link.channel == "nvlink"}
-    ports: dict[tuple[str, str], int] = {}
-    for (src, switch), count in nvlinks.items():
-        for (other, dst), far in nvlinks.items():
-            if (
-                other == switch
-                and kinds[switch] == "nvswitch"
-                and kinds[src] == kinds[dst] == "gpu"
-                and src != dst
-            ):
-                ports[src, dst] = min(count, far)
-    leaving: dict[str, list[str]] = {}
+    nvlinks = nvlink_counts(topology)
+    leaving: dict[str, list[Link]] = {}
     for link in topology.links:
-        if link.channel in ("pcie", "sys", "network", "c2c"):
-            leaving.setdefault(link.src, []).append(link.dst)
+        if link.channel != "nvlink":
+            leaving.setdefault(link.src, []).append(link)
     cells = []
     for name in names:
         paths = _paths(name, leaving, kinds)
         row = []
         for other in names:
-            count = nvlinks.get((name, other), 0) + ports.get((name, other), 0)
             if other == name:
                 row.append("X")
-            elif count:
-                row.append(f"NV{count}")
+            elif nvlinks[name, other]:
+                row.append(f"NV{nvlinks[name, other]}")
             else:
-                row.append(_code([kinds[device] for device in paths[other]]) if other in paths else "-")
+                row.append(_code(paths[other]) if other in paths else "-")
         cells.append(tuple(row))
     return names, tuple(cells)
 
 
-def _paths(start: str, leaving: dict[str, list[str]], kinds: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """The forwarding devices on a shortest path to every device that can be reached without passing an end device."""
-    found: dict[str, tuple[str, ...]] = {start: ()}
+def nvlink_counts(topology: Topology) -> Counter[tuple[str, str]]:
+    """NVLinks from each GPU to each other one: direct, and into NVSwitches that they share.
+
+    Switches that are joined to each other count as one; through several planes of switches the links add up, as
+    ``nvidia-smi topo -m`` counts them.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> nvlink_counts(topoplan.load("dgx-2"))["gpu0", "gpu15"]
+    6
+    """
+    kinds = {device.name: device.kind for device in topology.devices}
+    links = [link for link in topology.links if link.channel == "nvlink"]
+    plane = {name: name for name, kind in kinds.items() if kind == "nvswitch"}
+    for link in links:
+        if link.src in plane and link.dst in plane:
+            kept, merged = plane[link.src], plane[link.dst]
+            plane = {name: kept if leader == merged else leader for name, leader in plane.items()}
+    counts: Counter[tuple[str, str]] = Counter()
+    entering: Counter[tuple[str, str]] = Counter()
+    leaving: dict[str, Counter[str]] = {}
+    for link in links:
+        if kinds[link.src] == kinds[link.dst] == "gpu":
+            counts[link.src, link.dst] += link.count
+        elif kinds[link.src] == "gpu" and link.dst in plane:
+            entering[link.src, plane[link.dst]] += link.count
+        elif kinds[link.dst] == "gpu" and link.src in plane:
+            leaving.setdefault(plane[link.src], Counter())[link.dst] += link.count
+    for (src, switch), inwards in entering.items():
+        for dst, outwards in leaving.get(switch, Counter()).items():
+            if src != dst:
+                counts[src, dst] += min(inwards, outwards)
+    return counts
+
+
+def _paths(start: str, leaving: dict[str, list[Link]], kinds: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """What a shortest path to each device crosses, no path through a GPU: kinds of devices, and ``network`` links."""
+    crossed: dict[str, tuple[str, ...]] = {start: ()}
     frontier = [start]
     for device in frontier:
         if device != start and kinds[device] == "gpu":
             continue
-        through = () if device == start else (*found[device], device)
-        for following in leaving.get(device, ()):
-            if following not in found:
-                found[following] = through
-                frontier.append(following)
-    return found
+        so_far = crossed[device] if device == start else (*crossed[device], kinds[device])
+        for link in leaving.get(device, ()):
+            if link.dst not in crossed:
+                crossed[link.dst] = (*so_far, "network") if link.channel == "network" else so_far
+                frontier.append(link.dst)
+    return crossed
 
 
-def _code(through: Sequence[str]) -> str:
-    if "switch" in through:
+def _code(crossed: Sequence[str]) -> str:
+    if "network" in crossed:
         return "NET"
-    cpus = through.count("cpu")
+    cpus = crossed.count("cpu")
     if cpus:
         return "PHB" if cpus == 1 else "SYS"
-    return "PIX" if through.count("pcie") <= 1 else "PXB"
+    return "PIX" if crossed.count("pcie") <= 1 else "PXB"

@@ -5,8 +5,8 @@
   Dinkelbach's method on flows from a super source.
 - Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
-- Allreduce elsewhere: the better of two sets of lengths that are cheap to write down; the exact optimum needs
-  the dual values of a packing (`topoplan.packing.exact`).
+- Allreduce elsewhere: the better of two sets of lengths that are cheap to write down and a cut; the exact optimum
+  needs the dual values of a packing (`topoplan.packing.exact`). Where switches copy or add, only the cut holds.
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
-    candidates: list[Certificate] = [
-        _port_lengths(fabric, leaving=True),
-        _port_lengths(fabric, leaving=False),
-    ]
-    candidates.append(_rank_cut(fabric))
+    candidates: list[Certificate] = [_rank_cut(fabric)]
+    if not fabric.in_network:
+        candidates += [_port_lengths(fabric, leaving=True), _port_lengths(fabric, leaving=False)]
     return min(candidates, key=lambda c: certified_bound(c, fabric, collective, root))
 
 

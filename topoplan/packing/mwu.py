@@ -213,7 +213,7 @@ class _Loop:
         """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
         dual = float(self.capacity @ self.length) * packing.groups / float(self.least.sum())
-        if dual >= self.bound * (1 - 1e-9):
+        if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
             return
         half = 2 if packing.folded else 1
         whole = np.rint(self.length / self.length.max() * (1 << 20)).astype(np.int64).tolist()

@@ -11,14 +11,13 @@ bound that the certificate implies.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.column_generation import ColumnGeneration
 from topoplan.packing.columns import Packing, TreeColumn
 from topoplan.packing.oracle import Oracle
-from topoplan.packing.simplex import PackingSimplex
 from topoplan.packing.stream import Stream
 
 WALKS = 60
@@ -32,29 +31,12 @@ STALE = 16
 _NOISE = 1000
 
 
-class TightProgram(Protocol):
-    """A solved master program that can be rebuilt with other columns."""
-
-    packing: Packing
-    height: int | None
-    oracle: Oracle
-    columns: list[TreeColumn]
-    offset: int
-    program: PackingSimplex
-
-    def add(self, columns: list[TreeColumn]) -> None:
-        """Make columns known."""
-
-    def weights(self) -> dict[TreeColumn, Fraction]:
-        """Weight of every column in use."""
-
-
-def thin(master: TightProgram, lengths: list[int]) -> dict[TreeColumn, Fraction]:
+def thin(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fraction]:
     """Weights of an optimal packing with few trees.
 
     Parameters
     ----------
-    master : TightProgram
+    master : ColumnGeneration
         Column generation that has reached the optimal value.
     lengths : list of int, one per row
         Lengths under which every tree of an optimal packing is a cheapest one.
@@ -126,7 +108,7 @@ def fewest_possible(packing: Packing, lengths: list[int]) -> int:
     return -(-len(positive) // crossed) if crossed else 1
 
 
-def _tight_columns(master: TightProgram, lengths: list[int], random: Stream) -> list[TreeColumn]:
+def _tight_columns(master: ColumnGeneration, lengths: list[int], random: Stream) -> list[TreeColumn]:
     """Columns that are cheapest under the lengths, found by breaking ties at random."""
     packing = master.packing
     top = max(lengths)

@@ -11,6 +11,7 @@ from topoplan.plans.certificate import Certificate, Trivial, certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.units import nearest_float
 
 
 def build_plan(
@@ -32,7 +33,9 @@ def build_plan(
         A route crosses a link that the fabric does not have, or the certificate proves nothing.
     """
     rate = forest_rate(shards, fabric)
-    bound = math.inf if fabric.size == 1 else float(certified_bound(certificate, fabric, collective, root))
+    bound = math.inf
+    if fabric.size > 1:
+        bound = nearest_float(certified_bound(certificate, fabric, collective, root))
     return Plan(
         collective=collective,
         ranks=fabric.ranks,
@@ -42,7 +45,7 @@ def build_plan(
         schedule=schedule,
         method=method,
         shards=tuple(shards),
-        rate=math.inf if rate is None else float(rate),
+        rate=math.inf if rate is None else nearest_float(rate),
         bound=bound,
         certificate=certificate,
         notes=tuple(notes),

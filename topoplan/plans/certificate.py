@@ -92,12 +92,9 @@ def _cut_bound(cut: Cut, fabric: Fabric, collective: str, root: int | None) -> F
     inside = sum(rank in side for rank in range(fabric.size))
     if inside == 0 or inside == fabric.size:
         raise PlanError("the cut must hold at least one rank and leave out at least one")
-    forward = collective in ("broadcast", "allgather", "allreduce")
-    leaving = sum((c for (s, d), c in _links(fabric) if s in side and d not in side), Fraction(0))
-    entering = sum((c for (s, d), c in _links(fabric) if s not in side and d in side), Fraction(0))
+    crossing = _total_length(cut, fabric, collective)
     if collective == "allreduce":
-        return (leaving + entering) / 2
-    crossing = leaving if forward else entering
+        return crossing / 2
     if collective in ("allgather", "reduce_scatter"):
         return crossing * fabric.size / inside
     if root not in side:
@@ -119,20 +116,21 @@ def _partition_bound(partition: Partition, fabric: Fabric, collective: str) -> F
     with_rank = {part_of[rank] for rank in range(fabric.size)}
     if len(with_rank) < 2:
         raise PlanError("the partition must divide the ranks into at least two parts")
-    crossing = sum((c for (s, d), c in _links(fabric) if part_of[s] != part_of[d]), Fraction(0))
+    crossing = _total_length(partition, fabric, collective)
     return crossing / (2 * (len(with_rank) - 1))
 
 
 def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-    forwarding = {device.name: device for device in fabric.topology.devices if device.kind != "gpu"}
-    if any(d.multicast or d.reduce for name, d in forwarding.items() if name in fabric.nodes):
+    if fabric.in_network:
         raise PlanError("dual lengths prove nothing where switches copy or add; a cut or a partition does")
     length = [Fraction(0)] * len(fabric.links)
     for src, dst, value in certificate.lengths:
         if (src, dst) not in fabric.link_index:
             raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
         if value < 0:
-            raise PlanError(f"the certificate gives {src}->{dst} the length {value}; it must not be negative")
+            raise PlanError(
+                f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
+            )
         length[fabric.link_index[src, dst]] = value
     scale = lcm(*(value.denominator for value in length))
     whole = [int(value * scale) for value in length]
@@ -142,6 +140,35 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
     total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
     return total / cheapest
+
+
+def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> list[Fraction]:
+    """The length that a certificate gives every link: 1 across a cut or between parts, or the listed value.
+
+    A cut counts the links that leave its side for broadcast and allgather, those that enter it for reduce and
+    reduce-scatter, and both for allreduce.
+    """
+    if isinstance(certificate, Lengths):
+        listed = {(src, dst): value for src, dst, value in certificate.lengths}
+        return [listed.get((link.src, link.dst), Fraction(0)) for link in fabric.links]
+    if isinstance(certificate, Partition):
+        part_of = {name: number for number, part in enumerate(certificate.parts) for name in part}
+        return [
+            Fraction(part_of.get(link.src, link.src) != part_of.get(link.dst, link.dst))
+            for link in fabric.links
+        ]
+    side = set(certificate.side) if isinstance(certificate, Cut) else set()
+    values = []
+    for link in fabric.links:
+        leaves = link.src in side and link.dst not in side
+        enters = link.src not in side and link.dst in side
+        if collective in ("broadcast", "allgather"):
+            values.append(Fraction(leaves))
+        elif collective in ("reduce", "reduce_scatter"):
+            values.append(Fraction(enters))
+        else:
+            values.append(Fraction(leaves or enters))
+    return values
 
 
 def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
@@ -271,8 +298,10 @@ def _cycles(parent: list[int], root: int) -> list[int]:
     return group
 
 
-def _links(fabric: Fabric) -> zip[tuple[tuple[int, int], Fraction]]:
-    return zip(fabric.ends, fabric.capacity, strict=True)
+def _total_length(certificate: Certificate, fabric: Fabric, collective: str) -> Fraction:
+    """Sum of c(e) y(e) over the links."""
+    lengths = link_lengths(certificate, fabric, collective)
+    return sum((c * y for c, y in zip(fabric.capacity, lengths, strict=True)), Fraction(0))
 
 
 def _node_set(names: tuple[str, ...], fabric: Fabric) -> set[int]:

@@ -1,12 +1,17 @@
-"""Why a plan cannot be faster, in words: the certificate read aloud."""
+"""Why a plan cannot be faster, in words: the certificate read aloud.
+
+Every sentence states a capacity in GB/s and how often a byte of the buffer uses it: their quotient is the bound.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
-from topoplan.plans.certificate import Cut, Lengths, Partition
+from topoplan.plans.certificate import Cut, Lengths, Partition, certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
+from topoplan.topology import Link
 
 _LISTED = 8
 
@@ -14,74 +19,99 @@ _LISTED = 8
 def explain_certificate(plan: Plan) -> str:
     """One sentence that names the bottleneck which the certificate proves.
 
+    Raises
+    ------
+    PlanError
+        The certificate proves nothing (see `topoplan.plans.certificate.certified_bound`).
+
     Examples
     --------
     >>> import topoplan
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "broadcast"))
     'only 150 GB/s leave {gpu0}, and every byte must'
+    >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2]))
+    'the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways, and every byte crosses them 4 times'
     """
     certificate = plan.certificate
     fabric = Fabric(plan.topology, plan.channels)
     if isinstance(certificate, Cut):
         return _explain_cut(certificate, fabric, plan)
     if isinstance(certificate, Partition):
-        parts = " ".join(_braced(part) for part in certificate.parts)
-        part_of = {name: number for number, part in enumerate(certificate.parts) for name in part}
-        crossing = sum(
-            (
-                c
-                for link, c in zip(fabric.links, fabric.capacity, strict=True)
-                if part_of.get(link.src, link.src) != part_of.get(link.dst, link.dst)
-            ),
-            Fraction(0),
-        )
-        return (
-            f"the links between {parts} carry {float(crossing):.6g} GB/s both ways, and every byte crosses "
-            f"them {2 * (len(certificate.parts) - 1)} times"
-        )
+        return _explain_partition(certificate, fabric)
     if isinstance(certificate, Lengths):
-        return (
-            f"dual lengths on {len(certificate.lengths)} links, under which every forest is long enough: "
-            f"{_longest(certificate)}"
-        )
+        bound = certified_bound(certificate, fabric, plan.collective, plan.root)
+        return _explain_lengths(certificate, fabric, bound)
     return "one rank moves nothing"
 
 
 def _explain_cut(cut: Cut, fabric: Fabric, plan: Plan) -> str:
     side = set(cut.side)
-    inside = [name for name in fabric.ranks if name in side]
-    leaving = _crossing(fabric, side, outwards=True)
-    entering = _crossing(fabric, side, outwards=False)
-    names = _braced(cut.side)
-    if plan.collective == "broadcast":
-        return f"only {float(leaving):.6g} GB/s leave {names}, and every byte must"
-    if plan.collective == "reduce":
-        return f"only {float(entering):.6g} GB/s enter {names}, and every byte must"
+    leaving = _capacity(fabric, lambda link: link.src in side and link.dst not in side)
+    entering = _capacity(fabric, lambda link: link.src not in side and link.dst in side)
+    inside = tuple(name for name in fabric.nodes if name in side)
+    outside = tuple(name for name in fabric.nodes if name not in side)
     if plan.collective == "allreduce":
-        return f"only {float(leaving + entering) / 2:.6g} GB/s cross the edge of {names}, and every byte must both ways"
-    share = f"{len(inside)}/{fabric.size} of the buffer"
-    if plan.collective == "allgather":
-        return f"only {float(leaving):.6g} GB/s leave {names}, and {share} must"
-    return f"only {float(entering):.6g} GB/s enter {names}, and {share} must"
+        fewer = min(inside, outside, key=len)
+        half = _number((leaving + entering) / 2)
+        return f"only {half} GB/s cross the edge of {_braced(fewer)} each way, and every byte must both ways"
+    outwards = plan.collective in ("broadcast", "allgather")
+    verbs = ("leave", "enter") if outwards else ("enter", "leave")
+    verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
+    part = "every byte"
+    if plan.collective in ("allgather", "reduce_scatter"):
+        part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
+    return f"only {_number(leaving if outwards else entering)} GB/s {verb} {_braced(names)}, and {part} must"
 
 
-def _crossing(fabric: Fabric, side: set[str], outwards: bool) -> Fraction:
-    return sum(
-        (
-            c
-            for link, c in zip(fabric.links, fabric.capacity, strict=True)
-            if (link.src in side) == outwards and (link.dst in side) != outwards
-        ),
-        Fraction(0),
+def _explain_partition(partition: Partition, fabric: Fabric) -> str:
+    listed_in = {name: number for number, part in enumerate(partition.parts) for name in part}
+    # As for the bound, a device that stands in no part is a part of its own.
+    part_of = {
+        name: listed_in.get(name, len(partition.parts) + number) for number, name in enumerate(fabric.nodes)
+    }
+    parts: dict[int, list[str]] = {}
+    for name, number in part_of.items():
+        parts.setdefault(number, []).append(name)
+    crossing = _capacity(fabric, lambda link: part_of[link.src] != part_of[link.dst])
+    times = 2 * (len({part_of[name] for name in fabric.ranks}) - 1)
+    listed = " ".join(_braced(tuple(part)) for part in parts.values())
+    return (
+        f"the links between {listed} carry {_number(crossing)} GB/s both ways, "
+        f"and every byte crosses them {times} times"
     )
 
 
-def _longest(certificate: Lengths) -> str:
-    """The links of greatest length: the tightest part of the machine."""
-    longest = max(value for _, _, value in certificate.lengths)
-    names = [f"{src}>{dst}" for src, dst, value in certificate.lengths if value == longest]
+def _explain_lengths(certificate: Lengths, fabric: Fabric, bound: Fraction) -> str:
+    """With equal lengths a count of crossings; otherwise the lengths are weights, the greatest one being 1."""
+    stated = {(src, dst): value for src, dst, value in certificate.lengths}
+    longest = max(stated.values())
+    length = {ends: value / longest for ends, value in stated.items() if value}
+    total = sum((fabric.capacity[fabric.link_index[ends]] * y for ends, y in length.items()), Fraction(0))
+    names = _listed(f"{src}>{dst}" for (src, dst), value in length.items() if value == 1)
+    if all(value == 1 for value in length.values()):
+        return (
+            f"{names} carry {_number(total)} GB/s together, "
+            f"and every byte crosses them at least {_number(total / bound)} times"
+        )
+    return (
+        f"{len(length)} links, weighted by their dual lengths, carry {_number(total)} GB/s, "
+        f"and every byte takes at least {_number(total / bound)} of that weight; the heaviest are {names}"
+    )
+
+
+def _capacity(fabric: Fabric, counts: Callable[[Link], bool]) -> Fraction:
+    pairs = zip(fabric.links, fabric.capacity, strict=True)
+    return sum((capacity for link, capacity in pairs if counts(link)), Fraction(0))
+
+
+def _number(value: Fraction) -> str:
+    return f"{float(value):.6g}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = tuple(names)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"longest {', '.join(names[:_LISTED])}{more}"
+    return ", ".join(names[:_LISTED]) + more
 
 
 def _braced(names: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ rank would be two edges of a tree. Capacities are exact rationals in GB/s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -79,9 +79,17 @@ class Fabric:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """The links that the channels may cross, in the topology's order."""
+        """The links that the channels may cross, in the topology's order.
+
+        Of several from one device to another the widest: a copy takes one path, and a route names devices only.
+        """
         usable = {name for channel in self.channels for name in CHANNEL_LINKS[channel]}
-        return tuple(link for link in self.topology.links if link.channel in usable)
+        widest: dict[tuple[str, str], Link] = {}
+        for link in self.topology.links:
+            known = widest.get((link.src, link.dst))
+            if link.channel in usable and (known is None or link.bandwidth > known.bandwidth):
+                widest[link.src, link.dst] = link
+        return tuple(link for link in self.topology.links if widest.get((link.src, link.dst)) is link)
 
     @cached_property
     def capacity(self) -> tuple[Fraction, ...]:
@@ -97,11 +105,8 @@ class Fabric:
 
     @cached_property
     def link_index(self) -> dict[tuple[str, str], int]:
-        """Index of the first usable link from one device to another."""
-        index: dict[tuple[str, str], int] = {}
-        for number, link in enumerate(self.links):
-            index.setdefault((link.src, link.dst), number)
-        return index
+        """Index of the usable link from one device to another."""
+        return {(link.src, link.dst): number for number, link in enumerate(self.links)}
 
     @cached_property
     def ends(self) -> tuple[tuple[int, int], ...]:
@@ -121,14 +126,31 @@ class Fabric:
         return all(capacity.get((d, s)) == c for (s, d), c in capacity.items())
 
     @cached_property
+    def in_network(self) -> bool:
+        """True when a switch on usable links can copy or add."""
+        used = set(self.nodes[self.size :])
+        return any((d.multicast or d.reduce) and d.name in used for d in self.topology.devices)
+
+    def forwarding_only(self) -> Fabric:
+        """The same fabric with switches that neither copy nor add."""
+        if not self.in_network:
+            return self
+        devices = tuple(replace(device, multicast=False, reduce=False) for device in self.topology.devices)
+        return Fabric(replace(self.topology, devices=devices), self.channels)
+
+    @cached_property
     def arcs(self) -> tuple[Arc, ...]:
-        """Routes between all pairs of ranks, in order of tail, head, length and link indices."""
+        """Routes between all pairs of ranks, in order of tail, head, length and link indices.
+
+        At most `ROUTES_PER_PAIR` ways to each switch are followed on, or meshes of switches would have no end.
+        """
         leaving: dict[int, list[tuple[int, int]]] = {}
         for number, (src, dst) in enumerate(self.ends):
             leaving.setdefault(src, []).append((number, dst))
         arcs = []
         for tail in range(self.size):
             found: dict[int, list[tuple[int, ...]]] = {}
+            ways: dict[int, int] = {}
             level: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(tail, (), (tail,))]
             while level:
                 following = []
@@ -140,7 +162,8 @@ class Fabric:
                         if dst < self.size:
                             if len(found.setdefault(dst, [])) < ROUTES_PER_PAIR:
                                 found[dst].append(longer)
-                        else:
+                        elif ways.setdefault(dst, 0) < ROUTES_PER_PAIR:
+                            ways[dst] += 1
                             following.append((dst, longer, (*visited, dst)))
                 level = following
             for head in sorted(found):
@@ -192,17 +215,26 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
     """
     if channels not in CHANNEL_CHOICES:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
-    cut: tuple[str, ...] = ()
     for choice in CHANNEL_CHOICES[channels]:
         fabric = Fabric(topology, choice)
-        cut = fabric.unreachable()
-        if not cut:
+        if not fabric.unreachable():
             return fabric
-    gpus = [name for name in cut if name in topology.gpus]
-    others = [name for name in topology.gpus if name not in gpus]
+    raise _no_path(topology, channels)
+
+
+def _no_path(topology: Topology, channels: str) -> InfeasibleError:
+    """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
+    mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
+    cut = mixed.unreachable()
     wires = {"auto": "NVLink, PCIe or network", "nvlink": "NVLink", "pcie": "PCIe"}.get(channels, channels)
     hint = "" if channels == "auto" else "; try --channels auto"
-    raise InfeasibleError(
+    if not cut:
+        cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable()
+        wires = "NVLink"
+        hint = ", and PCIe or network alone do not connect the GPUs either; plan each part alone with --gpus"
+    gpus = [name for name in cut if name in topology.gpus]
+    others = [name for name in topology.gpus if name not in gpus]
+    return InfeasibleError(
         f"no {wires} path leads from {{{', '.join(gpus)}}} to {{{', '.join(others)}}}: "
         f"nothing leaves the cut {{{', '.join(cut)}}}{hint}",
         cut=cut,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from topoplan.errors import PlanError, UsageError
@@ -146,7 +146,7 @@ class Plan:
     certificate : Certificate
         What a third party needs to recompute the bound.
     seconds : float or None
-        Time it took to plan; not part of the plan file, which is the same byte for byte every time.
+        Time it took to plan; no part of the plan file, which is the same byte for byte every time, nor of equality.
     notes : tuple of str
         What the planner could not reach or prove, one line each.
 
@@ -169,7 +169,7 @@ class Plan:
     rate: float
     bound: float
     certificate: Certificate
-    seconds: float | None = None
+    seconds: float | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from fractions import Fraction
 from typing import cast
 
@@ -17,8 +18,15 @@ from topoplan.formats.topology_json import topology_from_object, topology_to_obj
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
 from topoplan.plans.fabric import CHANNEL_LINKS
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.units import nearest_float
 
 FORMAT = "topoplan.plan/1"
+
+_RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
+"""No exponents: ``1e999999999`` is short to write and too long to compute with."""
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What JSON escapes can make and no file can hold."""
 
 
 def dump_plan(plan: Plan) -> str:
@@ -202,7 +210,7 @@ def _list(item: object, where: str) -> list[object]:
 
 
 def _text(item: object, where: str) -> str:
-    if not isinstance(item, str):
+    if not isinstance(item, str) or _HALF_CHARACTER.search(item):
         raise PlanError(f"{where} must be a text, not {item!r}"[:200])
     return item
 
@@ -218,13 +226,13 @@ def _rate(item: object, where: str) -> float:
         return math.inf
     if isinstance(item, bool) or not isinstance(item, (int, float)) or not item >= 0:
         raise PlanError(f"{where} must be a number of zero or more, not {item!r}"[:200])
-    return float(item)
+    return nearest_float(Fraction(item)) if isinstance(item, int) else item
 
 
 def _fraction(item: object, where: str) -> Fraction:
-    if isinstance(item, str) and len(item) <= 400:
+    if isinstance(item, str) and _RATIONAL.fullmatch(item):
         try:
             return Fraction(item)
-        except (ValueError, ZeroDivisionError):
+        except ZeroDivisionError:
             pass
     raise PlanError(f'{where} must be a rational number in quotes such as "1/6", not {item!r}'[:200])

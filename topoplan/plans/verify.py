@@ -2,8 +2,8 @@
 
 From the plan alone it recomputes the trees, the postcondition (every rank ends with each contribution exactly
 once), the link loads, the rate, and the bound that the certificate proves. Contributions are counted: rank r
-starts with one of its own; a reduce edge adds the child's counts to the parent's, a broadcast edge replaces the
-child's by the parent's.
+starts with one of its own, which is what its buffer holds even where a collective has no use for it; a reduce edge
+adds the child's counts to the parent's, a broadcast edge replaces the child's by the parent's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from topoplan.plans.certificate import certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
 from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
-from topoplan.units import TOLERANCE
+from topoplan.units import TOLERANCE, nearest_float
+
+MANY = 1 << 40
+"""Counts of contributions stop growing here: wrapped around, a wrong count could look right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +86,13 @@ def verify(plan: Plan) -> Verification:
     _check_claim("bound", plan.bound, bound)
     if rate is not None and bound is not None and rate > bound:
         raise PlanError(
-            f"the forest's rate {float(rate):.6g} GB/s exceeds the certified bound {float(bound):.6g}: "
-            "the certificate does not fit this machine"
+            f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
+            f"{nearest_float(bound):.6g}: the certificate does not fit this machine"
         )
     loads = link_loads(plan.shards, fabric)
     return Verification(
-        rate=math.inf if rate is None else float(rate),
-        bound=math.inf if bound is None else float(bound),
+        rate=math.inf if rate is None else nearest_float(rate),
+        bound=math.inf if bound is None else nearest_float(bound),
         exact_rate=rate,
         exact_bound=bound,
         optimal=rate == bound,
@@ -121,10 +124,10 @@ def _check_header(plan: Plan) -> Fabric:
 def _check_shares(plan: Plan) -> None:
     for number, shard in enumerate(plan.shards):
         if shard.share <= 0:
-            raise PlanError(f"share {shard.share} must be above zero", shard=number)
+            raise PlanError(f"share {_shown(shard.share)} must be above zero", shard=number)
     total = sum((shard.share for shard in plan.shards), Fraction(0))
     if total != 1:
-        raise PlanError(f"the shares add up to {total}, not 1")
+        raise PlanError(f"the shares add up to {_shown(total)}, not 1")
     if plan.collective in ("allgather", "reduce_scatter"):
         owned = [Fraction(0)] * len(plan.ranks)
         previous = 0
@@ -138,7 +141,9 @@ def _check_shares(plan: Plan) -> None:
             owned[owner] += shard.share
         for rank, share in enumerate(owned):
             if share != Fraction(1, len(plan.ranks)):
-                raise PlanError(f"owns {share} of the buffer instead of 1/{len(plan.ranks)}", rank=rank)
+                raise PlanError(
+                    f"owns {_shown(share)} of the buffer instead of 1/{len(plan.ranks)}", rank=rank
+                )
 
 
 def _check_trees(shard: Shard, number: int, size: int) -> None:
@@ -167,6 +172,7 @@ def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArra
     Returns
     -------
     (N, N) int64
+        Counts above `MANY` are `MANY`.
     """
     held = start.copy()
     for stage in stages:
@@ -176,7 +182,7 @@ def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArra
                 held[edge.child] = held[edge.parent]
         else:
             for edge in reversed(edges):
-                held[edge.parent] += held[edge.child]
+                held[edge.parent] = np.minimum(held[edge.parent] + held[edge.child], MANY)
     return held
 
 
@@ -188,9 +194,7 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
     destinations = list(range(size))
     if plan.collective in ("broadcast", "allgather"):
         owner = plan.root if plan.collective == "broadcast" else _owner(plan, shard, number)
-        start = np.zeros((size, size), dtype=np.int64)
-        start[owner, owner] = 1
-        wanted = start[owner]
+        wanted = start[_integer(owner)]
     elif plan.collective in ("reduce", "reduce_scatter"):
         owner = plan.root if plan.collective == "reduce" else _owner(plan, shard, number)
         destinations = [_integer(owner)]
@@ -219,10 +223,20 @@ def _integer(value: int | None) -> int:
     return value
 
 
+def _shown(share: Fraction) -> str:
+    """A share as text: as it is where that is short."""
+    return (
+        str(share)
+        if max(abs(share.numerator), share.denominator) < 1 << 64
+        else f"about {nearest_float(share):.9g}"
+    )
+
+
 def _check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:
     if recomputed is None:
         if math.isfinite(claimed):
             raise PlanError(f"claims a {name} of {claimed:.6g} GB/s, but no byte crosses a link")
         return
-    if not abs(claimed - float(recomputed)) <= TOLERANCE * float(recomputed):
-        raise PlanError(f"claims a {name} of {claimed:.9g} GB/s; recomputed it is {float(recomputed):.9g}")
+    nearest = nearest_float(recomputed)
+    if claimed != nearest and not abs(claimed - nearest) <= TOLERANCE * nearest < math.inf:
+        raise PlanError(f"claims a {name} of {claimed:.9g} GB/s; recomputed it is {nearest:.9g}")

@@ -1,0 +1,39 @@
+"""``topoplan list``: what machines come with topoplan."""
+
+from __future__ import annotations
+
+import argparse
+
+from topoplan.cli.arguments import OneLineParser, add_json
+from topoplan.cli.output import print_json, table
+from topoplan.cli.show import link_summary
+from topoplan.formats.load import library, load
+
+
+def add_options(parser: OneLineParser) -> None:
+    """Add the options of ``list``."""
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Name the machines of the library, their GPUs and their links."""
+    machines = [load(name) for name in library()]
+    if options.json:
+        print_json(
+            {
+                "machines": [
+                    {
+                        "name": machine.name,
+                        "gpus": len(machine.gpus),
+                        "links": link_summary(machine),
+                        "source": machine.source,
+                        "notes": list(machine.notes),
+                    }
+                    for machine in machines
+                ]
+            }
+        )
+        return 0
+    rows = [(machine.name, str(len(machine.gpus)), link_summary(machine)) for machine in machines]
+    print(table(("name", "GPUs", "links"), rows))
+    return 0

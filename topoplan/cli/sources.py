@@ -1,0 +1,132 @@
+"""What TOPO and PLAN.json on the command line name: a library machine, a file, or ``-`` for stdin."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from topoplan.errors import PlanError, TopologyError, UsageError
+from topoplan.formats.load import library, load
+from topoplan.plans.plan import Plan
+from topoplan.plans.verify import verify
+from topoplan.topology import Topology
+
+SLOWEST, FASTEST = 1e-6, 1e9
+"""Bandwidths in GB/s that are planned for: beyond them quotients of two links leave the range of floats and int64."""
+
+MOST_WIRES = 1_000_000
+"""Most parallel wires of one link."""
+
+_BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
+_PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plan/')
+_CLOSED = "stdin is closed; give a file"
+_REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
+
+
+def read_machine(options: argparse.Namespace) -> Topology:
+    """The topology that TOPO names; errors as `topoplan.load`."""
+    if options.topo == "-" and sys.stdin is None:
+        raise UsageError(_CLOSED)
+    topology = load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
+    return _sane(topology, _where(options.topo))
+
+
+def read_claimed_plan(path: str) -> Plan:
+    """The plan in a file, as it stands there.
+
+    Raises
+    ------
+    UsageError, PlanError
+        The file cannot be read, or is no plan.
+    """
+    return _parse_plan(_read_text(path), path)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file, verified; errors as `read_claimed_plan`, and PlanError for a wrong plan."""
+    return _verified(read_claimed_plan(path), path)
+
+
+def read_plan_or_machine(options: argparse.Namespace) -> Plan | Topology:
+    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
+
+    Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
+    """
+    path = Path(options.topo)
+    if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
+        return read_machine(options)
+    text = _read_text(options.topo)
+    if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
+        return _verified(_parse_plan(text, options.topo), options.topo)
+    where = _where(options.topo)
+    try:
+        topology = load(text + "\n", nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    if not text.lstrip().startswith("{"):
+        topology = replace(topology, name=Path(where).stem)
+    return _sane(topology, where)
+
+
+def _parse_plan(text: str, path: str) -> Plan:
+    where = _where(path)
+    if not text.strip():
+        raise UsageError(f"{where} is empty; {_REMEDY}")
+    try:
+        plan = Plan.from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+    _sane(plan.topology, where)
+    return plan
+
+
+def _verified(plan: Plan, path: str) -> Plan:
+    try:
+        verify(plan)
+    except PlanError as error:
+        raise PlanError(f"{_where(path)}: wrong plan: {error}; make it again with topoplan plan") from None
+    return plan
+
+
+def _where(path: str) -> str:
+    return "stdin" if path == "-" else path
+
+
+def _read_text(path: str) -> str:
+    """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
+    where = _where(path)
+    try:
+        content = _stdin() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        hint = f"; topoplan plan {path} -o F.json makes a plan" if path in library() else f"; {_REMEDY}"
+        raise UsageError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
+    mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
+    try:
+        text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(f"{where} is binary, not text; give another file")
+    return text
+
+
+def _stdin() -> bytes:
+    if sys.stdin is None:
+        raise UsageError(_CLOSED)
+    return sys.stdin.buffer.read()
+
+
+def _sane(topology: Topology, where: str) -> Topology:
+    """The same under a name that can be printed; TopologyError for figures that no machine has."""
+    for link in topology.links:
+        if not SLOWEST <= link.bandwidth <= FASTEST or link.count > MOST_WIRES:
+            raise TopologyError(
+                f"{where}: link {link.src}->{link.dst} of {link.count} wires and {link.bandwidth:g} GB/s: a link has "
+                f"1 to {MOST_WIRES} wires and {SLOWEST:g} to {FASTEST:g} GB/s; correct the figure"
+            )
+    # A file name may hold bytes that are no character.
+    name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)
+    return topology if name == topology.name else replace(topology, name=name)
