@@ -6,7 +6,12 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-gpu lint bench clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m topoplan demo
+	mkdir -p build
+	$(BIN)/topoplan plan dgx-1v --gpus 1,4,5,7 -o build/plan.json --plot build/trees.png
+	$(BIN)/topoplan verify build/plan.json
+	$(BIN)/topoplan bench build/plan.json --sizes 64KB:4MB
+	$(BIN)/topoplan simulate build/plan.json --sizes 64KB:256MB
+	$(BIN)/topoplan compare dgx-1v --all-allocations --plot build/allocations.png
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
