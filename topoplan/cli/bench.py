@@ -142,11 +142,13 @@ def _measure(
         "time": median * 1e6,
         "algbw": algbw,
         "busbw": algbw * bus_factor(plan.collective, size),
-        "wrong": _wrong(plan, inputs, results),
+        "wrong": count_wrong(plan, inputs, results),
     }
 
 
-def _wrong(plan: Plan, inputs: list[NDArray[np.generic]], results: list[NDArray[np.generic] | None]) -> int:
+def count_wrong(
+    plan: Plan, inputs: list[NDArray[np.generic]], results: list[NDArray[np.generic] | None]
+) -> int:
     """Elements that differ from what plain numpy gives."""
     if plan.collective == "allgather":
         expected = [np.concatenate(inputs)] * len(inputs)

@@ -15,7 +15,7 @@ from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import certificate_to_object, finite
+from topoplan.plans.plan_json import plan_to_object
 from topoplan.units import format_seconds
 
 
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         write_whole(options.output, made.to_json())
     if options.json:
-        print_json(summary_object(made))
+        print_json(plan_object(made))
     else:
         print_plan(made)
         for place in (options.output, options.plot):
@@ -101,24 +101,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def summary_object(plan: Plan) -> dict[str, object]:
-    """What ``plan --json`` prints."""
+def plan_object(plan: Plan) -> dict[str, object]:
+    """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
     return {
-        "format": "topoplan.plan-summary/1",
-        "machine": plan.topology.name,
-        "collective": plan.collective,
-        "ranks": list(plan.ranks),
-        "root": plan.root,
-        "channels": list(plan.channels),
-        "rate": finite(plan.rate),
-        "bound": finite(plan.bound),
-        "gap": plan.gap,
-        "certificate": certificate_to_object(plan.certificate),
-        "schedule": plan.schedule,
-        "method": plan.method,
+        **plan_to_object(plan),
         "seconds": plan.seconds,
-        "trees": plan.trees,
-        "height": plan.height,
+        "gap": plan.gap,
         "digest": plan.digest,
         "notes": [*plan.topology.notes, *plan.notes],
     }

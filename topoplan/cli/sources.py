@@ -124,7 +124,7 @@ def _sane(topology: Topology, where: str) -> Topology:
     for link in topology.links:
         if not SLOWEST <= link.bandwidth <= FASTEST or link.count > MOST_WIRES:
             raise TopologyError(
-                f"{where}: link {link.src}->{link.dst} of {link.count} wires and {link.bandwidth:g} GB/s: a link has "
+                f"{where}: link {link.src}->{link.dst} of {link.count} wires and {link.bandwidth!r} GB/s: a link has "
                 f"1 to {MOST_WIRES} wires and {SLOWEST:g} to {FASTEST:g} GB/s; correct the figure"
             )
     # A file name may hold bytes that are no character.

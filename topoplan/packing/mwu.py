@@ -216,7 +216,9 @@ class _Loop:
         if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
             return
         half = 2 if packing.folded else 1
-        whole = np.rint(self.length / self.length.max() * (1 << 20)).astype(np.int64).tolist()
+        # No cheapest forest gets shorter when longer links are cut to its length, and whole numbers then lose little.
+        longest = float(self.least.max())
+        whole = np.rint(np.minimum(self.length / longest, 1) * (1 << 30)).astype(np.int64).tolist()
         certificate = Lengths(
             tuple(
                 (link.src, link.dst, Fraction(whole[row], half))
