@@ -28,6 +28,10 @@ PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
 """The text of nvidia-smi topo -m for two GPUs, which leaves the speed of the links open."""
 
 MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
+ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
+EACH_MATRIX = pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem) for path in MATRICES] or [pytest.param(None, marks=ABSENT)]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class TestContract:
         ends = {(words[0], words[2]) for words in lines if len(words) == 6 and words[1] in ("<->", "->")}
         assert all((link.src, link.dst) in ends or (link.dst, link.src) in ends for link in machine.links)
 
-    @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
+    @EACH_MATRIX
     def test_real_matrices_are_shown_and_planned(self, run: Run, path: Path) -> None:
         """Every real nvidia-smi matrix is shown, with notes of what was assumed, planned and verified."""
         shown = run("show", str(path))
@@ -160,6 +164,14 @@ class TestContract:
         assert report["valid"] is True
         assert report["optimal"] is True
         assert report["rate"] == pytest.approx(640 / 7, rel=1e-9)
+
+    def test_plan_json_is_a_plan_file_too(self, run: Run) -> None:
+        """``plan --json | verify -`` works, and what was assumed is noted once."""
+        made = run("plan", "-", "--json", stdin=PAIR.encode())
+        notes = run("verify", "-", "--json", stdin=made.out.encode()).json["notes"]
+        assert isinstance(notes, list)
+        assert notes == made.json["notes"]
+        assert len(notes) == len(set(notes)) > 0
 
     def test_plan_says_what_limits_it(self, run: Run) -> None:
         """The text names rate, bound with the bottleneck, and one line for each tree."""
@@ -701,10 +713,15 @@ class TestOutputFiles:
         assert stat.S_IMODE(real.stat().st_mode) == 0o640
         assert json.loads(real.read_text())["format"] == "topoplan.plan/1"
 
-    def test_a_device_is_written_to(self, run: Run) -> None:
-        """-o /dev/null is thrown away, not replaced by a file."""
-        assert run("plan", "v100x4", "-o", os.devnull).status == 0
-        assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    def test_a_pipe_is_written_to(self, run: Run, tmp_path: Path) -> None:
+        """What is no regular file, a pipe or a device, is written to and not replaced by a file."""
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        assert run("plan", "v100x4", "-o", str(pipe)).status == 0
+        with open(reader, "rb") as content:
+            assert json.loads(content.read())["format"] == "topoplan.plan/1"
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
 class Interrupted(io.RawIOBase):

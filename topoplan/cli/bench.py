@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, print_json, print_notes, progress_line
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             if progress:
                 progress(f"{format_size(nbytes)} …")
             rows.append(_measure(communicator, plan, nbytes, dtype))
-    notes = [*plan.topology.notes, *plan.notes]
+    notes = plan_notes(plan)
     if options.json:
         print_json(
             {

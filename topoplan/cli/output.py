@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from topoplan.plans.plan import Plan
+
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
 
@@ -23,6 +25,11 @@ def print_error(prefix: str, message: str) -> None:
 def print_json(value: dict[str, object]) -> None:
     """Print one JSON object, in ASCII: any terminal and any pipe can take it."""
     print(json.dumps(value, allow_nan=False, indent=1))
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What the reader of a plan should know, of its machine and of itself, each note once."""
+    return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
 def print_notes(*notes: str) -> None:

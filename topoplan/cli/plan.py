@@ -6,7 +6,7 @@ import argparse
 import math
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, print_json, print_notes, progress_line, table
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -108,7 +108,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,
-        "notes": [*plan.topology.notes, *plan.notes],
+        "notes": plan_notes(plan),
     }
 
 
@@ -132,7 +132,7 @@ def print_plan(plan: Plan) -> None:
         print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
-    print_notes(*plan.topology.notes, *plan.notes)
+    print_notes(*plan_notes(plan))
 
 
 def _tree_table(plan: Plan) -> str:

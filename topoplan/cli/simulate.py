@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, print_json, print_notes, progress_line
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         save_figure(draw_sweep(curves, title=title), options.plot)
     if options.trace:
         write_whole(options.trace, chrome_trace(run_events(plan, nbytes=max(sizes))))
-    notes = (*plan.topology.notes, *plan.notes, *notes)
+    notes = (*plan_notes(plan), *notes)
     if options.json:
         print_json(
             {

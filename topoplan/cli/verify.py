@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file
-from topoplan.cli.output import counted, print_error, print_json, print_notes
+from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes
 from topoplan.cli.sources import read_claimed_plan
 from topoplan.errors import PlanError
 from topoplan.plans.explain import explain_certificate
@@ -57,7 +57,7 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
         "height": report.height,
         "bottleneck": [list(link) for link in report.bottleneck],
         "loads": [[src, dst, load] for (src, dst), load in report.loads.items()],
-        "notes": [*plan.topology.notes, *plan.notes],
+        "notes": plan_notes(plan),
     }
 
 
@@ -74,4 +74,4 @@ def _print_report(plan: Plan, report: Verification) -> None:
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
         print(f"full links: {full}{more}")
-    print_notes(*plan.topology.notes, *plan.notes)
+    print_notes(*plan_notes(plan))
