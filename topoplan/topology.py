@@ -17,6 +17,12 @@ from topoplan.errors import TopologyError, UsageError
 DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch")
 LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
 
+SLOWEST, FASTEST = 1e-6, 1e9
+"""Bandwidths of links in GB/s: beyond them no machine is meant, and quotients of two links lose meaning."""
+
+MOST_WIRES = 1_000_000
+"""Most parallel wires of one link."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -72,9 +78,9 @@ class Link:
     channel : str
         One of nvlink, pcie, sys (between CPU sockets), network, c2c.
     bandwidth : float
-        GB/s in this direction, all ``count`` wires together; finite and above zero.
+        GB/s in this direction, all ``count`` wires together; from `SLOWEST` to `FASTEST`.
     count : int
-        Parallel wires that ``bandwidth`` includes.
+        Parallel wires that ``bandwidth`` includes, 1 to `MOST_WIRES`.
     latency : float or None
         Seconds; None where it is not known, and the model's default for the channel is used.
 
@@ -99,17 +105,31 @@ class Link:
             raise TopologyError(
                 f"{where}: channel {self.channel!r} is unknown; use one of {', '.join(LINK_CHANNELS)}"
             )
-        if not _is_number(self.bandwidth) or not math.isfinite(self.bandwidth) or self.bandwidth <= 0:
+        if not _is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
             raise TopologyError(
-                f"{where}: bandwidth {self.bandwidth!r} must be a finite number of GB/s above zero; "
-                "leave out a link that is dead"
+                f"{where}: bandwidth {_shown(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
+                f"{FASTEST:g}; leave out a link that is dead"
             )
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise TopologyError(f"{where}: count {self.count!r} must be a whole number of at least 1")
+        if (
+            isinstance(self.count, bool)
+            or not isinstance(self.count, int)
+            or not 1 <= self.count <= MOST_WIRES
+        ):
+            raise TopologyError(
+                f"{where}: count {_shown(self.count)} must be a whole number from 1 to {MOST_WIRES}"
+            )
         if self.latency is not None and (
             not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
         ):
-            raise TopologyError(f"{where}: latency {self.latency!r} must be seconds, zero or more")
+            raise TopologyError(f"{where}: latency {_shown(self.latency)} must be seconds, zero or more")
+
+
+def _shown(value: object) -> str:
+    """A value for a message: whatever it is, no longer than a line can bear."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "of more than 19 digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _is_number(value: object) -> bool:

@@ -73,6 +73,8 @@ def parse_size(text: str) -> int:
         raise UsageError(
             f"size {text!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"
         )
+    if len(match[1]) > 20:
+        raise UsageError(f"size {text[:40]!r} has too many digits; choose smaller ones, for example 64MB")
     power: int = _POWER[(match[2] or "").upper()]
     return round(float(match[1]) * 1024.0**power)
 

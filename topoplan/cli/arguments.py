@@ -98,8 +98,6 @@ def size_list(text: str) -> tuple[int, ...]:
     """
     try:
         sizes = parse_sizes(text)
-    except OverflowError:
-        sizes = (LARGEST_SIZE + 1,)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if max(sizes) > LARGEST_SIZE:

@@ -14,12 +14,6 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.verify import verify
 from topoplan.topology import Topology
 
-SLOWEST, FASTEST = 1e-6, 1e9
-"""Bandwidths in GB/s that are planned for: beyond them quotients of two links leave the range of floats and int64."""
-
-MOST_WIRES = 1_000_000
-"""Most parallel wires of one link."""
-
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plan/')
 _CLOSED = "stdin is closed; give a file"
@@ -30,8 +24,7 @@ def read_machine(options: argparse.Namespace) -> Topology:
     """The topology that TOPO names; errors as `topoplan.load`."""
     if options.topo == "-" and sys.stdin is None:
         raise UsageError(_CLOSED)
-    topology = load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
-    return _sane(topology, _where(options.topo))
+    return _printable(load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps))
 
 
 def read_claimed_plan(path: str) -> Plan:
@@ -68,7 +61,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | Topology:
         raise type(error)(f"{where}: {error}") from None
     if not text.lstrip().startswith("{"):
         topology = replace(topology, name=Path(where).stem)
-    return _sane(topology, where)
+    return _printable(topology)
 
 
 def _parse_plan(text: str, path: str) -> Plan:
@@ -79,7 +72,6 @@ def _parse_plan(text: str, path: str) -> Plan:
         plan = Plan.from_json(text)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
-    _sane(plan.topology, where)
     return plan
 
 
@@ -119,14 +111,7 @@ def _stdin() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _sane(topology: Topology, where: str) -> Topology:
-    """The same under a name that can be printed; TopologyError for figures that no machine has."""
-    for link in topology.links:
-        if not SLOWEST <= link.bandwidth <= FASTEST or link.count > MOST_WIRES:
-            raise TopologyError(
-                f"{where}: link {link.src}->{link.dst} of {link.count} wires and {link.bandwidth!r} GB/s: a link has "
-                f"1 to {MOST_WIRES} wires and {SLOWEST:g} to {FASTEST:g} GB/s; correct the figure"
-            )
-    # A file name may hold bytes that are no character.
+def _printable(topology: Topology) -> Topology:
+    """The same under a name that can be printed: a file name may hold bytes that are no character."""
     name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)
     return topology if name == topology.name else replace(topology, name=name)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from topoplan.plans.fabric import Fabric
+from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
 from topoplan.topology import Topology
+from topoplan.units import exact
 
 LinkLabel = tuple[str, Fraction, int, float]
 
@@ -57,9 +58,14 @@ def labelled_graph(topology: Topology, channels: Sequence[str]) -> LabelledGraph
     devices = [by_name[name] for name in fabric.nodes]
     kinds = [(device.kind, device.multicast, device.reduce) for device in devices]
     wires: dict[tuple[int, int], list[LinkLabel]] = {}
-    for ends, link, capacity in zip(fabric.ends, fabric.links, fabric.capacity, strict=True):
-        latency = -1.0 if link.latency is None else link.latency
-        wires.setdefault(ends, []).append((link.channel, capacity, link.count, latency))
+    # All links, not only those of the fabric, which keeps one where two channels join the same devices.
+    position = {name: i for i, name in enumerate(fabric.nodes)}
+    usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
+    for link in topology.links:
+        if link.channel in usable:
+            latency = -1.0 if link.latency is None else link.latency
+            ends = (position[link.src], position[link.dst])
+            wires.setdefault(ends, []).append((link.channel, exact(link.bandwidth), link.count, latency))
     bundles = {ends: tuple(sorted(labels)) for ends, labels in wires.items()}
     number_of_kind = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
     number_of_bundle = {bundle: number for number, bundle in enumerate(sorted(set(bundles.values())))}

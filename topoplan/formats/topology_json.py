@@ -35,6 +35,13 @@ _LINK_KEYS: dict[str, tuple[type, ...]] = {
     "latency": (int, float, type(None)),
 }
 
+_TYPE_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 _DEVICE_DEFAULTS: dict[str, object] = {
     "server": "",
     "model": "",
@@ -117,7 +124,8 @@ def _fields(
     for key, field in fields.items():
         typed = isinstance(field, known[key]) and (bool in known[key] or not isinstance(field, bool))
         if not typed or (isinstance(field, str) and not _is_text(field)):
-            raise TopologyError(f"{where}: {key} {field!r} has the wrong type")
+            wanted = " or ".join(_TYPE_NAMES[one] for one in known[key])
+            raise TopologyError(f"{where}: {key} {repr(field)[:60]} must be {wanted}")
     return fields
 
 

@@ -61,7 +61,7 @@ class PackingSimplex:
         self._columns: NDArray[np.int64] = np.zeros((rows, 0), dtype=np.int64)
         self._costs: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._allowed: NDArray[np.bool_] = np.zeros(0, dtype=bool)
-        self._closed_rows: frozenset[int] = frozenset()
+        self._closed: NDArray[np.bool_] = np.zeros(rows, dtype=bool)
         self._heaviest = 0
         self.pivots = 0
         self.work = 0
@@ -126,7 +126,7 @@ class PackingSimplex:
         self.optimise()
         duals = self._dual_numerators()
         self._allowed = self._allowed & (self._reduced_costs(duals) == 0)
-        self._closed_rows |= frozenset(np.flatnonzero(duals > 0).tolist())
+        self._closed = self._closed | (duals > 0)
 
     def prefer(self, weights: NDArray[np.int64]) -> None:
         """Move on the face to a solution of largest ``weights`` x, without giving up the first objective."""
@@ -143,10 +143,9 @@ class PackingSimplex:
             candidate = int(np.argmax(reduced))
             if reduced[candidate] > 0:
                 best, gain = candidate, int(reduced[candidate])
-        row = int(np.argmin(duals))
-        if -int(duals[row]) > gain and row not in self._closed_rows:
-            best = -1 - row
-        return best
+        open_duals = np.where(self._closed, 0, duals)
+        row = int(np.argmin(open_duals))
+        return -1 - row if -int(open_duals[row]) > gain else best
 
     def _column(self, number: int) -> Whole:
         """A column as the current basis sees it, over the common denominator."""

@@ -133,6 +133,10 @@ def _check_shares(plan: Plan) -> None:
         previous = 0
         for number, shard in enumerate(plan.shards):
             owner = _owner(plan, shard, number)
+            if not 0 <= owner < len(plan.ranks):
+                raise PlanError(
+                    f"owns the shard and is out of range 0 to {len(plan.ranks) - 1}", shard=number, rank=owner
+                )
             if owner < previous:
                 raise PlanError(
                     "shards must stand in the order of their owners, the ranks", shard=number, rank=owner
@@ -202,7 +206,8 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
     for rank in destinations:
         wrong = np.flatnonzero(held[rank] != wanted)
         if wrong.size:
-            source = int(wrong[0])
+            missing = np.flatnonzero(held[rank] < wanted)
+            source = int(missing[0] if missing.size else wrong[0])
             raise PlanError(
                 f"ends with the contribution of rank {source} {int(held[rank, source])} times "
                 f"instead of {int(wanted[source])}",
