@@ -1,0 +1,89 @@
+"""The rooms keep their order: each imports only rooms before it, and importing topoplan stays light."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(
+    path.relative_to(ROOT) for room in ("topoplan", "collectives") for path in (ROOT / room).rglob("*.py")
+)
+
+ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "packing", "schedules"]
+ORDER += ["simulation", "plot", "compare", "cli"]
+
+HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert all(alias.name != "*" for alias in node.names), "no stars"
+            whole = [f"topoplan.{alias.name}" for alias in node.names] if node.module == "topoplan" else []
+            yield from whole or [str(node.module)]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_each_room_imports_only_rooms_before_it(module: Path) -> None:
+    """Also inside functions; `topoplan/__init__.py` and `__main__.py` stand above all rooms."""
+    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+    names = set(imported(tree))
+    if module.parts[0] == "collectives":
+        assert not {name for name in names if name.startswith("topoplan.cli")}
+        return
+    here = module.parts[1].removesuffix(".py")
+    assert here in ("__init__", "__main__", *ORDER), f"{module} belongs to no room"
+    allowed = ORDER if here.startswith("__") else ORDER[: ORDER.index(here) + 1]
+    for name in sorted(names):
+        if name.startswith("topoplan."):
+            room = name.split(".")[1]
+            assert room in allowed or room not in ORDER, f"{module} imports {name}"
+        # Only the command line may run a plan, and only where it is asked to.
+        assert name.split(".")[0] != "collectives" or here == "cli", f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_optional_and_slow_libraries_are_imported_where_they_are_used(module: Path) -> None:
+    """No module of topoplan or collectives loads them on import; annotations under TYPE_CHECKING do not count."""
+    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+    top = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    loaded = [
+        name
+        for node in top
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        for name in imported(node)
+    ]
+    assert not {name.split(".")[0] for name in loaded} & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import topoplan", HEAVY | {"numpy"}),
+        ("import topoplan; topoplan.load('dgx-1v')", HEAVY),
+        ("import topoplan; topoplan.verify(topoplan.plan(topoplan.load('dgx-1v')))", HEAVY),
+        ("import topoplan, collectives", HEAVY),
+    ],
+)
+def test_what_a_process_loads(code: str, absent: set[str]) -> None:
+    """`import topoplan` loads neither numpy nor anything slower; an exact plan needs no scipy."""
+    report = f"{code}\nimport sys\nprint(*sys.modules, sep='\\n')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-c", report], env=environment, capture_output=True, text=True, check=True
+    )
+    assert not {name.split(".")[0] for name in run.stdout.split()} & absent
