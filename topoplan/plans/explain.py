@@ -87,7 +87,7 @@ def _explain_lengths(certificate: Lengths, fabric: Fabric, bound: Fraction) -> s
     longest = max(stated.values())
     length = {ends: value / longest for ends, value in stated.items() if value}
     total = sum((fabric.capacity[fabric.link_index[ends]] * y for ends, y in length.items()), Fraction(0))
-    names = _listed(f"{src}>{dst}" for (src, dst), value in length.items() if value == 1)
+    names = _ports(fabric, {ends for ends, value in length.items() if value == 1})
     if all(value == 1 for value in length.values()):
         return (
             f"{names} carry {_number(total)} GB/s together, "
@@ -96,6 +96,17 @@ def _explain_lengths(certificate: Lengths, fabric: Fabric, bound: Fraction) -> s
     return (
         f"{len(length)} links, weighted by their dual lengths, carry {_number(total)} GB/s, "
         f"and every byte takes at least {_number(total / bound)} of that weight; the heaviest are {names}"
+    )
+
+
+def _ports(fabric: Fabric, links: set[tuple[str, str]]) -> str:
+    """The names of links, or what they are together where they are all that leave or enter the GPUs."""
+    for end, way in ((0, "out of"), (1, "into")):
+        pairs = [(link.src, link.dst) for link in fabric.links]
+        if links == {pair for pair in pairs if pair[end] in fabric.ranks}:
+            return f"the links {way} all {fabric.size} GPUs"
+    return _listed(
+        f"{src}>{dst}" for src, dst in ((link.src, link.dst) for link in fabric.links) if (src, dst) in links
     )
 
 

@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def depth(self) -> int:
-        """Hops that the slowest byte makes one after another: heights of a shard's stages added up."""
+        """Tree edges that the slowest byte crosses one after another; a relayed edge counts once."""
         return max((sum(stage.height for stage in shard.stages) for shard in self.shards), default=0)
 
     @property

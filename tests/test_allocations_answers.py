@@ -1,0 +1,159 @@
+"""Known answers: every allocation of DGX-1V and DGX-1P, and the machines of `answers/fabrics`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ANSWERS
+from small_fabrics import COLLECTIVES, ROOTED
+
+import topoplan
+from topoplan.packing.columns import Packing
+from topoplan.packing.mwu import pack_mwu
+from topoplan.plans import Fabric, Partition
+from topoplan.plans.certificate import certified_bound
+from topoplan.plans.loads import forest_rate
+from topoplan.topology import Topology
+
+NAMES = {"DGX-1V": ("dgx-1v", 25), "DGX-1P": ("dgx-1p", 20)}
+
+FABRICS = ["mi250-x1", "switch8-one-port-125of150", "dgx1v-0-3-dead", "a100-x2"]
+
+
+@cache
+def rows() -> list[dict[str, Any]]:
+    if not ANSWERS.is_dir():
+        return []
+    answers = json.loads((ANSWERS / "dgx1-allocations.json").read_text(encoding="utf-8"))
+    return list(answers["rows"])
+
+
+def row_id(row: dict[str, Any]) -> str:
+    return f"{row['machine']}-{''.join(map(str, row['gpus']))}"
+
+
+needs_rows = pytest.mark.skipif(not rows(), reason="no known answers: set TOPOPLAN_ANSWERS to their folder")
+each_row = pytest.mark.parametrize("row", rows(), ids=row_id)
+
+
+def answer(row: dict[str, Any], collective: str) -> Fraction:
+    """The known optimum in GB/s."""
+    links = {
+        "broadcast": Fraction(row["bcast"]),
+        "reduce": Fraction(row["bcast"]),
+        "allreduce": Fraction(*row["allreduce"]),
+        "allgather": Fraction(*row["allgather_equal_shards"]),
+        "reduce_scatter": Fraction(*row["allgather_equal_shards"]),
+    }
+    return links[collective] * NAMES[row["machine"]][1]
+
+
+@cache
+def machine(row_machine: str) -> Topology:
+    return topoplan.load(NAMES[row_machine][0])
+
+
+@needs_rows
+@each_row
+def test_exact_reaches_the_known_optimum_and_proves_it(row: dict[str, Any]) -> None:
+    """All five collectives: the rate is the answer, and equals the bound as a rational number."""
+    for collective in COLLECTIVES:
+        made = topoplan.plan(machine(row["machine"]), collective, gpus=row["gpus"])
+        assert made.rate == pytest.approx(float(answer(row, collective)), rel=1e-9)
+        report = topoplan.verify(made)
+        assert report.exact_rate == report.exact_bound == answer(row, collective)
+
+
+@needs_rows
+@each_row
+def test_broadcast_is_the_same_from_every_root(row: dict[str, Any]) -> None:
+    """On symmetric links the smallest cut does not depend on the root; plans of few trees reach it too."""
+    for root in row["gpus"]:
+        made = topoplan.plan(machine(row["machine"]), "broadcast", gpus=row["gpus"], root=root, order="trees")
+        assert topoplan.verify(made).exact_rate == answer(row, "broadcast")
+
+
+@needs_rows
+@each_row
+def test_mwu_is_within_five_percent_and_its_few_trees_within_five_of_that(row: dict[str, Any]) -> None:
+    """Blink 3.2 and 3.2.1 at epsilon 0.05 and threshold 5 %, for all five collectives."""
+    topology = machine(row["machine"])
+    fabric = Fabric(topology.subset(row["gpus"]), ("nvlink",))
+    for collective in COLLECTIVES:
+        best = answer(row, collective)
+        packing = Packing(fabric, collective, 0 if collective in ROOTED else None)
+        rate = forest_rate(packing.shards(pack_mwu(packing, epsilon=0.05).weights), fabric)
+        assert rate is not None
+        assert best * Fraction(95, 100) <= rate <= best
+        made = topoplan.plan(topology, collective, gpus=row["gpus"], method="mwu")
+        few = topoplan.verify(made).exact_rate
+        assert few is not None
+        assert rate * Fraction(95, 100) <= few <= best
+
+
+@needs_rows
+@each_row
+def test_the_known_partition_proves_the_allreduce(row: dict[str, Any]) -> None:
+    """A certificate from another program, put to our checker, proves the same bound."""
+    fabric = Fabric(machine(row["machine"]).subset(row["gpus"]), ("nvlink",))
+    parts = [[f"gpu{gpu}" for gpu in part] for part in row["tight_partition"]]
+    certificate = Partition(tuple(tuple(part) for part in parts))
+    if set(sum(parts, [])) == set(fabric.ranks):
+        assert certified_bound(certificate, fabric, "allreduce", None) == answer(row, "allreduce")
+
+
+@needs_rows
+def test_members_of_a_class_have_one_rate() -> None:
+    """Relabelled GPUs: all members of the classes of four GPUs, against the representative's answer."""
+    for row in rows():
+        if row["n"] == 4:
+            for gpus in row["members"]:
+                made = topoplan.plan(machine(row["machine"]), "allreduce", gpus=gpus)
+                assert topoplan.verify(made).exact_rate == answer(row, "allreduce")
+
+
+def fabric_answers() -> Iterator[tuple[str, str]]:
+    for name in FABRICS:
+        for collective in ("allgather", "reduce_scatter", "allreduce"):
+            yield name, collective
+
+
+@pytest.mark.parametrize(("name", "collective"), fabric_answers())
+def test_irregular_machines_reach_the_answer_of_the_linear_program(
+    answers_dir: Path, name: str, collective: str
+) -> None:
+    """MI250 links, a weak port, a dead link, two servers with rails: rates to 1e-6, proved as rational numbers."""
+    known = json.loads((answers_dir / "fabrics" / "answers.json").read_text(encoding="utf-8"))[name]
+    topology = topoplan.load(answers_dir / "fabrics" / f"{name}.json")
+    made = topoplan.plan(topology, collective)
+    assert made.rate == pytest.approx(known[collective], rel=1e-6)
+    assert topoplan.verify(made).optimal
+    if collective == "allreduce":
+        assert made.rate >= known["rs_plus_ag"] * (1 - 1e-6)
+
+
+@pytest.mark.slow
+def test_all_allocations_of_a_dgx_1v_are_planned_and_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    """All 247 allocations of 2 to 8 GPUs, over NVLink or PCIe, three collectives each: no gap, in under a minute."""
+    started = time.perf_counter()
+    topology = topoplan.load("dgx-1v")
+    channels: dict[tuple[str, ...], int] = {}
+    for size in range(2, 9):
+        for gpus in combinations(range(8), size):
+            for collective in ("allreduce", "broadcast", "allgather"):
+                made = topoplan.plan(topology, collective, gpus=gpus)
+                assert topoplan.verify(made).optimal
+            channels[made.channels] = channels.get(made.channels, 0) + 1
+    assert channels == {("nvlink",): 197, ("pcie",): 50}
+    seconds = time.perf_counter() - started
+    with capsys.disabled():
+        print(f"\n741 plans made and verified in {seconds:.1f} s")
+    assert seconds < 60
