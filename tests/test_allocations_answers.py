@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
@@ -74,11 +73,11 @@ def test_exact_reaches_the_known_optimum_and_proves_it(row: dict[str, Any]) -> N
 
 @needs_rows
 @each_row
-def test_broadcast_is_the_same_from_every_root(row: dict[str, Any]) -> None:
-    """On symmetric links the smallest cut does not depend on the root; plans of few trees reach it too."""
-    for root in row["gpus"]:
-        made = topoplan.plan(machine(row["machine"]), "broadcast", gpus=row["gpus"], root=root, order="trees")
-        assert topoplan.verify(made).exact_rate == answer(row, "broadcast")
+def test_broadcast_is_as_fast_from_the_last_gpu_over_few_trees(row: dict[str, Any]) -> None:
+    """On symmetric links the smallest cut does not depend on the root; the order of aims does not change the rate."""
+    gpus = row["gpus"]
+    made = topoplan.plan(machine(row["machine"]), "broadcast", gpus=gpus, root=gpus[-1], order="trees")
+    assert topoplan.verify(made).exact_rate == answer(row, "broadcast")
 
 
 @needs_rows
@@ -103,11 +102,11 @@ def test_mwu_is_within_five_percent_and_its_few_trees_within_five_of_that(row: d
 @each_row
 def test_the_known_partition_proves_the_allreduce(row: dict[str, Any]) -> None:
     """A certificate from another program, put to our checker, proves the same bound."""
-    fabric = Fabric(machine(row["machine"]).subset(row["gpus"]), ("nvlink",))
-    parts = [[f"gpu{gpu}" for gpu in part] for part in row["tight_partition"]]
-    certificate = Partition(tuple(tuple(part) for part in parts))
-    if set(sum(parts, [])) == set(fabric.ranks):
-        assert certified_bound(certificate, fabric, "allreduce", None) == answer(row, "allreduce")
+    members = sorted(gpu for part in row["tight_partition"] for gpu in part)
+    assert members in row["members"]
+    fabric = Fabric(machine(row["machine"]).subset(members), ("nvlink",))
+    certificate = Partition(tuple(tuple(f"gpu{gpu}" for gpu in part) for part in row["tight_partition"]))
+    assert certified_bound(certificate, fabric, "allreduce", None) == answer(row, "allreduce")
 
 
 @needs_rows
@@ -120,13 +119,8 @@ def test_members_of_a_class_have_one_rate() -> None:
                 assert topoplan.verify(made).exact_rate == answer(row, "allreduce")
 
 
-def fabric_answers() -> Iterator[tuple[str, str]]:
-    for name in FABRICS:
-        for collective in ("allgather", "reduce_scatter", "allreduce"):
-            yield name, collective
-
-
-@pytest.mark.parametrize(("name", "collective"), fabric_answers())
+@pytest.mark.parametrize("name", FABRICS)
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "allreduce"])
 def test_irregular_machines_reach_the_answer_of_the_linear_program(
     answers_dir: Path, name: str, collective: str
 ) -> None:
