@@ -292,6 +292,12 @@ def test_a_changed_root_is_found(name: str, collective: str) -> None:
         assert "is no rank" in str(spoiled(text, lambda v, root=nowhere: v.update(root=root)))
 
 
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_a_root_where_there_is_none_is_found(collective: str) -> None:
+    """Only a broadcast and a reduce have a root of their own."""
+    assert "has no root" in str(spoiled(good("dgx-2", collective), lambda v: v.update(root=1)))
+
+
 @pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
 def test_permuted_ranks_are_found(name: str, collective: str) -> None:
     """Of the list alone, and of list and machine together: then the routes lead between other devices."""

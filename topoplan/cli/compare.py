@@ -21,6 +21,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--all-allocations", action="store_true", help="every allocation of 2 or more GPUs, up to isomorphism"
     )
+    parser.add_argument(
+        "--gpu-counts",
+        type=arguments.gpu_list,
+        metavar="LIST",
+        help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
+    )
     arguments.add_collective(parser)
     arguments.add_root(parser)
     arguments.add_plot(parser, "the bars")
@@ -32,11 +38,13 @@ def run(options: argparse.Namespace) -> int:
     collective = check_collective(options.collective)
     if options.all_allocations and (options.gpus is not None or options.root is not None):
         raise UsageError("--all-allocations goes with neither --gpus nor --root; leave one of them out")
+    if options.gpu_counts is not None and not options.all_allocations:
+        raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
     check_plot(options.plot)
     topology = read_machine(options)
     with progress_line() as progress:
         if options.all_allocations:
-            rows = compare_all(topology, collective, progress=progress)
+            rows = compare_all(topology, collective, sizes=options.gpu_counts, progress=progress)
         else:
             rows = (compare(topology, collective, gpus=options.gpus, root=options.root),)
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
@@ -62,6 +70,10 @@ def run(options: argparse.Namespace) -> int:
     if options.all_allocations:
         print()
         print(summary(rows))
+        over_nvlink = [row for row in rows if row.channel == "nvlink"]
+        if 0 < len(over_nvlink) < len(rows):
+            print("\nof these, over NVLink:")
+            print(summary(over_nvlink))
         print_notes(*topology.notes)
     else:
         print_notes(*topology.notes, *rows[0].notes)

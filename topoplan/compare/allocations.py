@@ -188,7 +188,11 @@ def _check_number(topology: Topology, groups: Groups, sizes: Collection[int]) ->
     for size in sorted(sizes, key=lambda one: (by_size[one], one)):
         if sum(by_size[known] for known in (*few, size)) <= VECTOR_LIMIT:
             few.append(size)
-    remedy = f"choose sizes, for example {', '.join(str(size) for size in sorted(few))}, or " if few else ""
+    remedy = (
+        f"choose sizes (--gpu-counts), for example {', '.join(str(size) for size in sorted(few))}, or "
+        if few
+        else ""
+    )
     raise UsageError(
         f"{topology.name} has {number:,} allocations of the sizes asked for that no swap of equal GPUs makes one, "
         f"and at most {VECTOR_LIMIT:,} are compared; {remedy}compare one allocation"

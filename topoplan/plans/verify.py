@@ -115,6 +115,8 @@ def _check_header(plan: Plan) -> Fabric:
         )
     if plan.collective in ROOTED and (plan.root is None or not 0 <= plan.root < len(plan.ranks)):
         raise PlanError(f"root {plan.root} is no rank of this {plan.collective}")
+    if plan.collective not in ROOTED and plan.root is not None:
+        raise PlanError(f"{plan.collective} has no root, but the plan names rank {plan.root}")
     fabric = Fabric(plan.topology, plan.channels)
     if fabric.unreachable():
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
