@@ -16,7 +16,7 @@ import topoplan
 from topoplan.errors import PlanError
 from topoplan.packing.bounds import best_bound
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
-from topoplan.plans.certificate import certified_bound, cheapest_forest, rank_distances
+from topoplan.plans.certificate import certified_bound, cheapest_forest, link_lengths, rank_distances
 from topoplan.topology import Topology
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
@@ -114,19 +114,10 @@ def test_lengths_of_one_across_a_cut_or_partition_prove_as_much(topology: Topolo
     fabric = nvlink(topology)
     certificate = best_bound(fabric, collective, root)
     value = certified_bound(certificate, fabric, collective, root)
-    if isinstance(certificate, Cut):
-        side = set(certificate.side)
-        ways = {"broadcast": [True], "allgather": [True], "allreduce": [True, False]}.get(collective, [False])
-        crossing = [
-            link
-            for link in topology.links
-            if (link.src in side) != (link.dst in side) and (link.src in side) in ways
-        ]
-    elif isinstance(certificate, Partition):
-        part_of = {name: number for number, part in enumerate(certificate.parts) for name in part}
-        crossing = [link for link in topology.links if part_of[link.src] != part_of[link.dst]]
-    else:
+    if isinstance(certificate, Lengths):
         return
+    counted = link_lengths(certificate, fabric, collective)
+    crossing = [link for link, length in zip(fabric.links, counted, strict=True) if length]
     unit = Lengths(tuple((link.src, link.dst, Fraction(1)) for link in crossing))
     assert certified_bound(unit, fabric, collective, root) <= value
 

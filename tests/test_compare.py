@@ -228,7 +228,9 @@ def test_count_vectors_are_as_many_as_announced(sizes: list[int]) -> None:
 def test_too_many_allocations_are_refused_with_their_number_and_sizes_that_fit() -> None:
     """16 GPUs of which no two are alike have 65,519 allocations; the message names sizes, and these work."""
     topology = two_servers()
-    with pytest.raises(UsageError, match=r"65,519 .* choose sizes, for example 2, 3, 4, 5, .*16") as refusal:
+    with pytest.raises(
+        UsageError, match=r"65,519 .* choose sizes \(--gpu-counts\), for example 2, 3, 4, 5, .*16"
+    ) as refusal:
         allocation_classes(topology)
     assert "\n" not in str(refusal.value)
     assert sum(one.members for one in allocation_classes(topology, sizes=[2, 16])) == 121

@@ -85,8 +85,8 @@ def test_the_rate_is_the_optimum_over_all_flows(topology: Topology, collective: 
 
 
 def test_uneven_ports_need_dual_lengths_as_a_proof() -> None:
-    """No cut proves this allgather: the port out of the switch to gpu0 is wide, to gpu1 narrow, and so on back."""
-    ports = {"gpu0": (3, 5), "gpu1": (4, 1), "gpu2": (5, 2), "gpu3": (1, 6)}
+    """No cut proves this allreduce: one port is narrower than the rest, both ways, and the others make up for it."""
+    ports = {"gpu0": (6, 6), "gpu1": (6, 6), "gpu2": (6, 6), "gpu3": (5, 5)}
     wires = {(gpu, "sw0"): float(out) for gpu, (out, _) in ports.items()}
     wires |= {("sw0", gpu): float(into) for gpu, (_, into) in ports.items()}
     topology = machine(4, wires, switches=1)

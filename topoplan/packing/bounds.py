@@ -60,7 +60,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
-    candidates: list[Certificate] = [_rank_cut(fabric)]
+    candidates: list[Certificate] = [*_rank_cuts(fabric)]
     if not fabric.in_network:
         candidates += [_port_lengths(fabric, leaving=True), _port_lengths(fabric, leaving=False)]
     return min(candidates, key=lambda c: certified_bound(c, fabric, collective, root))
@@ -199,15 +199,7 @@ def _port_lengths(fabric: Fabric, leaving: bool) -> Lengths:
     )
 
 
-def _rank_cut(fabric: Fabric) -> Cut:
-    """The smallest cut in both directions between rank 0 and any other."""
+def _rank_cuts(fabric: Fabric) -> list[Cut]:
+    """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
     capacity, _ = whole_capacities(fabric)
-    arcs = _arcs(fabric, capacity, True)
-    network = FlowNetwork(len(fabric.nodes), [*arcs, *_arcs(fabric, capacity, False)])
-    best: tuple[int, set[int]] | None = None
-    for rank in range(1, fabric.size):
-        value = network.maximum(0, rank)
-        if best is None or value < best[0]:
-            best = (value, network.source_side())
-    assert best is not None, "there are at least two ranks"
-    return Cut(_names(fabric, best[1]))
+    return [Cut(_names(fabric, smallest_cut(fabric, capacity, 0, forward=way))) for way in (True, False)]

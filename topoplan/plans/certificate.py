@@ -4,7 +4,7 @@ Three kinds, all with the same idea: give every directed link e a length y(e) >=
 of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
 
 - `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
-  (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links.
+  (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
 - `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks
@@ -92,12 +92,10 @@ def _cut_bound(cut: Cut, fabric: Fabric, collective: str, root: int | None) -> F
     inside = sum(rank in side for rank in range(fabric.size))
     if inside == 0 or inside == fabric.size:
         raise PlanError("the cut must hold at least one rank and leave out at least one")
-    crossing = _total_length(cut, fabric, collective)
-    if collective == "allreduce":
-        return crossing / 2
+    crossing = _weighed(link_lengths(cut, fabric, collective), fabric)
     if collective in ("allgather", "reduce_scatter"):
         return crossing * fabric.size / inside
-    if root not in side:
+    if collective in ("broadcast", "reduce") and root not in side:
         raise PlanError(f"the cut must hold the root, rank {root}")
     return crossing
 
@@ -116,7 +114,7 @@ def _partition_bound(partition: Partition, fabric: Fabric, collective: str) -> F
     with_rank = {part_of[rank] for rank in range(fabric.size)}
     if len(with_rank) < 2:
         raise PlanError("the partition must divide the ranks into at least two parts")
-    crossing = _total_length(partition, fabric, collective)
+    crossing = _weighed(link_lengths(partition, fabric, collective), fabric)
     return crossing / (2 * (len(with_rank) - 1))
 
 
@@ -146,7 +144,7 @@ def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> l
     """The length that a certificate gives every link: 1 across a cut or between parts, or the listed value.
 
     A cut counts the links that leave its side for broadcast and allgather, those that enter it for reduce and
-    reduce-scatter, and both for allreduce.
+    reduce-scatter, and the weaker of both directions for allreduce, where every byte crosses in both.
     """
     if isinstance(certificate, Lengths):
         listed = {(src, dst): value for src, dst, value in certificate.lengths}
@@ -158,17 +156,11 @@ def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> l
             for link in fabric.links
         ]
     side = set(certificate.side) if isinstance(certificate, Cut) else set()
-    values = []
-    for link in fabric.links:
-        leaves = link.src in side and link.dst not in side
-        enters = link.src not in side and link.dst in side
-        if collective in ("broadcast", "allgather"):
-            values.append(Fraction(leaves))
-        elif collective in ("reduce", "reduce_scatter"):
-            values.append(Fraction(enters))
-        else:
-            values.append(Fraction(leaves or enters))
-    return values
+    leaves = [Fraction(link.src in side and link.dst not in side) for link in fabric.links]
+    enters = [Fraction(link.src not in side and link.dst in side) for link in fabric.links]
+    if collective == "allreduce":
+        return min(leaves, enters, key=lambda lengths: _weighed(lengths, fabric))
+    return leaves if collective in ("broadcast", "allgather") else enters
 
 
 def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
@@ -298,9 +290,8 @@ def _cycles(parent: list[int], root: int) -> list[int]:
     return group
 
 
-def _total_length(certificate: Certificate, fabric: Fabric, collective: str) -> Fraction:
+def _weighed(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:
     """Sum of c(e) y(e) over the links."""
-    lengths = link_lengths(certificate, fabric, collective)
     return sum((c * y for c, y in zip(fabric.capacity, lengths, strict=True)), Fraction(0))
 
 

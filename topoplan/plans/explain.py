@@ -50,11 +50,9 @@ def _explain_cut(cut: Cut, fabric: Fabric, plan: Plan) -> str:
     entering = _capacity(fabric, lambda link: link.src not in side and link.dst in side)
     inside = tuple(name for name in fabric.nodes if name in side)
     outside = tuple(name for name in fabric.nodes if name not in side)
-    if plan.collective == "allreduce":
-        fewer = min(inside, outside, key=len)
-        half = _number((leaving + entering) / 2)
-        return f"only {half} GB/s cross the edge of {_braced(fewer)} each way, and every byte must both ways"
     outwards = plan.collective in ("broadcast", "allgather")
+    if plan.collective == "allreduce":
+        outwards = leaving <= entering
     verbs = ("leave", "enter") if outwards else ("enter", "leave")
     verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
     part = "every byte"
