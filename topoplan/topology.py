@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 
 from topoplan.errors import TopologyError, UsageError
 
@@ -231,7 +232,10 @@ class Topology:
             raise UsageError(f"topology {self.name} has no GPU to plan for")
         if gpus is None:
             return tuple(range(total))
-        chosen = tuple(int(gpu) for gpu in gpus)
+        try:
+            chosen = tuple(index(gpu) for gpu in gpus)
+        except TypeError:
+            raise UsageError(f"GPUs {gpus!r} are not all whole numbers; write them as [0, 1]") from None
         if not chosen:
             raise UsageError("the GPU list is empty; name at least one GPU, for example --gpus 0,1")
         for gpu in chosen:

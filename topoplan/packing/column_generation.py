@@ -71,7 +71,6 @@ class ColumnGeneration:
         goal = target / packing.groups
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        rounds = 0
         while True:
             found = self.oracle.cheapest(lengths, self.height)
             if len(found) < len(packing.roots) and (packing.groups > 1 or not found):
@@ -93,8 +92,7 @@ class ColumnGeneration:
             duals, denominator = self.program.duals()
             lengths = duals[: self.rows]
             prices = duals[self.rows :] if packing.groups > 1 else [denominator]
-            rounds += 1
-            if self.progress is not None and rounds % 50 == 0:
+            if self.progress is not None:
                 self.progress(
                     f"packing: {len(self.columns)} trees, {float(self.value / packing.scale):.6g} GB/s"
                 )

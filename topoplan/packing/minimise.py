@@ -25,7 +25,7 @@ FINEST = 16
 CANDIDATES = 200
 """Trees that the search chooses from, the heaviest of the packing."""
 
-NODES = 500
+NODES = 100
 """Branch-and-bound nodes for each program: a limit that is the same on every machine."""
 
 
