@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import library, load
+from topoplan.formats.load import decode_text, library, load
 from topoplan.plans.plan import Plan
 from topoplan.plans.verify import verify
 from topoplan.topology import Topology
 
-_BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plan/')
 _CLOSED = "stdin is closed; give a file"
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
@@ -95,14 +94,10 @@ def _read_text(path: str) -> str:
     except OSError as error:
         hint = f"; topoplan plan {path} -o F.json makes a plan" if path in library() else f"; {_REMEDY}"
         raise UsageError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
-    mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
     try:
-        text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise UsageError(f"{where} is binary, not text; give another file")
-    return text
+        return decode_text(content)
+    except TopologyError:
+        raise UsageError(f"{where} is binary, not text; give another file") from None
 
 
 def _stdin() -> bytes:

@@ -55,7 +55,7 @@ def load(
     """
     if isinstance(source, str):
         if source == "-":
-            return _parse(_decoded(_read_stdin()), "stdin", "stdin", nvlink_gbps, pcie_gbps)
+            return _parse(decode_text(_read_stdin()), "stdin", "stdin", nvlink_gbps, pcie_gbps)
         if "\n" in source or source.lstrip().startswith(("{", "<")):
             return _parse(source, "", "", nvlink_gbps, pcie_gbps)
         if source in library():
@@ -69,7 +69,7 @@ def load(
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
     try:
-        text = _decoded(content)
+        text = decode_text(content)
     except TopologyError as error:
         raise TopologyError(f"{path}: {error}") from None
     return _parse(text, path, Path(path).stem, nvlink_gbps, pcie_gbps)
@@ -118,7 +118,19 @@ def _unknown(path: str) -> str:
     return f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}"
 
 
-def _decoded(content: bytes) -> str:
+def decode_text(content: bytes) -> str:
+    """The text of a file in UTF-8, or in UTF-16 with its mark.
+
+    Raises
+    ------
+    TopologyError
+        The content is no text.
+
+    Examples
+    --------
+    >>> decode_text(b"\\xff\\xfeX\\x00")
+    'X'
+    """
     mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
     try:
         text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
