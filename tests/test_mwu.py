@@ -138,10 +138,10 @@ def test_links_of_very_different_width_are_packed() -> None:
         topoplan.verify(made)
 
 
-@pytest.mark.parametrize("epsilon", [0, -0.1, 0.6, 1, float("nan"), float("inf")])
+@pytest.mark.parametrize("epsilon", [0, -0.1, 1e-9, 0.6, 1, float("nan"), float("inf")])
 def test_epsilon_out_of_range_is_refused(epsilon: float) -> None:
     """The message holds the value and what is allowed."""
-    with pytest.raises(UsageError, match=r"epsilon .* must be above 0 and at most 0\.5"):
+    with pytest.raises(UsageError, match=r"epsilon .* must be from 0\.002 to 0\.5"):
         topoplan.plan(topoplan.load("dgx-1v"), method="mwu", epsilon=epsilon)
 
 

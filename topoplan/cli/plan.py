@@ -32,25 +32,24 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--channels",
         default="auto",
         metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else PCIe), nvlink or pcie (default: auto)",
+        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together), nvlink, pcie "
+        "or nvlink+network (default: auto)",
     )
     parser.add_argument(
         "--order",
-        default="height",
         metavar="O",
         help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--epsilon",
         type=arguments.fraction,
-        default=0.05,
         help="with mwu, how far below the bound (default: 0.05)",
     )
     parser.add_argument(
         "--threshold",
         type=arguments.fraction,
-        default=0.05,
-        help="with mwu, how much of the rate fewer trees may cost (default: 0.05)",
+        help="with mwu, how far below the bound fewer trees may stay, or failing that below the packing's rate "
+        "(default: 0.05)",
     )
     parser.add_argument(
         "-o",
@@ -66,6 +65,9 @@ def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
+    for name, method in (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact")):
+        if getattr(options, name) is not None and options.method != method:
+            raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     check_target(options.output, "-o")
     check_plot(options.plot)
     with progress_line() as progress:
@@ -76,9 +78,9 @@ def run(options: argparse.Namespace) -> int:
             root=options.root,
             method=options.method,
             channels=options.channels,
-            order=options.order,
-            epsilon=options.epsilon,
-            threshold=options.threshold,
+            order=options.order or "height",
+            epsilon=0.05 if options.epsilon is None else options.epsilon,
+            threshold=0.05 if options.threshold is None else options.threshold,
             progress=progress,
         )
     if options.plot:

@@ -29,6 +29,9 @@ from topoplan.packing.columns import Packing, TreeColumn
 from topoplan.packing.spanning_tree import cheapest_spanning_tree
 from topoplan.plans.certificate import Certificate, Lengths, certified_bound
 
+SMALLEST_EPSILON = 0.002
+"""Below this the rounds, which grow as 1 / epsilon squared, take longer than the optimum itself."""
+
 _OVERFLOW = 1e200
 _ROUNDS_PER_CALL = 4
 _ROUNDS_PER_CHECK = 16
@@ -67,7 +70,7 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
     packing : Packing
         At least two connected ranks.
     epsilon : float
-        Above 0, at most 0.5.
+        From `SMALLEST_EPSILON` to 0.5.
     tree_oracle : callable or None
         Another way to find the cheapest arborescence, for comparison: it is asked in every round. None uses our
         own, which is asked in every fourth round.
@@ -86,8 +89,11 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
     >>> len(result.weights) > 6
     True
     """
-    if not 0 < epsilon <= 0.5:
-        raise UsageError(f"epsilon {epsilon} must be above 0 and at most 0.5, for example 0.05")
+    if not SMALLEST_EPSILON <= epsilon <= 0.5:
+        raise UsageError(
+            f"epsilon {epsilon} must be from {SMALLEST_EPSILON:g} to 0.5, for example 0.05; "
+            "for the optimum itself use the method exact"
+        )
     return _Loop(packing, epsilon, tree_oracle).run()
 
 

@@ -61,8 +61,8 @@ def plan(
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
     epsilon, threshold : float
-        For ``mwu``: how far below the bound the packing may stay, and how much of the bound the minimised trees may
-        give up.
+        For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
+        stay, or failing that below the packing's rate.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 

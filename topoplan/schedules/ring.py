@@ -177,6 +177,12 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
         rings = switched_rings(fabric)
         if not rings:
             return (), "no NVLink ring exists (some hop would pass another GPU)"
+        if (
+            not all(any(ends < fabric.size for ends in pair) for pair in fabric.ends)
+            or len(fabric.channels) > 1
+        ):
+            number = "one ring" if len(rings) == 1 else f"{len(rings)} rings in one order of the GPUs"
+            return rings, f"{number} over several switches or servers; other orders may give faster ones"
         number = "a single logical ring" if len(rings) == 1 else f"{len(rings)} logical rings, one per plane,"
         return rings, f"{number} over the NVSwitch: every hop crosses it, at the rate of the ports"
     orders, speed, exhaustive = _fastest_rings(fabric)
