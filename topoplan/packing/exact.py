@@ -7,7 +7,7 @@ copy, asymmetric ports), the final duals are the proof: dual lengths under which
 
 Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
 height is the lowest possible wherever the oracle prices limited heights exactly (up to 9 ranks); on larger machines
-the trees are as the unlimited packing gives them and the plan says so.
+the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them, and the plan says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fractions import Fraction
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.column_generation import ColumnGeneration, Progress
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.peeling import Peeler
 from topoplan.packing.stream import Stream
 from topoplan.packing.thinning import thin
@@ -84,6 +85,14 @@ def pack_exact(
     target = certified_bound(certificate, fabric, collective, root) * packing.scale
     tight = certificate
     generator = ColumnGeneration(packing, progress=progress)
+    peeler = Peeler(packing)
+    if peeler.applies and not generator.oracle.exact_heights:
+        # With this many ranks heights are not priced anyway, and peeling is many times quicker than the program.
+        peeled = peeler.peel(
+            target, Stream(1), candidates=PEELING_CANDIDATES, fewer_than=len(packing.limits) + fabric.size
+        )
+        if peeled is not None:
+            return ExactPacking(peeled, certificate, (_heights_as_found(fabric),))
     notes: tuple[str, ...] = ()
     if not generator.run(target, None):
         target = generator.value
@@ -121,9 +130,7 @@ def _lowest(
 ) -> tuple[ColumnGeneration, tuple[str, ...]]:
     """Column generation at the lowest height that reaches the target."""
     if not generator.oracle.exact_heights:
-        return generator, (
-            f"heights are proved lowest up to 9 ranks; with {packing.fabric.size} the trees are as found",
-        )
+        return generator, (_heights_as_found(packing.fabric),)
     tallest = max(packing.height(column) for column in generator.used())
     pool = generator.columns
     for height in range(1, tallest):
@@ -136,3 +143,7 @@ def _lowest(
     limited.add([column for column in pool if packing.height(column) <= tallest])
     limited.run(target, None)
     return limited, ()
+
+
+def _heights_as_found(fabric: Fabric) -> str:
+    return f"heights are proved lowest up to {LARGEST} ranks; with {fabric.size} the trees are as found"
