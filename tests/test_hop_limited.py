@@ -18,7 +18,7 @@ from topoplan.packing.hop_limited import UNREACHABLE, HopLimitedTrees
 from topoplan.packing.oracle import Oracle
 from topoplan.packing.spanning_tree import cheapest_spanning_tree
 from topoplan.plans import Fabric
-from topoplan.plans.certificate import arborescence_length
+from topoplan.plans.cheapest_forest import arborescence_length
 
 Matrix = list[list[int]]
 

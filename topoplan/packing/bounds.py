@@ -16,6 +16,7 @@ from fractions import Fraction
 from math import lcm
 
 from topoplan.packing.maxflow import FlowNetwork
+from topoplan.packing.quotient import Quotient, look_alikes
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
 from topoplan.plans.fabric import Fabric
 
@@ -54,7 +55,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     capacity, _ = whole_capacities(fabric)
     if collective in ("broadcast", "reduce"):
         assert root is not None, "broadcast and reduce have a root"
-        return Cut(_names(fabric, smallest_cut(fabric, capacity, root, forward=collective == "broadcast")))
+        return Cut(_names(fabric, _rooted_cut(fabric, capacity, root, forward=collective == "broadcast")))
     if collective in ("allgather", "reduce_scatter"):
         return _gather_cut(fabric, forward=collective == "allgather")
     if fabric.direct and fabric.symmetric:
@@ -97,21 +98,27 @@ def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward:
     return best[1]
 
 
+def _rooted_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """As `smallest_cut` for the fabric's own capacities: one flow for each class of ranks that look alike."""
+    cuts = []
+    for rank in look_alikes(fabric, [root]):
+        quotient = Quotient(fabric, capacity, fixed=[root, rank], forward=forward)
+        cuts.append(quotient.smallest_cut(root, rank))
+    return min(cuts, key=lambda cut: cut[0])[1]
+
+
 def _gather_cut(fabric: Fabric, forward: bool) -> Cut:
     capacity, scale = whole_capacities(fabric)
-    size, source = fabric.size, len(fabric.nodes)
+    quotients = {
+        rank: Quotient(fabric, capacity, fixed=[rank], forward=forward) for rank in look_alikes(fabric)
+    }
     side = {node for node in range(len(fabric.nodes)) if node != 0}
     time = _gather_time(fabric, side, forward)
     while True:
-        # A cut S with |S ∩ ranks| > time x B+(S) shows as a flow below N from a source with one unit per rank.
-        unit = time.denominator * scale
-        arcs = [(s, d, c * time.numerator) for s, d, c in _arcs(fabric, capacity, forward)]
-        arcs += [(source, rank, unit) for rank in range(size)]
-        network = FlowNetwork(source + 1, arcs)
         improved = False
-        for rank in range(size):
-            if network.maximum(source, rank) < size * unit:
-                found = network.source_side() - {source}
+        for rank, quotient in quotients.items():
+            found = quotient.gather_cut(rank, ranks=fabric.size, time=time / scale)
+            if found is not None:
                 slower = _gather_time(fabric, found, forward)
                 if slower > time:
                     time, side, improved = slower, found, True
@@ -202,4 +209,4 @@ def _port_lengths(fabric: Fabric, leaving: bool) -> Lengths:
 def _rank_cuts(fabric: Fabric) -> list[Cut]:
     """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
     capacity, _ = whole_capacities(fabric)
-    return [Cut(_names(fabric, smallest_cut(fabric, capacity, 0, forward=way))) for way in (True, False)]
+    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in (True, False)]

@@ -9,6 +9,7 @@ from fractions import Fraction
 from topoplan.errors import InfeasibleError
 from topoplan.plans.certificate import Certificate, Trivial, certified_bound
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Shard, Stage
 from topoplan.units import nearest_float
@@ -44,7 +45,7 @@ def build_plan(
         channels=fabric.channels,
         schedule=schedule,
         method=method,
-        shards=tuple(shards),
+        shards=shards if isinstance(shards, ImageShards) else tuple(shards),
         rate=math.inf if rate is None else nearest_float(rate),
         bound=bound,
         certificate=certificate,

@@ -8,20 +8,20 @@ of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
 - `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks
-  is as long as the shortest path (`cheapest_forest`).
+  is as long as the shortest path (`topoplan.plans.cheapest_forest`).
 
 A certificate is never trusted: its figures are recomputed here, in exact arithmetic, without the solver.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 
 from topoplan.errors import PlanError
+from topoplan.plans.cheapest_forest import forest_length
 from topoplan.plans.fabric import Fabric
 
 
@@ -132,8 +132,7 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         length[fabric.link_index[src, dst]] = value
     scale = lcm(*(value.denominator for value in length))
     whole = [int(value * scale) for value in length]
-    shortest = rank_distances(fabric, whole)
-    cheapest = cheapest_forest(shortest, collective, root)
+    cheapest = forest_length(fabric, whole, collective, root)
     if cheapest == 0:
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
     total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
@@ -163,133 +162,6 @@ def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> l
     return leaves if collective in ("broadcast", "allgather") else enters
 
 
-def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
-    """Shortest distances between all pairs of ranks (Dijkstra), over any devices.
-
-    Parameters
-    ----------
-    length : sequence of int, one per link
-        Zero or more.
-
-    Returns
-    -------
-    list of N lists of N int
-
-    Raises
-    ------
-    PlanError
-        A rank does not reach another.
-    """
-    leaving: dict[int, list[tuple[int, int]]] = {}
-    for (src, dst), y in zip(fabric.ends, length, strict=True):
-        leaving.setdefault(src, []).append((dst, y))
-    table = []
-    for start in range(fabric.size):
-        best = {start: 0}
-        heap = [(0, start)]
-        while heap:
-            reach, node = heapq.heappop(heap)
-            if reach > best[node]:
-                continue
-            for dst, y in leaving.get(node, ()):
-                if dst not in best or reach + y < best[dst]:
-                    best[dst] = reach + y
-                    heapq.heappush(heap, (reach + y, dst))
-        missing = [rank for rank in range(fabric.size) if rank not in best]
-        if missing:
-            raise PlanError(
-                f"rank {start} does not reach rank {missing[0]} on the plan's channels", rank=start
-            )
-        table.append([best[rank] for rank in range(fabric.size)])
-    return table
-
-
-def cheapest_forest(distance: list[list[int]], collective: str, root: int | None) -> Fraction:
-    """Length of the cheapest forest that one byte of the buffer can use.
-
-    Broadcast: the cheapest arborescence from the root. Reduce: the same on the transposed table. Allgather and
-    reduce-scatter: the mean over all roots, since every rank owns 1/N of the buffer. Allreduce: the best root's
-    reduce tree and broadcast tree together.
-    """
-    size = len(distance)
-    transposed = [list(column) for column in zip(*distance, strict=True)]
-    if collective == "broadcast":
-        return Fraction(arborescence_length(distance, _known(root)))
-    if collective == "reduce":
-        return Fraction(arborescence_length(transposed, _known(root)))
-    down = [arborescence_length(distance, rank) for rank in range(size)]
-    if collective == "allgather":
-        return Fraction(sum(down), size)
-    up = [arborescence_length(transposed, rank) for rank in range(size)]
-    if collective == "reduce_scatter":
-        return Fraction(sum(up), size)
-    return Fraction(min(a + b for a, b in zip(up, down, strict=True)))
-
-
-def arborescence_length(distance: list[list[int]], root: int) -> int:
-    """Length of the shortest spanning arborescence from ``root`` (Chu-Liu 1965, Edmonds 1967), by contraction.
-
-    Parameters
-    ----------
-    distance : N x N int, zero or more
-        ``distance[u][v]`` is the length of the arc from u to v.
-
-    Examples
-    --------
-    >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
-    6
-    """
-    count = len(distance)
-    total = 0
-    while True:
-        parent = [-1] * count
-        for v in range(count):
-            if v != root:
-                parent[v] = min((u for u in range(count) if u != v), key=lambda u: (distance[u][v], u))
-                total += distance[parent[v]][v]
-        group = _cycles(parent, root)
-        merged = max(group) + 1
-        if merged == count:
-            return total
-        reduced: list[list[int | None]] = [[None] * merged for _ in range(merged)]
-        for u in range(count):
-            for v in range(count):
-                if group[u] != group[v] and v != root:
-                    slack = distance[u][v] - distance[parent[v]][v]
-                    known = reduced[group[u]][group[v]]
-                    if known is None or slack < known:
-                        reduced[group[u]][group[v]] = slack
-        root = group[root]
-        distance = [[0 if value is None else value for value in row] for row in reduced]
-        count = merged
-
-
-def _cycles(parent: list[int], root: int) -> list[int]:
-    """Number the vertices so that those on one cycle of the parent pointers share a number."""
-    group = [-1] * len(parent)
-    state = [0] * len(parent)
-    state[root] = 2
-    following = 0
-    for start in range(len(parent)):
-        path = []
-        v = start
-        while state[v] == 0:
-            state[v] = 1
-            path.append(v)
-            v = parent[v]
-        if state[v] == 1:
-            for u in path[path.index(v) :]:
-                group[u] = following
-            following += 1
-        for u in path:
-            state[u] = 2
-    for v in range(len(parent)):
-        if group[v] < 0:
-            group[v] = following
-            following += 1
-    return group
-
-
 def _weighed(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:
     """Sum of c(e) y(e) over the links."""
     return sum((c * y for c, y in zip(fabric.capacity, lengths, strict=True)), Fraction(0))
@@ -303,8 +175,3 @@ def _node_set(names: tuple[str, ...], fabric: Fabric) -> set[int]:
             raise PlanError(f"the certificate names device {name!r}, which the topology does not have")
     return {position[name] for name in names if name in position}
 
-
-def _known(root: int | None) -> int:
-    if root is None:
-        raise PlanError("broadcast and reduce need a root rank")
-    return root

@@ -182,17 +182,28 @@ class Fabric:
 
     def unreachable(self) -> tuple[str, ...]:
         """Devices that some rank can reach where that leaves out a rank: a cut that no link crosses; else ()."""
-        for start in range(self.size):
-            reached = {start}
-            frontier = [start]
-            for node in frontier:
-                for src, dst in self.ends:
-                    if src == node and dst not in reached:
-                        reached.add(dst)
-                        frontier.append(dst)
-            if not reached >= set(range(self.size)):
-                return tuple(self.nodes[node] for node in sorted(reached))
-        return ()
+        ranks = set(range(self.size))
+        reached = self._reached_from(0, forward=True)
+        if reached >= ranks:
+            # Every rank must also reach rank 0; one that does not is cut off with all that it reaches.
+            lost = ranks - self._reached_from(0, forward=False)
+            if not lost:
+                return ()
+            reached = self._reached_from(min(lost), forward=True)
+        return tuple(self.nodes[node] for node in sorted(reached))
+
+    def _reached_from(self, start: int, *, forward: bool) -> set[int]:
+        following: dict[int, list[int]] = {}
+        for src, dst in self.ends:
+            following.setdefault(src if forward else dst, []).append(dst if forward else src)
+        reached = {start}
+        frontier = [start]
+        for node in frontier:
+            for other in following.get(node, ()):
+                if other not in reached:
+                    reached.add(other)
+                    frontier.append(other)
+        return reached
 
 
 def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:

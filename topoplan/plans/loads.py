@@ -6,13 +6,18 @@ sum over stages of share x number of times the stage crosses e.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
+
 from topoplan.errors import PlanError
 from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.images import ImageShards, shard_counts
 from topoplan.plans.plan import Edge, Shard, Stage
+from topoplan.plans.symmetry import link_orbits
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
@@ -62,17 +67,34 @@ def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
 
 
 def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
-    """Load of every link of the fabric: bytes across it for each byte of the buffer."""
+    """Load of every link of the fabric: bytes across it for each byte of the buffer.
+
+    For `ImageShards` what a template puts on one link is spread evenly over the link's orbit by its images.
+    """
     load = [Fraction(0)] * len(fabric.links)
-    for index, shard in enumerate(shards):
+    for index, (shard, count) in enumerate(shard_counts(shards)):
         for position, stage in enumerate(shard.stages):
             try:
                 crossed = stage_links(stage, fabric)
             except PlanError as error:
                 raise error.within(index, position) from None
-            for number in crossed:
-                load[number] += shard.share
-    return load
+            for number, times in Counter(crossed).items():
+                load[number] += shard.share * count * times
+    return _spread(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
+
+
+def _spread(
+    load: list[Fraction], fabric: Fabric, generators: tuple[tuple[int, ...], ...]
+) -> list[Fraction]:
+    """Every load replaced by the mean over the orbit of its link."""
+    orbit = link_orbits(fabric, generators).tolist()
+    total: dict[int, Fraction] = {}
+    for label, value in zip(orbit, load, strict=True):
+        if value:
+            total[label] = total.get(label, Fraction(0)) + value
+    size = np.bincount(orbit).tolist()
+    mean = {label: value / size[label] for label, value in total.items()}
+    return [mean.get(label, Fraction(0)) for label in orbit]
 
 
 def forest_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:

@@ -136,8 +136,8 @@ class Plan:
         What kind of forest: ``trees``, ``one-hop``, ``nvlink ring``, ``pcie ring``, ``relay ring``, …
     method : str
         What built it: exact, mwu, or the baseline's name.
-    shards : tuple of Shard
-        Shares add up to 1.
+    shards : sequence of Shard
+        Shares add up to 1. A tuple, or for large plans `topoplan.plans.images.ImageShards`, which behaves as one.
     rate : float
         GB/s of algorithm bandwidth: bytes of the user's buffer per second, recomputed from the forest.
         Infinite for a single rank, where nothing moves.
@@ -165,7 +165,7 @@ class Plan:
     channels: tuple[str, ...]
     schedule: str
     method: str
-    shards: tuple[Shard, ...]
+    shards: Sequence[Shard]
     rate: float
     bound: float
     certificate: Certificate
@@ -180,17 +180,24 @@ class Plan:
     @property
     def trees(self) -> int:
         """Number of packed trees: one per shard, and one that runs up and then down counts once."""
-        return sum(any(stage.edges for stage in shard.stages) for shard in self.shards)
+        return sum(count for shard, count in self.shard_counts if any(stage.edges for stage in shard.stages))
 
     @property
     def height(self) -> int:
         """Edges on the longest root-to-leaf path of any tree."""
-        return max((stage.height for shard in self.shards for stage in shard.stages), default=0)
+        return max((stage.height for shard, _ in self.shard_counts for stage in shard.stages), default=0)
 
     @property
     def depth(self) -> int:
         """Tree edges that the slowest byte crosses one after another; a relayed edge counts once."""
-        return max((sum(stage.height for stage in shard.stages) for shard in self.shards), default=0)
+        return max((sum(stage.height for stage in shard.stages) for shard, _ in self.shard_counts), default=0)
+
+    @property
+    def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
+        """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
+        from topoplan.plans.images import shard_counts
+
+        return shard_counts(self.shards)
 
     @property
     def digest(self) -> str:

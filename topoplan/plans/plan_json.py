@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.formats.topology_json import topology_from_object, topology_to_object
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
-from topoplan.plans.fabric import CHANNEL_LINKS
+from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.units import nearest_float
 
@@ -44,6 +46,8 @@ def _compact(value: object) -> str:
 
 def plan_to_object(plan: Plan) -> dict[str, object]:
     """The plan file as a JSON object."""
+    shards = tuple(shard for shard, _ in plan.shard_counts)
+    symmetry = {"symmetry": _moves(plan.shards)} if isinstance(plan.shards, ImageShards) else {}
     return {
         "format": FORMAT,
         "collective": plan.collective,
@@ -60,6 +64,7 @@ def plan_to_object(plan: Plan) -> dict[str, object]:
         "trees": plan.trees,
         "height": plan.height,
         "notes": list(plan.notes),
+        **symmetry,
         "shards": [
             {
                 "share": str(shard.share),
@@ -72,9 +77,17 @@ def plan_to_object(plan: Plan) -> dict[str, object]:
                     for stage in shard.stages
                 ],
             }
-            for shard in plan.shards
+            for shard in shards
         ],
     }
+
+
+def _moves(shards: ImageShards) -> list[dict[str, str]]:
+    """Every symmetry as the devices that it moves, with their images."""
+    return [
+        {shards.nodes[place]: shards.nodes[image] for place, image in enumerate(generator) if place != image}
+        for generator in shards.generators
+    ]
 
 
 def finite(value: float) -> float | None:
@@ -116,21 +129,43 @@ def parse_plan(text: str) -> Plan:
     except TopologyError as error:
         raise PlanError(f"the embedded topology is wrong: {error}") from None
     root = value.get("root")
+    channels = _channels(value.get("channels"))
+    shards: Sequence[Shard] = tuple(
+        _shard(item, i) for i, item in enumerate(_list(value.get("shards"), "shards"))
+    )
+    if "symmetry" in value:
+        shards = _images(value["symmetry"], shards, Fabric(topology, channels))
     return Plan(
         collective=_text(value.get("collective"), "collective"),
         ranks=tuple(_text(name, "ranks") for name in _list(value.get("ranks"), "ranks")),
         root=None if root is None else _whole(root, "root"),
         topology=topology,
-        channels=_channels(value.get("channels")),
+        channels=channels,
         schedule=_text(value.get("schedule", "trees"), "schedule"),
         method=_text(value.get("method"), "method"),
-        shards=tuple(_shard(item, i) for i, item in enumerate(_list(value.get("shards"), "shards"))),
+        shards=shards,
         rate=_rate(value.get("rate"), "rate"),
         bound=_rate(value.get("bound"), "bound"),
         certificate=_certificate(value.get("certificate")),
         seconds=None if value.get("seconds") is None else _rate(value.get("seconds"), "seconds"),
         notes=tuple(_text(note, "notes") for note in _list(value.get("notes", []), "notes")),
     )
+
+
+def _images(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:
+    """All images of the templates under the symmetries of a compact plan."""
+    position = {name: number for number, name in enumerate(fabric.nodes)}
+    generators = []
+    for number, moves in enumerate(_list(item, "symmetry")):
+        image = list(range(len(fabric.nodes)))
+        for name, there in _dict(moves, f"symmetry {number}").items():
+            if name not in position or _text(there, f"symmetry {number}") not in position:
+                raise PlanError(
+                    f"symmetry {number} moves {name!r} to {there!r}; both must be devices of the plan"[:200]
+                )
+            image[position[name]] = position[str(there)]
+        generators.append(tuple(image))
+    return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates))
 
 
 def _shard(item: object, number: int) -> Shard:

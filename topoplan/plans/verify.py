@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
 from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
+from topoplan.plans.symmetry import is_automorphism, orbits
 from topoplan.units import TOLERANCE, nearest_float
 
 MANY = 1 << 40
@@ -76,8 +78,10 @@ def verify(plan: Plan) -> Verification:
     (Fraction(600, 7), Fraction(600, 7))
     """
     fabric = _check_header(plan)
+    if isinstance(plan.shards, ImageShards):
+        _check_symmetries(plan.shards, fabric)
     _check_shares(plan)
-    for number, shard in enumerate(plan.shards):
+    for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
     rate = forest_rate(plan.shards, fabric)
@@ -123,33 +127,54 @@ def _check_header(plan: Plan) -> Fabric:
     return fabric
 
 
+def _check_symmetries(shards: ImageShards, fabric: Fabric) -> None:
+    """A symmetry must map the machine onto itself: then an image of a correct tree is one, and loads are even."""
+    if shards.nodes != fabric.nodes or shards.ranks != fabric.size:
+        raise PlanError("the symmetries do not speak of the devices of this plan")
+    for number, generator in enumerate(shards.generators):
+        if not is_automorphism(fabric, generator):
+            raise PlanError(f"symmetry {number} does not map the machine's links onto equal links")
+
+
 def _check_shares(plan: Plan) -> None:
-    for number, shard in enumerate(plan.shards):
+    total = Fraction(0)
+    owned = [Fraction(0)] * len(plan.ranks)
+    previous = 0
+    for number, (shard, count) in enumerate(plan.shard_counts):
         if shard.share <= 0:
             raise PlanError(f"share {_shown(shard.share)} must be above zero", shard=number)
-    total = sum((shard.share for shard in plan.shards), Fraction(0))
-    if total != 1:
-        raise PlanError(f"the shares add up to {_shown(total)}, not 1")
-    if plan.collective in ("allgather", "reduce_scatter"):
-        owned = [Fraction(0)] * len(plan.ranks)
-        previous = 0
-        for number, shard in enumerate(plan.shards):
+        total += shard.share * count
+        if plan.collective in ("allgather", "reduce_scatter"):
             owner = _owner(plan, shard, number)
             if not 0 <= owner < len(plan.ranks):
                 raise PlanError(
                     f"owns the shard and is out of range 0 to {len(plan.ranks) - 1}", shard=number, rank=owner
                 )
-            if owner < previous:
+            if owner < previous and not isinstance(plan.shards, ImageShards):
                 raise PlanError(
                     "shards must stand in the order of their owners, the ranks", shard=number, rank=owner
                 )
             previous = owner
-            owned[owner] += shard.share
-        for rank, share in enumerate(owned):
+            owned[owner] += shard.share * count
+    if total != 1:
+        raise PlanError(f"the shares add up to {_shown(total)}, not 1")
+    if plan.collective in ("allgather", "reduce_scatter"):
+        for rank, share in enumerate(_shared_by_symmetry(plan, owned)):
             if share != Fraction(1, len(plan.ranks)):
                 raise PlanError(
                     f"owns {_shown(share)} of the buffer instead of 1/{len(plan.ranks)}", rank=rank
                 )
+
+
+def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
+    """What every rank owns, given what the owners of the templates own with all their images."""
+    if not isinstance(plan.shards, ImageShards):
+        return owned
+    orbit = orbits(len(plan.shards.nodes), plan.shards.generators)[: len(owned)].tolist()
+    total = [Fraction(0)] * len(owned)
+    for label, share in zip(orbit, owned, strict=True):
+        total[label] += share
+    return [total[label] / orbit.count(label) for label in orbit]
 
 
 def _check_trees(shard: Shard, number: int, size: int) -> None:

@@ -1,0 +1,146 @@
+"""Column generation on orbits: the packing program of `orbit_packing`, fed by low or unlimited trees.
+
+The master packs the trees known so far; its dual values are lengths of the orbits of links. Limited heights are priced
+by `low_trees`, a heuristic, so a limited run may end below what its height allows; it never claims more than it packed.
+Unlimited trees are priced exactly (Chu-Liu, Edmonds): when none is cheaper the value is the optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.packing.arborescence import cheapest_arborescence
+from topoplan.packing.low_trees import low_arborescence
+from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
+from topoplan.packing.route_table import RouteTable
+from topoplan.packing.simplex import PackingSimplex
+
+Progress = Callable[[str], None]
+
+_LONGEST = 1 << 20
+"""Lengths of rows are rounded to whole numbers up to this one for pricing; what a tree costs is then exact."""
+
+
+@dataclass
+class OrbitGeneration:
+    """The master program of one packing problem, and the trees it knows."""
+
+    packing: OrbitPacking
+    height: int | None = None
+    progress: Progress | None = None
+    trees: list[OrbitTree] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        packing = self.packing
+        self.rows = len(packing.limits)
+        self.known: set[tuple[int, tuple[int, ...]]] = set()
+        groups = len(packing.roots) if packing.shared else 0
+        self.program = PackingSimplex([*packing.limits, *[0] * groups])
+        self.offset = 0
+        if groups:
+            # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
+            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [1])
+            self.offset = 1
+
+    @property
+    def value(self) -> Fraction:
+        """Rate of the packing in units of the packing's scale."""
+        return self.program.value * (self.packing.fabric.size if self.packing.shared else 1)
+
+    def add(self, trees: list[OrbitTree]) -> int:
+        """Make trees known to the master; the number of those that were new to it."""
+        packing = self.packing
+        vectors = []
+        for tree in trees:
+            key = (tree.root, tree.usage)
+            if key in self.known:
+                continue
+            self.known.add(key)
+            self.trees.append(tree)
+            owners = [-int(tree.root == root) for root in packing.roots] if packing.shared else []
+            vectors.append([*tree.usage, *owners])
+        self.program.add(vectors, [0 if packing.shared else 1] * len(vectors))
+        return len(vectors)
+
+    def run(self, target: Fraction | None) -> bool:
+        """Generate trees until the target is reached, or until pricing finds nothing better: then False."""
+        packing = self.packing
+        lengths = self._first_lengths()
+        prices: list[int] | None = None
+        goal = None if target is None else target / (packing.fabric.size if packing.shared else 1)
+        while True:
+            found = self._cheapest(lengths)
+            if len(found) < len(packing.roots) and (packing.shared or not found):
+                return False
+            better = [
+                tree
+                for place, tree in sorted(found.items())
+                if prices is None or _length(tree, lengths) < prices[place if packing.shared else 0]
+            ]
+            if not self.add(better) and prices is not None:
+                return target is not None and self.value >= target
+            self.program.optimise(target=goal)
+            if target is not None and self.value >= target:
+                return True
+            duals, denominator = self.program.duals()
+            lengths, prices = duals[: self.rows], duals[self.rows :] if packing.shared else [denominator]
+            if self.progress is not None:
+                rate = float(self.value / packing.scale)
+                self.progress(f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s")
+
+    def duals(self) -> list[int]:
+        """Dual value of every row over a common denominator."""
+        return self.program.duals()[0][: self.rows]
+
+    def weights(self) -> dict[OrbitTree, Fraction]:
+        """Weight of every tree in use."""
+        solution = self.program.solution()
+        return {self.trees[j - self.offset]: x for j, x in solution.items() if j >= self.offset}
+
+    def _first_lengths(self) -> list[int]:
+        """Lengths to start with: inverse capacities."""
+        packing = self.packing
+        counts = packing.orbits.row_counts.tolist()
+        single = [limit // count for limit, count in zip(packing.limits, counts, strict=True)]
+        return [1000 * max(single) // c for c in single]
+
+    def _cheapest(self, lengths: list[int]) -> dict[int, OrbitTree]:
+        """A cheap tree for every root that has one, by the position of the root."""
+        packing = self.packing
+        routes = RouteTable(packing.orbits, _rounded(lengths))
+        cost = routes.cost
+        found = {}
+        for place, root in enumerate(packing.roots):
+            trees = []
+            for op, table in (("reduce", cost.T), ("broadcast", cost)):
+                needed = packing.collective != ("broadcast" if op == "reduce" else "reduce")
+                needed = needed and packing.collective != ("allgather" if op == "reduce" else "reduce_scatter")
+                trees.append(self._tree(table, root) if needed else ())
+            up, down = trees
+            if up is not None and down is not None:
+                found[place] = packing.tree(root, up, down, routes)
+        return found
+
+    def _tree(self, cost: NDArray[np.int64], root: int) -> tuple[int, ...] | None:
+        if self.height is not None:
+            parents = low_arborescence(cost, root, self.height)
+        else:
+            parents = cheapest_arborescence(cost.T.tolist(), root)
+        return None if parents is None else tuple(int(parent) for parent in parents)
+
+
+def _length(tree: OrbitTree, lengths: list[int]) -> int:
+    return sum(times * length for times, length in zip(tree.usage, lengths, strict=True))
+
+
+def _rounded(lengths: list[int]) -> tuple[int, ...]:
+    largest = max(lengths)
+    if largest <= _LONGEST:
+        return tuple(lengths)
+    # Rounded up, so that no length above zero becomes none.
+    return tuple(-(-length * _LONGEST // largest) for length in lengths)

@@ -1,0 +1,195 @@
+"""Shortest routes between all ranks under lengths that a group of symmetries keeps, from a few ranks alone.
+
+Lengths that are equal on every orbit of links look the same from every rank of an orbit of ranks. So one search from
+one rank of each orbit (Dijkstra 1959, through forwarding devices only) gives the distances and routes of all: those of
+rank g(r) are the images under g of those of rank r. Without symmetries that is one search from every rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.packing.hop_limited import UNREACHABLE
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.symmetry import group_elements, link_orbits, orbits
+
+MOST_ELEMENTS = 1 << 27
+"""Entries of the largest table of group elements that is made."""
+
+
+@dataclass(frozen=True)
+class Orbits:
+    """A fabric's ranks and links up to the symmetries of a group.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    generators : tuple of tuple of int
+        Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
+    """
+
+    fabric: Fabric
+    generators: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def elements(self) -> NDArray[np.int32]:
+        """(order, nodes) int32: all elements of the group, the identity first."""
+        size = len(self.fabric.nodes)
+        found = group_elements(self.generators, MOST_ELEMENTS // size, size=size)
+        assert found is not None, "symmetries are chosen so that their group can be listed"
+        return found
+
+    @cached_property
+    def rank_orbit(self) -> NDArray[np.int64]:
+        """(N,) int64: the first rank of the orbit of every rank."""
+        size = self.fabric.size
+        return np.asarray(orbits(len(self.fabric.nodes), self.generators)[:size], dtype=np.int64)
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every orbit."""
+        return tuple(np.unique(self.rank_orbit).tolist())
+
+    @cached_property
+    def rank_counts(self) -> tuple[int, ...]:
+        """Number of ranks in every orbit, in the order of `first_ranks`."""
+        return tuple(np.unique(self.rank_orbit, return_counts=True)[1].tolist())
+
+    @cached_property
+    def row_of_link(self) -> NDArray[np.int64]:
+        """(links,) int64: the orbit of every link, numbered from 0 in the order of their first links."""
+        labels = link_orbits(self.fabric, self.generators)
+        return np.asarray(np.unique(labels, return_inverse=True)[1], dtype=np.int64)
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """(rows,) int64: number of links in every orbit."""
+        return np.bincount(self.row_of_link)
+
+    @cached_property
+    def leaving(self) -> list[list[tuple[int, int]]]:
+        """Links that leave each node, as (number, destination)."""
+        table: list[list[tuple[int, int]]] = [[] for _ in self.fabric.nodes]
+        for number, (src, dst) in enumerate(self.fabric.ends):
+            table[src].append((number, dst))
+        return table
+
+    @cached_property
+    def mover(self) -> NDArray[np.int64]:
+        """(N,) int64: an element that takes the first rank of an orbit to this rank."""
+        mover = np.full(self.fabric.size, -1, dtype=np.int64)
+        for first in self.first_ranks:
+            images = self.elements[:, first]
+            ranks, numbers = np.unique(images, return_index=True)
+            mover[ranks] = numbers
+        return mover
+
+    @cached_property
+    def seen_from_first(self) -> NDArray[np.int64]:
+        """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u."""
+        size = self.fabric.size
+        table = np.empty((size, size), dtype=np.int64)
+        columns = np.arange(size)
+        moved = self.elements[self.mover][:, :size]
+        np.put_along_axis(table, moved.astype(np.int64), np.broadcast_to(columns, (size, size)), axis=1)
+        return table
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """Routes between all ranks that are shortest under one length for every orbit of links.
+
+    Parameters
+    ----------
+    orbits : Orbits
+    lengths : tuple of int, one per row
+        Zero or more.
+    """
+
+    orbits: Orbits
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def _searches(self) -> dict[int, tuple[list[int], list[int]]]:
+        """From each first rank: distance to every node (-1 where there is no way), and the link that leads there."""
+        return {first: self._search(first) for first in self.orbits.first_ranks}
+
+    def _search(self, start: int) -> tuple[list[int], list[int]]:
+        fabric = self.orbits.fabric
+        leaving = self.orbits.leaving
+        # Among equally long routes the one of fewest links is taken: hops are counted in the low bits.
+        weight = [(self.lengths[row] << 16) + 1 for row in self.orbits.row_of_link.tolist()]
+        best = [-1] * len(fabric.nodes)
+        via = [-1] * len(fabric.nodes)
+        best[start] = 0
+        heap = [(0, start)]
+        while heap:
+            reach, node = heapq.heappop(heap)
+            if reach > best[node] or (node < fabric.size and node != start):
+                continue
+            for number, dst in leaving[node]:
+                longer = reach + weight[number]
+                if best[dst] < 0 or longer < best[dst]:
+                    best[dst] = longer
+                    via[dst] = number
+                    heapq.heappush(heap, (longer, dst))
+        return [reach if reach < 0 else reach >> 16 for reach in best], via
+
+    @cached_property
+    def cost(self) -> NDArray[np.int64]:
+        """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
+        groups, size = self.orbits, self.orbits.fabric.size
+        rows = {}
+        for first, (distance, _) in self._searches.items():
+            row = np.array(distance[:size], dtype=np.int64)
+            row[row < 0] = UNREACHABLE
+            row[first] = UNREACHABLE
+            rows[first] = row
+        table = np.stack([rows[first] for first in groups.first_ranks])
+        place = np.searchsorted(groups.first_ranks, groups.rank_orbit)
+        return np.asarray(table[place[:, None], groups.seen_from_first])
+
+    @cached_property
+    def crossings(self) -> NDArray[np.int64]:
+        """(orbits, N, rows) int64: how often the route from a first rank to a rank crosses each orbit of links."""
+        groups = self.orbits
+        table = np.zeros((len(groups.first_ranks), groups.fabric.size, len(self.lengths)), dtype=np.int64)
+        for place, first in enumerate(groups.first_ranks):
+            for rank in range(groups.fabric.size):
+                for number in self._links(first, rank):
+                    table[place, rank, groups.row_of_link[number]] += 1
+        return table
+
+    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+        groups = self.orbits
+        place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
+        return np.asarray(self.crossings[place, groups.seen_from_first[tails, heads]].sum(axis=0))
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        groups = self.orbits
+        fabric = groups.fabric
+        first = int(groups.rank_orbit[tail])
+        element = groups.elements[groups.mover[tail]]
+        return tuple(
+            fabric.link_index[fabric.nodes[element[s]], fabric.nodes[element[d]]]
+            for s, d in (
+                fabric.ends[number] for number in self._links(first, int(groups.seen_from_first[tail, head]))
+            )
+        )
+
+    def _links(self, first: int, rank: int) -> Sequence[int]:
+        ends, (_, via) = self.orbits.fabric.ends, self._searches[first]
+        path: list[int] = []
+        node = rank
+        while node != first and via[node] >= 0:
+            path.append(via[node])
+            node = ends[via[node]][0]
+        return path[::-1]

@@ -1,0 +1,278 @@
+"""The cheapest forest that one byte of a collective can use when every link has a length.
+
+This is what makes a bound of any lengths (`topoplan.plans.certificate`): distances between ranks over any devices
+(Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967). Devices that are at distance
+zero from each other both ways are one: a server whose inner links have no length counts as a single vertex.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.plans.fabric import Fabric
+
+_WORD = 1 << 61
+"""Sums up to here are computed in machine words, larger ones in Python integers."""
+
+Arcs = dict[int, dict[int, int]]
+
+
+def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: int | None) -> Fraction:
+    """Length of the cheapest forest of a collective on a fabric whose links have lengths.
+
+    Parameters
+    ----------
+    length : sequence of int, one per link
+        Zero or more.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+
+    Raises
+    ------
+    PlanError
+        A rank does not reach another.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    >>> forest_length(fabric, [int(link.dst == "nvswitch0") for link in fabric.links], "allreduce", None)
+    Fraction(30, 1)
+    """
+    part = zero_parts(fabric, length)
+    arcs: Arcs = {}
+    for (src, dst), y in zip(fabric.ends, length, strict=True):
+        a, b = part[src], part[dst]
+        if a != b:
+            known = arcs.setdefault(a, {})
+            known[b] = min(y, known.get(b, y))
+    where = sorted({part[rank] for rank in range(fabric.size)})
+    place = {vertex: number for number, vertex in enumerate(where)}
+    counts = [0] * len(where)
+    for rank in range(fabric.size):
+        counts[place[part[rank]]] += 1
+    if len(where) == 1:
+        return Fraction(0)
+    table = [_distances(arcs, start, where) for start in where]
+    for start, row in zip(where, table, strict=True):
+        if -1 in row:
+            ranks = [part.index(where[row.index(-1)]), part.index(start)]
+            raise PlanError(
+                f"rank {ranks[1]} does not reach rank {ranks[0]} on the plan's channels", rank=ranks[1]
+            )
+    return cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
+
+
+def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
+    """Shortest distances between all pairs of ranks, over any devices.
+
+    Parameters
+    ----------
+    length : sequence of int, one per link
+        Zero or more.
+
+    Returns
+    -------
+    list of N lists of N int
+
+    Raises
+    ------
+    PlanError
+        A rank does not reach another.
+    """
+    arcs: Arcs = {}
+    for (src, dst), y in zip(fabric.ends, length, strict=True):
+        arcs.setdefault(src, {})[dst] = y
+    table = []
+    for start in range(fabric.size):
+        row = _distances(arcs, start, range(fabric.size))
+        if -1 in row:
+            raise PlanError(
+                f"rank {start} does not reach rank {row.index(-1)} on the plan's channels", rank=start
+            )
+        table.append(row)
+    return table
+
+
+def _distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
+    """Distance from one vertex to some, -1 where there is no way."""
+    best = {start: 0}
+    heap = [(0, start)]
+    while heap:
+        reach, node = heapq.heappop(heap)
+        if reach > best[node]:
+            continue
+        for dst, y in arcs.get(node, {}).items():
+            if dst not in best or reach + y < best[dst]:
+                best[dst] = reach + y
+                heapq.heappush(heap, (reach + y, dst))
+    return [best.get(end, -1) for end in ends]
+
+
+def zero_parts(fabric: Fabric, length: Sequence[int]) -> list[int]:
+    """For every node the first node that it reaches, and is reached from, over links of length zero.
+
+    Strongly connected components by two depth-first searches (Kosaraju 1978).
+    """
+    leaving: list[list[int]] = [[] for _ in fabric.nodes]
+    entering: list[list[int]] = [[] for _ in fabric.nodes]
+    for (src, dst), y in zip(fabric.ends, length, strict=True):
+        if y == 0:
+            leaving[src].append(dst)
+            entering[dst].append(src)
+    seen = [False] * len(leaving)
+    finished: list[int] = []
+    for start in range(len(leaving)):
+        path = [(start, 0)] if not seen[start] else []
+        seen[start] = True
+        while path:
+            node, at = path.pop()
+            while at < len(leaving[node]) and seen[leaving[node][at]]:
+                at += 1
+            if at == len(leaving[node]):
+                finished.append(node)
+                continue
+            path += [(node, at + 1), (leaving[node][at], 0)]
+            seen[leaving[node][at]] = True
+    part = [-1] * len(leaving)
+    for start in reversed(finished):
+        if part[start] >= 0:
+            continue
+        members = [start]
+        part[start] = start
+        for node in members:
+            for before in entering[node]:
+                if part[before] < 0:
+                    part[before] = start
+                    members.append(before)
+        first = min(members)
+        for node in members:
+            part[node] = first
+    return part
+
+
+def cheapest_forest(
+    distance: Sequence[Sequence[int]], collective: str, root: int | None, counts: Sequence[int] | None = None
+) -> Fraction:
+    """Length of the cheapest forest that one byte of the buffer can use.
+
+    Broadcast: the cheapest arborescence from the root. Reduce: the same on the transposed table. Allgather and
+    reduce-scatter: the mean over all roots, since every rank owns 1/N of the buffer. Allreduce: the best root's
+    reduce tree and broadcast tree together.
+
+    Parameters
+    ----------
+    distance : N x N int, zero or more
+    counts : sequence of int or None
+        How many ranks each vertex stands for; one each for None.
+    """
+    size = len(distance)
+    down = _table(distance)
+    up = np.ascontiguousarray(down.T)
+    if collective == "broadcast":
+        return Fraction(_arborescence(down, _known(root)))
+    if collective == "reduce":
+        return Fraction(_arborescence(up, _known(root)))
+    if collective in ("allgather", "reduce_scatter"):
+        weights = [1] * size if counts is None else list(counts)
+        table = down if collective == "allgather" else up
+        return Fraction(
+            sum(_arborescence(table, rank) * weight for rank, weight in enumerate(weights)), sum(weights)
+        )
+    least: int | None = None
+    lowest = [_at_least(down, rank) + _at_least(up, rank) for rank in range(size)]
+    for rank in sorted(range(size), key=lambda rank: (lowest[rank], rank)):
+        if least is not None and lowest[rank] >= least:
+            break
+        both = _arborescence(down, rank) + _arborescence(up, rank)
+        least = both if least is None else min(least, both)
+    assert least is not None, "there is a rank"
+    return Fraction(least)
+
+
+def arborescence_length(distance: Sequence[Sequence[int]], root: int) -> int:
+    """Length of the shortest spanning arborescence from ``root``, by contraction.
+
+    Parameters
+    ----------
+    distance : N x N int, zero or more
+        ``distance[u][v]`` is the length of the arc from u to v.
+
+    Examples
+    --------
+    >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
+    6
+    """
+    return _arborescence(_table(distance), root)
+
+
+Table = NDArray[np.int64] | NDArray[np.object_]
+
+
+def _table(distance: Sequence[Sequence[int]]) -> Table:
+    largest = max((max(row) for row in distance), default=0)
+    fits = largest * (len(distance) + 1) < _WORD
+    return np.array(distance, dtype=np.int64 if fits else object)
+
+
+def _at_least(distance: Table, root: int) -> int:
+    """Every vertex but the root is entered once: no arborescence is shorter than the sum of the cheapest arcs."""
+    size = len(distance)
+    if size == 1:
+        return 0
+    apart = distance.copy()
+    np.fill_diagonal(apart, apart.max() + 1)
+    cheapest = apart.min(axis=0)
+    return int(cheapest.sum() - cheapest[root])
+
+
+def _arborescence(distance: Table, root: int) -> int:
+    """Chu-Liu and Edmonds in rows of an array: each vertex takes its cheapest arc, cycles become one vertex."""
+    size = len(distance)
+    if size == 1:
+        return 0
+    star = int(distance[root].sum() - distance[root, root])
+    if star == _at_least(distance, root):
+        return star
+    far = distance.sum() + 1
+    entering = distance.T.copy()
+    np.fill_diagonal(entering, far)
+    vertex = list(range(size))
+    settled = [False] * size
+    settled[root] = True
+    total = 0
+    for start in range(size):
+        path = [vertex[start]]
+        while not settled[path[-1]]:
+            head = path[-1]
+            tail = int(np.argmin(entering[head]))
+            price = int(entering[head, tail])
+            total += price
+            entering[head] = np.where(entering[head] < far, entering[head] - price, far)
+            if tail not in path:
+                path.append(tail)
+                continue
+            # The last vertices of the path form a cycle of length zero: they become the first of them.
+            cycle = path[path.index(tail) :]
+            path = path[: path.index(tail) + 1]
+            entering[tail] = entering[cycle].min(axis=0)
+            entering[:, tail] = entering[:, cycle].min(axis=1)
+            entering[tail, cycle] = far
+            entering[:, cycle[1:]] = far
+            vertex = [tail if v in cycle else v for v in vertex]
+        for v in path:
+            settled[v] = True
+    return total
+
+
+def _known(root: int | None) -> int:
+    if root is None:
+        raise PlanError("broadcast and reduce need a root rank")
+    return root
