@@ -53,10 +53,10 @@ class Wiring:
 
     @cached_property
     def _halves(self) -> tuple[Integers, Integers, Integers, list[int]]:
-        """For the signatures: place, neighbour and owner of every entry, and where each node's entries end.
+        """For the signatures: place, neighbour and first place of the owner of every entry, and the owners' ends.
 
-        Each node has one entry for itself and one for each end of a link, ordered by owner; the place orders entries
-        of one owner by label, links out before links in.
+        Each node owns an entry for itself, which comes first, and one for each link out, then in; places grow with
+        owner and link label.
         """
         kinds = int(self.link_labels.max(initial=-1)) + 1
         nodes = np.arange(self.size, dtype=np.int64)
@@ -109,23 +109,47 @@ class Wiring:
         >>> wiring.refined(wiring.node_labels).tolist()
         [1, 0, 1]
         """
-        place, neighbour, owner, ends = self._halves
-        starts = [0, *ends[:-1]]
         names, colour = np.unique(colours, return_inverse=True)
         known = len(names)
         while known < self.size:
-            entries = place * known + colour[neighbour]
-            entries.sort()
-            entries -= owner * known
-            # Big-endian bytes compare as the numbers do.
-            text = entries.astype(">i8").tobytes()
-            rows = [text[8 * start : 8 * end] for start, end in zip(starts, ends, strict=True)]
+            rows = self.signatures(colour, colour)
             number = {row: place for place, row in enumerate(sorted(set(rows)))}
             colour = np.array([number[row] for row in rows], dtype=np.int64)
             if len(number) == known:
                 break
             known = len(number)
         return colour.astype(np.int64)
+
+    def signatures(self, own: Integers, around: Integers) -> list[bytes]:
+        """For every node its number in ``own``, then its links with the numbers of their other ends in ``around``.
+
+        Equal texts mean equal signatures, and the texts sort as the numbers do.
+
+        Parameters
+        ----------
+        own, around : int64 arrays (nodes,)
+            Numbers from 0.
+        """
+        place, neighbour, owner, ends = self._halves
+        starts = [0, *ends[:-1]]
+        width = int(max(own.max(initial=0), around.max(initial=0))) + 1
+        entries = around[neighbour]
+        entries[starts] = own
+        entries += place * width
+        entries.sort()
+        entries -= owner * width
+        # Big-endian bytes compare as the numbers do.
+        text = entries.astype(">i8").tobytes()
+        return [text[8 * start : 8 * end] for start, end in zip(starts, ends, strict=True)]
+
+    @cached_property
+    def twins(self) -> Integers:
+        """For each node that is no rank the smallest with the same links to and from the same nodes."""
+        rows = self.signatures(self.node_labels, np.arange(self.size))
+        first: dict[bytes, int] = {}
+        return np.array(
+            [v if v < self.ranks else first.setdefault(row, v) for v, row in enumerate(rows)], dtype=np.int64
+        )
 
     def part(self, kept: Integers) -> Wiring:
         """The wiring of some nodes, ascending, with the links between them; labels keep their numbers."""
