@@ -1,0 +1,134 @@
+"""Trees of limited height to start a search from: by hops, from the unlimited optimum, and by two parts.
+
+By hops: every rank hangs below the cheapest rank that is nearer to the root. From the unlimited optimum: its tree is
+walked from the root, and where a rank would come too deep the path of the tree by hops to it is spliced in (Khuller,
+Raghavachari, Young 1995, who balance minimum spanning and shortest-path trees so). By two parts: a tree of one edge
+less over a few ranks, and all others hang below the cheapest of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.packing.facilities import cheapest_open, opened_ranks
+from topoplan.packing.hop_limited import UNREACHABLE
+from topoplan.packing.rehanging import Costs, Trees, arc_costs, shape_of
+
+TURNS = 3
+"""Times that the ranks of the upper part are chosen anew, by what the last upper part charges for them."""
+
+TreeFinder = Callable[[Costs, int, int], NDArray[np.int64]]
+"""Parents of a tree, from costs, root and height."""
+
+
+def hops(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(roots, N) int64: fewest arcs from each root to every rank; N where no path leads.
+
+    Examples
+    --------
+    >>> none = UNREACHABLE
+    >>> hops(np.array([[none, 1, none], [none, none, 1], [none, none, none]]), np.array([0, 1])).tolist()
+    [[0, 1, 2], [3, 0, 1]]
+    """
+    size = len(cost)
+    arcs = (cost < UNREACHABLE).astype(np.float32)
+    found = np.full((len(roots), size), size, dtype=np.int64)
+    found[np.arange(len(roots)), roots] = 0
+    for step in range(1, size):
+        latest = (found == step - 1).astype(np.float32)
+        fresh = (latest @ arcs > 0) & (found == size)
+        if not fresh.any():
+            break
+        found[fresh] = step
+    return found
+
+
+def trees_by_hops(cost: Costs, distance: NDArray[np.int64]) -> Trees:
+    """Every rank below the cheapest of those nearer to the root: as low as a tree can be.
+
+    Parameters
+    ----------
+    cost : (N, N) float64
+    distance : (trees, N) int64
+        Hops from each tree's root, which reach every rank.
+    """
+    nearer = distance[:, :, None] < distance[:, None, :]
+    parent = np.where(nearer, cost, np.inf).argmin(axis=1)
+    return np.where(distance == 0, np.arange(len(cost)), parent)
+
+
+def spliced(parent: Sequence[int], low: Sequence[int], height: int) -> list[int]:
+    """A tree that follows ``parent`` as far as the height allows, and ``low`` beyond.
+
+    Parameters
+    ----------
+    parent, low : sequences of int
+        Two trees from one root, whose parent is itself; ``low`` is at most ``height`` edges high.
+    height : int
+
+    Examples
+    --------
+    >>> spliced([0, 0, 1, 2, 3], [0, 0, 0, 0, 3], 2)
+    [0, 0, 1, 0, 3]
+    """
+    size = len(parent)
+    root = next(v for v, up in enumerate(parent) if up == v)
+    children: list[list[int]] = [[] for _ in range(size)]
+    for v, up in enumerate(parent):
+        if v != root:
+            children[up].append(v)
+    result = list(low)
+    depth = [size] * size
+    depth[root] = 0
+    pending = children[root][::-1]
+    while pending:
+        v = pending.pop()
+        pending += children[v][::-1]
+        path = [v]
+        if depth[parent[v]] < height:
+            hung = parent
+        else:
+            hung = low
+            while low[path[-1]] != root:
+                path.append(low[path[-1]])
+        for w in reversed(path):
+            if depth[hung[w]] + 1 < depth[w]:
+                depth[w] = depth[hung[w]] + 1
+                result[w] = hung[w]
+    return result
+
+
+def two_part_tree(cost: Costs, root: int, height: int, finder: TreeFinder) -> NDArray[np.int64]:
+    """A tree of ``height - 1`` over a few ranks, and every other rank below the cheapest of these.
+
+    Parameters
+    ----------
+    cost : (N, N) float64
+    root, height : int
+        Where every rank can be reached in two hops, and 3 or more.
+    finder : callable
+        Finds the upper tree.
+
+    Returns
+    -------
+    (N,) int64
+    """
+    at_root = np.array([root])
+    fees = cost[at_root]
+    best, least = np.full(len(cost), root), np.inf
+    for _ in range(TURNS):
+        opened = opened_ranks(cost, at_root, fees)
+        upper = np.flatnonzero(opened[0])
+        place = int(np.searchsorted(upper, root))
+        found = finder(cost[np.ix_(upper, upper)], place, height - 1)
+        tree = cheapest_open(cost, opened)[0]
+        tree[upper] = upper[found]
+        total = float(arc_costs(cost, tree[None]).sum())
+        if total < least:
+            best, least = tree, total
+        inner = upper[shape_of(found[None]).depth[0] < height - 1]
+        fees = cost[inner].min(axis=0)[None]
+    return best
