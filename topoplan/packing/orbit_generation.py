@@ -7,7 +7,7 @@ Unlimited trees are priced exactly (Chu-Liu, Edmonds): when none is cheaper the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.low_trees import low_arborescence
+from topoplan.packing.low_trees import EFFORT, low_arborescences
 from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
 from topoplan.packing.route_table import RouteTable
 from topoplan.packing.simplex import PackingSimplex
@@ -74,15 +74,22 @@ class OrbitGeneration:
         prices: list[int] | None = None
         goal = None if target is None else target / (packing.fabric.size if packing.shared else 1)
         while True:
-            found = self._cheapest(lengths)
-            if len(found) < len(packing.roots) and (packing.shared or not found):
-                return False
-            better = [
-                tree
-                for place, tree in sorted(found.items())
-                if prices is None or _length(tree, lengths) < prices[place if packing.shared else 0]
-            ]
-            if not self.add(better) and prices is not None:
+            effort = 0
+            fresh = 0
+            while not fresh and effort <= EFFORT:
+                found = self._cheapest(lengths, effort)
+                if len(found) < len(packing.roots) and (packing.shared or not found):
+                    return False
+                fresh = self.add(
+                    [
+                        tree
+                        for place, tree in sorted(found.items())
+                        if prices is None or _length(tree, lengths) < prices[place if packing.shared else 0]
+                    ]
+                )
+                # Searching longer pays only where the quick answer is not good enough.
+                effort = effort + EFFORT if self.height is not None and self.height > 1 else EFFORT + 1
+            if not fresh and prices is not None:
                 return target is not None and self.value >= target
             self.program.optimise(target=goal)
             if target is not None and self.value >= target:
@@ -91,7 +98,9 @@ class OrbitGeneration:
             lengths, prices = duals[: self.rows], duals[self.rows :] if packing.shared else [denominator]
             if self.progress is not None:
                 rate = float(self.value / packing.scale)
-                self.progress(f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s")
+                self.progress(
+                    f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
+                )
 
     def duals(self) -> list[int]:
         """Dual value of every row over a common denominator."""
@@ -109,29 +118,29 @@ class OrbitGeneration:
         single = [limit // count for limit, count in zip(packing.limits, counts, strict=True)]
         return [1000 * max(single) // c for c in single]
 
-    def _cheapest(self, lengths: list[int]) -> dict[int, OrbitTree]:
+    def _cheapest(self, lengths: list[int], effort: int) -> dict[int, OrbitTree]:
         """A cheap tree for every root that has one, by the position of the root."""
         packing = self.packing
         routes = RouteTable(packing.orbits, _rounded(lengths))
-        cost = routes.cost
-        found = {}
-        for place, root in enumerate(packing.roots):
-            trees = []
-            for op, table in (("reduce", cost.T), ("broadcast", cost)):
-                needed = packing.collective != ("broadcast" if op == "reduce" else "reduce")
-                needed = needed and packing.collective != ("allgather" if op == "reduce" else "reduce_scatter")
-                trees.append(self._tree(table, root) if needed else ())
-            up, down = trees
-            if up is not None and down is not None:
-                found[place] = packing.tree(root, up, down, routes)
-        return found
-
-    def _tree(self, cost: NDArray[np.int64], root: int) -> tuple[int, ...] | None:
-        if self.height is not None:
-            parents = low_arborescence(cost, root, self.height)
+        nothing: list[Sequence[int] | None] = [()] * len(packing.roots)
+        downs = self._trees(routes.cost, effort) if packing.uses("broadcast") else nothing
+        if packing.orbits.folded:
+            ups = downs
         else:
-            parents = cheapest_arborescence(cost.T.tolist(), root)
-        return None if parents is None else tuple(int(parent) for parent in parents)
+            ups = self._trees(routes.cost.T, effort) if packing.uses("reduce") else nothing
+        return {
+            place: packing.tree(root, up, down, routes)
+            for place, (root, up, down) in enumerate(zip(packing.roots, ups, downs, strict=True))
+            if up is not None and down is not None
+        }
+
+    def _trees(self, cost: NDArray[np.int64], effort: int) -> list[Sequence[int] | None]:
+        """A tree of every root in which parents reach children at the given cost, or None."""
+        roots = self.packing.roots
+        if self.height is not None:
+            return list(low_arborescences(cost, roots, self.height, effort=effort))
+        by_head = cost.T.tolist()
+        return [cheapest_arborescence(by_head, root) for root in roots]
 
 
 def _length(tree: OrbitTree, lengths: list[int]) -> int:

@@ -18,7 +18,6 @@ from functools import cached_property
 from math import gcd, lcm
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topoplan.packing.bounds import whole_capacities
 from topoplan.packing.route_table import Orbits, RouteTable
@@ -54,6 +53,23 @@ class OrbitTree:
     routes: RouteTable
     usage: tuple[int, ...]
 
+    @property
+    def height(self) -> int:
+        """Edges on the longest path of either tree."""
+        return max(_height(self.up), _height(self.down))
+
+
+def _height(parents: Parents) -> int:
+    """Edges on the longest path from the root."""
+    depth = [0 if parent < 0 else -1 for parent in parents]
+    for start in range(len(parents)):
+        path = [start]
+        while depth[path[-1]] < 0:
+            path.append(parents[path[-1]])
+        for rank in reversed(path[:-1]):
+            depth[rank] = depth[parents[rank]] + 1
+    return max(depth, default=0)
+
 
 @dataclass(frozen=True)
 class OrbitPacking:
@@ -85,6 +101,10 @@ class OrbitPacking:
     def shared(self) -> bool:
         """True where every rank owns an equal part of the buffer."""
         return self.collective in ("allgather", "reduce_scatter")
+
+    def uses(self, op: str) -> bool:
+        """True where a byte of the collective runs through a tree of this kind, reduce or broadcast."""
+        return op in stage_order(self.collective)
 
     @cached_property
     def scale(self) -> Fraction:

@@ -16,6 +16,8 @@ from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.columns import Packing, TreeColumn
 from topoplan.packing.exact import ORDERS, pack_exact
+from topoplan.packing.exact_orbits import pack_on_orbits
+from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.minimise import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
@@ -135,10 +137,22 @@ def _plan_exact(
 ) -> Plan:
     packing = Packing(fabric, collective, root)
     if on_one_switch(fabric):
-        forest = one_hop_forest(packing)
-        one_hop = _forest_plan(packing, forest, best_bound(fabric, collective, root), "one-hop", "exact")
+        stars = one_hop_forest(packing)
+        one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
         if one_hop.gap == 0:
             return one_hop
+    if fabric.size > LARGEST:
+        forest = pack_on_orbits(fabric, collective, root=root, order=order, progress=progress)
+        return build_plan(
+            fabric,
+            collective,
+            root=root,
+            shards=forest.shards,
+            certificate=forest.certificate,
+            schedule="trees",
+            method="exact",
+            notes=forest.notes,
+        )
     packed = pack_exact(fabric, collective, root=root, order=order, progress=progress)
     made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
     return replace(made, notes=packed.notes)

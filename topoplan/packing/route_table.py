@@ -17,10 +17,7 @@ from numpy.typing import NDArray
 
 from topoplan.packing.hop_limited import UNREACHABLE
 from topoplan.plans.fabric import Fabric
-from topoplan.plans.symmetry import group_elements, link_orbits, orbits
-
-MOST_ELEMENTS = 1 << 27
-"""Entries of the largest table of group elements that is made."""
+from topoplan.plans.symmetry import LARGEST_TABLE, components, group_elements, link_orbits, orbits
 
 
 @dataclass(frozen=True)
@@ -32,16 +29,25 @@ class Orbits:
     fabric : Fabric
     generators : tuple of tuple of int
         Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
+    folded : bool
+        Both directions of a wire count as one orbit: for trees that are used upwards and downwards alike.
     """
 
     fabric: Fabric
     generators: tuple[tuple[int, ...], ...] = ()
+    folded: bool = False
+
+    @cached_property
+    def _arrays(self) -> list[NDArray[np.int64]]:
+        return [np.array(generator, dtype=np.int64) for generator in self.generators]
 
     @cached_property
     def elements(self) -> NDArray[np.int32]:
         """(order, nodes) int32: all elements of the group, the identity first."""
         size = len(self.fabric.nodes)
-        found = group_elements(self.generators, MOST_ELEMENTS // size, size=size)
+        if not self.generators:
+            return np.arange(size, dtype=np.int32)[None, :]
+        found = group_elements(self._arrays, LARGEST_TABLE // size)
         assert found is not None, "symmetries are chosen so that their group can be listed"
         return found
 
@@ -49,7 +55,7 @@ class Orbits:
     def rank_orbit(self) -> NDArray[np.int64]:
         """(N,) int64: the first rank of the orbit of every rank."""
         size = self.fabric.size
-        return np.asarray(orbits(len(self.fabric.nodes), self.generators)[:size], dtype=np.int64)
+        return np.asarray(orbits(len(self.fabric.nodes), self._arrays)[:size], dtype=np.int64)
 
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
@@ -64,7 +70,11 @@ class Orbits:
     @cached_property
     def row_of_link(self) -> NDArray[np.int64]:
         """(links,) int64: the orbit of every link, numbered from 0 in the order of their first links."""
-        labels = link_orbits(self.fabric, self.generators)
+        labels = link_orbits(self.fabric, self._arrays)
+        if self.folded:
+            number = {ends: place for place, ends in enumerate(self.fabric.ends)}
+            backwards = np.array([number[d, s] for s, d in self.fabric.ends])
+            labels = components(len(labels), labels, labels[backwards])[labels]
         return np.asarray(np.unique(labels, return_inverse=True)[1], dtype=np.int64)
 
     @cached_property

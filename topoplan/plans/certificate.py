@@ -174,4 +174,3 @@ def _node_set(names: tuple[str, ...], fabric: Fabric) -> set[int]:
         if name not in known:
             raise PlanError(f"the certificate names device {name!r}, which the topology does not have")
     return {position[name] for name in names if name in position}
-

@@ -175,7 +175,7 @@ def cheapest_forest(
     """
     size = len(distance)
     down = _table(distance)
-    up = np.ascontiguousarray(down.T)
+    up: Table = down.T.copy()
     if collective == "broadcast":
         return Fraction(_arborescence(down, _known(root)))
     if collective == "reduce":

@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.plans.plan import Edge, Shard, Stage
-from topoplan.plans.symmetry import group_elements
-
-MOST_ENTRIES = 100_000_000
-"""Largest table of group elements, in entries: elements times devices."""
+from topoplan.plans.symmetry import LARGEST_TABLE, group_elements
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,12 @@ class ImageShards(Sequence[Shard]):
         for generator in self.generators:
             if sorted(generator) != list(range(size)) or max(generator[: self.ranks]) >= self.ranks:
                 raise PlanError("a symmetry is no permutation of the devices that takes ranks to ranks")
-        elements = group_elements(self.generators, MOST_ENTRIES // size, size=size)
+        if not self.generators:
+            return np.arange(size, dtype=np.int32)[None, :]
+        limit = LARGEST_TABLE // size
+        elements = group_elements([np.array(generator) for generator in self.generators], limit)
         if elements is None:
-            raise PlanError(
-                f"the symmetries generate more than {MOST_ENTRIES // size} permutations of {size} devices"
-            )
+            raise PlanError(f"the symmetries generate more than {limit} permutations of {size} devices")
         return elements
 
     @cached_property
@@ -102,7 +100,9 @@ class ImageShards(Sequence[Shard]):
                 try:
                     route = [self._position[name] for name in edge.route]
                 except KeyError as error:
-                    raise PlanError(f"crosses {error}, which is no device of this plan", shard=number) from None
+                    raise PlanError(
+                        f"crosses {error}, which is no device of this plan", shard=number
+                    ) from None
                 lines.append([first, edge.child, edge.parent, *route, *[size] * (longest - len(route))])
         table = np.array(lines, dtype=np.int64)
         still = np.arange(size, size + 1 + len(template.stages), dtype=np.int32)
@@ -141,7 +141,6 @@ class ImageShards(Sequence[Shard]):
         return (self[number] for number in range(len(self)))
 
     def _image(self, shard: Shard, element: NDArray[np.int32]) -> Shard:
-        position = self._position
         image = element.tolist()
         names = {name: self.nodes[image[number]] for number, name in enumerate(self.nodes)}
 

@@ -83,11 +83,9 @@ def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
     return _spread(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
 
 
-def _spread(
-    load: list[Fraction], fabric: Fabric, generators: tuple[tuple[int, ...], ...]
-) -> list[Fraction]:
+def _spread(load: list[Fraction], fabric: Fabric, generators: tuple[tuple[int, ...], ...]) -> list[Fraction]:
     """Every load replaced by the mean over the orbit of its link."""
-    orbit = link_orbits(fabric, generators).tolist()
+    orbit = link_orbits(fabric, [np.array(generator) for generator in generators]).tolist()
     total: dict[int, Fraction] = {}
     for label, value in zip(orbit, load, strict=True):
         if value:

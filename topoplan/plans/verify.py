@@ -170,7 +170,9 @@ def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
     """What every rank owns, given what the owners of the templates own with all their images."""
     if not isinstance(plan.shards, ImageShards):
         return owned
-    orbit = orbits(len(plan.shards.nodes), plan.shards.generators)[: len(owned)].tolist()
+    orbit = orbits(len(plan.shards.nodes), [np.array(generator) for generator in plan.shards.generators])[
+        : len(owned)
+    ].tolist()
     total = [Fraction(0)] * len(owned)
     for label, share in zip(orbit, owned, strict=True):
         total[label] += share

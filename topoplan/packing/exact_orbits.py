@@ -1,0 +1,185 @@
+"""Optimal packings of fabrics with more ranks than exact height tables take, on orbits of their symmetries.
+
+The bound comes from flows. Heights are tried from the lowest possible one on: the first at which column generation
+reaches the bound is taken. Where the bound is not reached, the duals of the run may themselves prove its value; else
+the optimum is found with trees of any height, priced exactly, and low heights are tried once more for that rate.
+
+The lowest height is the one that hop counts force, or one above a star that was refuted (the star of a rank is its
+only tree of height 1): then it is proved. Otherwise it is the lowest found, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from topoplan.errors import PlanError
+from topoplan.packing.bounds import best_bound
+from topoplan.packing.low_starts import hops
+from topoplan.packing.low_trees import SMALL
+from topoplan.packing.orbit_generation import OrbitGeneration, Progress
+from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
+from topoplan.packing.route_table import Orbits, RouteTable
+from topoplan.packing.symmetry_search import find_symmetry
+from topoplan.plans.certificate import Certificate, Lengths, certified_bound
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.images import shard_counts
+from topoplan.plans.plan import Shard
+
+FIRST_HEIGHTS = 3
+"""Heights that are tried before trees of any height."""
+
+LATER_HEIGHTS = 12
+"""Heights that are tried for a rate that only trees of any height have reached."""
+
+MOST_EDGES = 20_000
+"""Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrbitForest:
+    """A forest and its proof.
+
+    Parameters
+    ----------
+    shards : sequence of Shard
+        All of them, or for large forests their templates with the symmetries.
+    certificate : Certificate
+    notes : tuple of str
+        What could not be proved.
+    """
+
+    shards: Sequence[Shard]
+    certificate: Certificate
+    notes: tuple[str, ...]
+
+
+def pack_on_orbits(
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None = None,
+    order: str = "height",
+    progress: Progress | None = None,
+) -> OrbitForest:
+    """The optimal forest of a collective, low, and with its proof.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        At least two connected ranks; its switches neither copy nor add.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> forest = pack_on_orbits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
+    >>> len(forest.shards), forest.notes
+    (16, ())
+    """
+    generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
+    folded = collective == "allreduce" and fabric.direct and fabric.symmetric
+    packing = OrbitPacking(Orbits(fabric, generators, folded), collective, root)
+    search = _Search(packing, progress)
+    search.run()
+    assert search.best is not None
+    images = packing.images(search.best.weights())
+    edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
+    return OrbitForest(images if edges > MOST_EDGES else tuple(images), search.certificate, search.notes())
+
+
+@dataclass
+class _Search:
+    """What is known while heights are tried."""
+
+    packing: OrbitPacking
+    progress: Progress | None
+    best: OrbitGeneration | None = None
+    refuted: int = 0
+    target: Fraction = field(init=False)
+    certificate: Certificate = field(init=False)
+
+    def __post_init__(self) -> None:
+        packing = self.packing
+        self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
+        self.target = self._bound(self.certificate)
+        self.lowest = _lowest_height(packing)
+        self.refuted = self.lowest - 1
+
+    def run(self) -> None:
+        """Find the lowest height that reaches the optimum."""
+        for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
+            if self._try(height):
+                return
+        size = self.packing.fabric.size
+        if size <= SMALL:
+            free = OrbitGeneration(self.packing, progress=self.progress)
+            free.add(self._pool())
+            if not free.run(self.target):
+                self.target = free.value
+                self.certificate = self.packing.certificate(free.duals())
+            best, self.best = self.best, free
+            if best is not None and best.value >= self.target:
+                self.best = best
+                return
+        for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
+            if self._try(height):
+                return
+
+    def _try(self, height: int) -> bool:
+        """Generate trees of a height; True where they are proved optimal."""
+        generation = OrbitGeneration(self.packing, height=height, progress=self.progress)
+        generation.add([tree for tree in self._pool() if tree.height <= height])
+        reached = generation.run(self.target)
+        if reached or self.best is None or generation.value > self.best.value:
+            self.best = generation
+        if reached:
+            return True
+        if height == 1:
+            self.refuted = 1
+        self._prove(self.packing.certificate(generation.duals()))
+        return generation.value >= self.target
+
+    def _prove(self, lengths: Lengths) -> None:
+        """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
+        try:
+            bound = self._bound(lengths)
+        except PlanError:
+            return
+        if bound < self.target:
+            self.certificate, self.target = lengths, bound
+
+    def _pool(self) -> list[OrbitTree]:
+        return self.best.trees if self.best is not None else []
+
+    def _bound(self, certificate: Certificate) -> Fraction:
+        packing = self.packing
+        return certified_bound(certificate, packing.fabric, packing.collective, packing.root) * packing.scale
+
+    def notes(self) -> tuple[str, ...]:
+        """What is not proved of the height that was taken."""
+        best = self.best
+        assert best is not None, "at least one height has been tried"
+        height = max(tree.height for tree in best.weights())
+        if height <= self.refuted + 1:
+            return ()
+        return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)
+
+
+def _lowest_height(packing: OrbitPacking) -> int:
+    """The height that hop counts force: of the best root where any will do, else of the worst."""
+    routes = RouteTable(packing.orbits, (1,) * len(packing.limits))
+    roots = list(packing.roots)
+    needed = [0] * len(roots)
+    for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
+        if packing.uses(op):
+            for place, far in enumerate(hops(cost, np.array(roots)).max(axis=1).tolist()):
+                needed[place] = max(needed[place], far)
+    return max(needed) if packing.shared or packing.root is not None else min(needed)
