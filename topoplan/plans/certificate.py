@@ -1,7 +1,7 @@
 """Certificates: what a third party needs to recompute the bound of a plan, and the recomputation.
 
-Three kinds, all with the same idea: give every directed link e a length y(e) >= 0. Whatever the trees, one byte
-of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
+Three kinds, all with the same idea, and a fourth that adds them up: give every directed link e a length y(e) >= 0.
+Whatever the trees, one byte of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
 
 - `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
   (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
@@ -9,6 +9,8 @@ of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks
   is as long as the shortest path (`cheapest_forest`).
+- `Channels`: one of the above for each channel of a plan that splits the buffer between them. A shard keeps to one
+  channel (`topoplan.plans.channel_check`), so the bounds add up.
 
 A certificate is never trusted: its figures are recomputed here, in exact arithmetic, without the solver.
 """
@@ -23,6 +25,7 @@ from math import lcm
 
 from topoplan.errors import PlanError
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.shortest_arborescence import arborescence_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,14 @@ class Trivial:
     """One rank: nothing moves, nothing bounds."""
 
 
-Certificate = Cut | Partition | Lengths | Trivial
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A certificate for each channel, as (channel, certificate), of a plan whose shards keep to one channel each."""
+
+    parts: tuple[tuple[str, Cut | Partition | Lengths | Trivial], ...]
+
+
+Certificate = Cut | Partition | Lengths | Trivial | Channels
 
 
 def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> Fraction:
@@ -82,6 +92,8 @@ def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, r
         return _partition_bound(certificate, fabric, collective)
     if isinstance(certificate, Lengths):
         return _lengths_bound(certificate, fabric, collective, root)
+    if isinstance(certificate, Channels):
+        return _channels_bound(certificate, fabric, collective, root)
     if fabric.size > 1:
         raise PlanError(f"the certificate 'trivial' proves nothing for {fabric.size} ranks")
     raise PlanError("a plan of one rank moves nothing and has no bound")
@@ -138,6 +150,18 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
     total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
     return total / cheapest
+
+
+def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+    """Each channel carries at most its bound, in shares of its own: together they carry at most the sum."""
+    bounded = tuple(channel for channel, _ in certificate.parts)
+    if len(set(bounded)) < len(bounded) or set(bounded) != set(fabric.channels):
+        raise PlanError(
+            f"the certificate bounds {', '.join(bounded) or 'no channel'}, but the plan speaks of "
+            f"{', '.join(fabric.channels)}: each channel needs one part"
+        )
+    alone = ((Fabric(fabric.topology, (channel,)), part) for channel, part in certificate.parts)
+    return sum((certified_bound(part, one, collective, root) for one, part in alone), Fraction(0))
 
 
 def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> list[Fraction]:
@@ -224,70 +248,6 @@ def cheapest_forest(distance: list[list[int]], collective: str, root: int | None
     if collective == "reduce_scatter":
         return Fraction(sum(up), size)
     return Fraction(min(a + b for a, b in zip(up, down, strict=True)))
-
-
-def arborescence_length(distance: list[list[int]], root: int) -> int:
-    """Length of the shortest spanning arborescence from ``root`` (Chu-Liu 1965, Edmonds 1967), by contraction.
-
-    Parameters
-    ----------
-    distance : N x N int, zero or more
-        ``distance[u][v]`` is the length of the arc from u to v.
-
-    Examples
-    --------
-    >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
-    6
-    """
-    count = len(distance)
-    total = 0
-    while True:
-        parent = [-1] * count
-        for v in range(count):
-            if v != root:
-                parent[v] = min((u for u in range(count) if u != v), key=lambda u: (distance[u][v], u))
-                total += distance[parent[v]][v]
-        group = _cycles(parent, root)
-        merged = max(group) + 1
-        if merged == count:
-            return total
-        reduced: list[list[int | None]] = [[None] * merged for _ in range(merged)]
-        for u in range(count):
-            for v in range(count):
-                if group[u] != group[v] and v != root:
-                    slack = distance[u][v] - distance[parent[v]][v]
-                    known = reduced[group[u]][group[v]]
-                    if known is None or slack < known:
-                        reduced[group[u]][group[v]] = slack
-        root = group[root]
-        distance = [[0 if value is None else value for value in row] for row in reduced]
-        count = merged
-
-
-def _cycles(parent: list[int], root: int) -> list[int]:
-    """Number the vertices so that those on one cycle of the parent pointers share a number."""
-    group = [-1] * len(parent)
-    state = [0] * len(parent)
-    state[root] = 2
-    following = 0
-    for start in range(len(parent)):
-        path = []
-        v = start
-        while state[v] == 0:
-            state[v] = 1
-            path.append(v)
-            v = parent[v]
-        if state[v] == 1:
-            for u in path[path.index(v) :]:
-                group[u] = following
-            following += 1
-        for u in path:
-            state[u] = 2
-    for v in range(len(parent)):
-        if group[v] < 0:
-            group[v] = following
-            following += 1
-    return group
 
 
 def _weighed(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:
