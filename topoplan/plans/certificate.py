@@ -54,14 +54,18 @@ class Trivial:
     """One rank: nothing moves, nothing bounds."""
 
 
+OneFabric = Cut | Partition | Lengths | Trivial
+"""What bounds a plan whose links are one fabric."""
+
+
 @dataclass(frozen=True, slots=True)
 class Channels:
     """A certificate for each channel, as (channel, certificate), of a plan whose shards keep to one channel each."""
 
-    parts: tuple[tuple[str, Cut | Partition | Lengths | Trivial], ...]
+    parts: tuple[tuple[str, OneFabric], ...]
 
 
-Certificate = Cut | Partition | Lengths | Trivial | Channels
+Certificate = OneFabric | Channels
 
 
 def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> Fraction:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.plans.certificate import Channels, Cut, Lengths, Partition, Trivial, certified_bound
+from topoplan.plans.certificate import Channels, Cut, Lengths, OneFabric, Partition, certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link
@@ -43,15 +43,16 @@ def explain_certificate(plan: Plan) -> str:
         bound = certified_bound(certificate, fabric, plan.collective, plan.root)
         return _explain_lengths(certificate, fabric, bound)
     if isinstance(certificate, Channels):
-        return "; ".join(_explain_channel(plan, channel, part) for channel, part in certificate.parts)
+        sums = " and ".join(_explain_channel(plan, channel, part) for channel, part in certificate.parts)
+        return f"{sums}, since every shard keeps to one of them"
     return "one rank moves nothing"
 
 
-def _explain_channel(plan: Plan, channel: str, part: Cut | Partition | Lengths | Trivial) -> str:
+def _explain_channel(plan: Plan, channel: str, part: OneFabric) -> str:
     """What bounds the part of the buffer that runs over one channel."""
     alone = replace(plan, channels=(channel,), certificate=part)
     bound = certified_bound(part, Fabric(plan.topology, (channel,)), plan.collective, plan.root)
-    return f"{channel} at most {_number(bound)} GB/s of it ({explain_certificate(alone)})"
+    return f"{_number(bound)} GB/s over {channel} ({explain_certificate(alone)})"
 
 
 def _explain_cut(cut: Cut, fabric: Fabric, plan: Plan) -> str:

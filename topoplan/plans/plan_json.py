@@ -15,7 +15,7 @@ from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.formats.topology_json import topology_from_object, topology_to_object
-from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
+from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, OneFabric, Partition, Trivial
 from topoplan.plans.fabric import CHANNEL_LINKS
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.units import nearest_float
@@ -197,7 +197,7 @@ def _certificate(item: object) -> Certificate:
     )
 
 
-def _certified_channel(item: object) -> tuple[str, Cut | Partition | Lengths | Trivial]:
+def _certified_channel(item: object) -> tuple[str, OneFabric]:
     value = _dict(item, "certificate: part")
     inner = _dict(value.get("certificate"), "certificate: certificate of a channel")
     part = None if inner.get("kind") == "channels" else _certificate(inner)
