@@ -16,8 +16,8 @@ MODULES = sorted(
     path.relative_to(ROOT) for room in ("topoplan", "collectives") for path in (ROOT / room).rglob("*.py")
 )
 
-ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "packing", "schedules"]
-ORDER += ["simulation", "plot", "compare", "cli"]
+ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "simulation"]
+ORDER += ["packing", "schedules", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 

@@ -16,7 +16,18 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from topoplan.formats.link_rates import A100, B200, H100, P100, PCIE_X16, SOCKET, UNKNOWN, V100, GpuGeneration
+from topoplan.formats.link_rates import (
+    A100,
+    B200,
+    H100,
+    P100,
+    PCIE_X16,
+    PEER_ACCESS,
+    SOCKET,
+    UNKNOWN,
+    V100,
+    GpuGeneration,
+)
 from topoplan.formats.pcie_tree import both_ways, cpus_of, host_links
 from topoplan.formats.topology_json import dump_topology_json
 from topoplan.topology import Device, Link, Topology
@@ -195,9 +206,11 @@ def dgx_1v() -> Topology:
     source = (
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, QPI_WIDTH 8 of older releases, which agrees with Blink, MLSys "
         "2020: AllReduce over PCIe rings of 3, 4, 5 GPUs at 5.99, 5.46, 4.92 GB/s (figure 16) is 8.0, 8.2, "
-        f"7.9 GB/s on the wire, broadcast (figure 14) 8.6; {_DGX_1_SHAPE}"
+        "7.9 GB/s on the wire, broadcast (figure 14) 8.6; peer access: fitted to figure 26 there, taken as "
+        f"broadcasts of 500 MB; {_DGX_1_SHAPE}"
     )
-    return direct_box("dgx-1v", host, gpu=V100, gpus=8, pairs=pairs, source=source)
+    box = direct_box("dgx-1v", host, gpu=V100, gpus=8, pairs=pairs, source=source)
+    return replace(box, peer_access=PEER_ACCESS)
 
 
 def dgx_2() -> Topology:
@@ -256,9 +269,11 @@ def v100x4() -> Topology:
     pairs = {(0, 1): 1, (0, 2): 1, (0, 3): 2, (1, 2): 2, (1, 3): 1, (2, 3): 2}
     source = (
         f"{NVLINK_SOURCE}; NVLink shape: nvidia-smi topo -m of AWS p3.8xlarge; {PCIE_SOURCE}; PCIe shape: "
-        "not visible in the virtual machine, taken from the half DGX-1V that it is; its NIC is left out"
+        "not visible in the virtual machine, taken from the half DGX-1V that it is, as is the time of switching "
+        "peer access; its NIC is left out"
     )
-    return direct_box("v100x4", host, gpu=V100, gpus=4, pairs=pairs, source=source)
+    box = direct_box("v100x4", host, gpu=V100, gpus=4, pairs=pairs, source=source)
+    return replace(box, peer_access=((4, PEER_ACCESS[0][1]),))
 
 
 def pcie_x8() -> Topology:

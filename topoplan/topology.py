@@ -24,6 +24,9 @@ SLOWEST, FASTEST = 1e-6, 1e9
 MOST_WIRES = 1_000_000
 """Most parallel wires of one link."""
 
+MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
+"""Largest number of GPUs of one server, and longest time in seconds, that `Topology.peer_access` may state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -140,6 +143,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or abs(value) < 1 << 1000
 
 
+def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
+    previous = 1
+    for gpus, seconds in stated:
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or not previous < gpus <= MOST_GPUS:
+            raise TopologyError(
+                f"peer_access: number of GPUs {_shown(gpus)} must be a whole number from 2 to {MOST_GPUS}, and above "
+                "the one before it"
+            )
+        if not _is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
+            raise TopologyError(
+                f"peer_access of {gpus} GPUs: {_shown(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
+            )
+        previous = gpus
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Devices and directed links of one machine or cluster.
@@ -156,11 +174,14 @@ class Topology:
         What had to be assumed, one line each; shown to the user.
     source : str
         Where the figures come from.
+    peer_access : tuple of (int, float)
+        Seconds that switching peer access between NVLink and PCIe takes, by number of GPUs of a server, ascending
+        (Blink, appendix A.3: T_dpa). Empty where it is not known (see `topoplan.plans.channel_start`).
 
     Raises
     ------
     TopologyError
-        Two devices of one name, a link to an unknown device, or the same link twice.
+        Two devices of one name, a link to an unknown device, the same link twice, or ``peer_access`` out of range.
 
     Examples
     --------
@@ -175,8 +196,10 @@ class Topology:
     links: tuple[Link, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
+    peer_access: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        _check_peer_access(self.peer_access)
         names = {device.name for device in self.devices}
         if len(names) != len(self.devices):
             repeated = sorted(n for n in names if sum(d.name == n for d in self.devices) > 1)

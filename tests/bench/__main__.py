@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, loopback, planning
+from tests.bench import allocations, hybrid, loopback, planning
 
 
 def main() -> int:
     """Run every benchmark, or those named on the command line."""
-    benchmarks = {"allocations": allocations.main, "loopback": loopback.main, "planning": planning.main}
+    benchmarks = {
+        "allocations": allocations.main,
+        "hybrid": hybrid.main,
+        "loopback": loopback.main,
+        "planning": planning.main,
+    }
     chosen = sys.argv[1:] or sorted(benchmarks)
     for name in chosen:
         if name not in benchmarks:

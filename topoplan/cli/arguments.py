@@ -107,6 +107,20 @@ def size_list(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def size(text: str) -> int:
+    """One size in bytes, of 0 to `LARGEST_SIZE`.
+
+    Examples
+    --------
+    >>> size("64MB")
+    67108864
+    """
+    sizes = size_list(text)
+    if len(sizes) > 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} names {len(sizes)} sizes; give one, such as 64MB")
+    return sizes[0]
+
+
 def add_machine(parser: OneLineParser, *, or_plan: bool = False) -> None:
     """TOPO and the bandwidths that the text of ``nvidia-smi topo -m`` leaves open."""
     parser.add_argument(
@@ -165,6 +179,24 @@ def add_sizes(parser: OneLineParser, default: str) -> None:
         default=default,
         metavar="S",
         help=f"bytes of the buffer: 1KB:1GB doubling, or 64KB,1MB,… (default: {default})",
+    )
+
+
+def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None:
+    """Which channels, and for those that divide the buffer its size; a default of None leaves open what was given."""
+    parser.add_argument(
+        "--channels",
+        default=default,
+        metavar="CH",
+        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together), nvlink, pcie, "
+        "nvlink+network, or nvlink+pcie: the buffer divided between a forest over each (default: auto)",
+    )
+    parser.add_argument(
+        "--size",
+        type=size,
+        metavar="S",
+        help="with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small ones "
+        "(default: the limit of large buffers)",
     )
 
 

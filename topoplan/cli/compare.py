@@ -29,6 +29,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
+    arguments.add_channels(parser)
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
 
@@ -38,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
     collective = check_collective(options.collective)
     if options.all_allocations and (options.gpus is not None or options.root is not None):
         raise UsageError("--all-allocations goes with neither --gpus nor --root; leave one of them out")
+    if options.all_allocations and (options.channels != "auto" or options.size is not None):
+        raise UsageError("--all-allocations goes with neither --channels nor --size; leave them out")
     if options.gpu_counts is not None and not options.all_allocations:
         raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
     check_plot(options.plot)
@@ -46,7 +49,15 @@ def run(options: argparse.Namespace) -> int:
         if options.all_allocations:
             rows = compare_all(topology, collective, sizes=options.gpu_counts, progress=progress)
         else:
-            rows = (compare(topology, collective, gpus=options.gpus, root=options.root),)
+            one = compare(
+                topology,
+                collective,
+                gpus=options.gpus,
+                root=options.root,
+                channels=options.channels,
+                nbytes=options.size,
+            )
+            rows = (one,)
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
         raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
     title = f"{collective} on {topology.name}"

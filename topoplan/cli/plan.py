@@ -28,13 +28,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--method", default="exact", metavar="M", help=f"{' or '.join(METHODS)} (default: exact)"
     )
-    parser.add_argument(
-        "--channels",
-        default="auto",
-        metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together), nvlink, pcie "
-        "or nvlink+network (default: auto)",
-    )
+    arguments.add_channels(parser)
     parser.add_argument(
         "--order",
         metavar="O",
@@ -81,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
             order=options.order or "height",
             epsilon=0.05 if options.epsilon is None else options.epsilon,
             threshold=0.05 if options.threshold is None else options.threshold,
+            nbytes=options.size,
             progress=progress,
         )
     if options.plot:
@@ -138,6 +133,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _tree_table(plan: Plan) -> str:
+    split = len({edge.channel for shard in plan.shards for stage in shard.stages for edge in stage.edges}) > 1
     rows = []
     for number, shard in enumerate(plan.shards):
         stage = shard.stages[-1]
@@ -145,7 +141,17 @@ def _tree_table(plan: Plan) -> str:
         arrow = ">" if down else "<"
         edges = " ".join(f"{plan.ranks[e.parent]}{arrow}{plan.ranks[e.child]}" for e in stage.top_down())
         weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
+        over = (stage.edges[0].channel,) if split else ()
         rows.append(
-            (str(number), str(shard.share), f"{weight:.4g}", plan.ranks[stage.root], str(stage.height), edges)
+            (
+                str(number),
+                *over,
+                str(shard.share),
+                f"{weight:.4g}",
+                plan.ranks[stage.root],
+                str(stage.height),
+                edges,
+            )
         )
-    return table(("shard", "share", "GB/s", "root", "height", "edges"), rows)
+    channel = ("channel",) if split else ()
+    return table(("shard", *channel, "share", "GB/s", "root", "height", "edges"), rows)

@@ -19,7 +19,7 @@ from topoplan.simulation.table import Crossover, Row, crossover, format_table, s
 from topoplan.simulation.trace import chrome_trace
 from topoplan.units import format_size
 
-OF_A_MACHINE = ("gpus", "collective", "root", "nvlink_gbps", "pcie_gbps")
+OF_A_MACHINE = ("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps")
 """Options that a plan file has settled already."""
 
 
@@ -29,6 +29,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_allocation(parser)
     arguments.add_collective(parser, default=None)
     arguments.add_root(parser)
+    arguments.add_channels(parser, default=None)
     arguments.add_sizes(parser, "1KB:1GB")
     parser.add_argument(
         "--trace", metavar="F.json", help="write the chunk-by-chunk run of the largest size as a Chrome trace"
@@ -99,7 +100,13 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
             raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
         return source
     return make_plan(
-        source, options.collective or "allreduce", gpus=options.gpus, root=options.root, progress=progress
+        source,
+        options.collective or "allreduce",
+        gpus=options.gpus,
+        root=options.root,
+        channels=options.channels or "auto",
+        nbytes=options.size,
+        progress=progress,
     )
 
 

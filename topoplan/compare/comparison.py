@@ -33,6 +33,8 @@ def compare(
     *,
     gpus: Sequence[int] | None = None,
     root: int | None = None,
+    channels: str = "auto",
+    nbytes: int | None = None,
 ) -> Comparison:
     """Compare trees with rings on one allocation.
 
@@ -45,6 +47,8 @@ def compare(
         The allocation; all GPUs for None.
     root : int or None
         GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels, nbytes : str, int or None
+        What the trees run over, and for which size, as in `topoplan.plan`; the rings choose for themselves.
 
     Raises
     ------
@@ -64,7 +68,7 @@ def compare(
     """
     collective = check_collective(collective)
     chosen = topology.select(gpus)
-    trees = plan(topology, collective, gpus=chosen, root=root)
+    trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
     picked, no_ring = _if_there_is(lambda: ring(topology, collective, gpus=chosen, root=root))
     relay = double = None
     if trees.channels == ("nvlink",):

@@ -26,6 +26,15 @@ SOCKET = {
 }
 """GB/s between two CPU sockets, by processor."""
 
+PEER_ACCESS = ((3, 0.0035), (6, 0.0035), (7, 0.0037), (8, 0.0037))
+"""Seconds that a DGX-1V takes to switch peer access between NVLink and PCIe (T_dpa), by number of GPUs.
+
+Fitted to Blink (MLSys 2020), figure 26, broadcast over NVLink alone and over both. Equation 8 with the measured
+NVLink rate, 8 GB/s of PCIe and a buffer of 500 MB gives 3.6, 3.9, 3.7, 2.9, 4.0 and 3.4 ms for 3 to 8 GPUs; bars read
+to 0.5 GB/s leave 0.3 to 0.5 ms open. These are the closest times, in tenths of a millisecond, that do not fall with
+the number of GPUs. The size of 500 MB is assumed, since the figure's values carry none: with 1 GB all times double.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuGeneration:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from typing import TypeGuard, cast
 
@@ -100,7 +101,22 @@ def topology_from_object(value: object) -> Topology:
         ),
         notes=tuple(notes),
         source=source,
+        peer_access=_peer_access(value.get("peer_access", {})),
     )
+
+
+def _peer_access(item: object) -> tuple[tuple[int, float], ...]:
+    """Seconds by number of GPUs: an object, since JSON has no other keys than texts."""
+    if not isinstance(item, dict):
+        raise TopologyError(
+            f'topology peer_access must be an object such as {{"8": 0.0037}}, not {type(item).__name__}'
+        )
+    for count, seconds in item.items():
+        if not re.fullmatch(r"[1-9][0-9]{0,6}", str(count)):
+            raise TopologyError(f"topology peer_access: {str(count)[:60]!r} is no number of GPUs such as '8'")
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TopologyError(f"topology peer_access: {repr(seconds)[:60]} must be a number of seconds")
+    return tuple(sorted((int(count), seconds) for count, seconds in item.items()))
 
 
 def _items(value: Mapping[str, object], key: str) -> list[object]:
@@ -143,6 +159,8 @@ def topology_to_object(topology: Topology) -> dict[str, object]:
         head["source"] = topology.source
     if topology.notes:
         head["notes"] = list(topology.notes)
+    if topology.peer_access:
+        head["peer_access"] = {str(gpus): seconds for gpus, seconds in topology.peer_access}
     head["devices"] = [
         {key: field for key in _DEVICE_KEYS if (field := getattr(d, key)) != _DEVICE_DEFAULTS.get(key, ...)}
         for d in topology.devices

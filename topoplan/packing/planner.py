@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
@@ -23,7 +24,7 @@ from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
-from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.plans.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.topology import Topology
@@ -42,6 +43,7 @@ def plan(
     order: str = "height",
     epsilon: float = 0.05,
     threshold: float = 0.05,
+    nbytes: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
@@ -59,12 +61,15 @@ def plan(
     method : str
         ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink.
     channels : str
-        ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``.
+        ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides
+        the buffer between a forest over each (see `topoplan.packing.hybrid`).
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
     epsilon, threshold : float
         For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
         stay, or failing that below the packing's rate.
+    nbytes : int or None
+        For ``nvlink+pcie``, the size of the buffer, on which the shares depend; None for the limit of large ones.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 
@@ -95,8 +100,23 @@ def plan(
     collective = check_collective(collective)
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
+    _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
     chosen = topology.select(gpus)
     rank_of_root = root_rank(chosen, collective, root)
+    if channels in CHANNEL_SPLITS:
+        from topoplan.packing.hybrid import plan_channels
+
+        over = partial(plan, topology, collective, gpus=gpus, root=root, method=method, order=order)
+        over = partial(over, epsilon=epsilon, threshold=threshold, progress=progress)
+        split = CHANNEL_SPLITS[channels]
+        made = plan_channels(
+            split, lambda channel: over(channels=channel), machine=topology.name, nbytes=nbytes
+        )
+        return made.timed(time.perf_counter() - started)
+    if nbytes is not None:
+        raise UsageError(
+            f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
+        )
     fabric = usable_fabric(topology.subset(chosen), channels=channels)
     plain = fabric.forwarding_only()
     if fabric.size == 1:

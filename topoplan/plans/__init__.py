@@ -1,6 +1,6 @@
 """The plan and its independent check."""
 
-from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
+from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
 from topoplan.plans.fabric import Arc, Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.plans.verify import Verification, verify
@@ -8,6 +8,7 @@ from topoplan.plans.verify import Verification, verify
 __all__ = [
     "Arc",
     "Certificate",
+    "Channels",
     "Cut",
     "Edge",
     "Fabric",

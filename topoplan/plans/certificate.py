@@ -1,7 +1,7 @@
 """Certificates: what a third party needs to recompute the bound of a plan, and the recomputation.
 
-Three kinds, all with the same idea: give every directed link e a length y(e) >= 0. Whatever the trees, one byte
-of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
+Three kinds, all with the same idea, and a fourth that adds them up: give every directed link e a length y(e) >= 0.
+Whatever the trees, one byte of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
 
 - `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
   (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
@@ -9,6 +9,8 @@ of the buffer uses at least L of length, so rate <= sum of c(e) y(e) / L.
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks
   is as long as the shortest path (`topoplan.plans.cheapest_forest`).
+- `Channels`: one of the above for each channel of a plan that splits the buffer between them. A shard keeps to one
+  channel (`topoplan.plans.channel_check`), so the bounds add up.
 
 A certificate is never trusted: its figures are recomputed here, in exact arithmetic, without the solver.
 """
@@ -51,7 +53,18 @@ class Trivial:
     """One rank: nothing moves, nothing bounds."""
 
 
-Certificate = Cut | Partition | Lengths | Trivial
+OneFabric = Cut | Partition | Lengths | Trivial
+"""What bounds a plan whose links are one fabric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A certificate for each channel, as (channel, certificate), of a plan whose shards keep to one channel each."""
+
+    parts: tuple[tuple[str, OneFabric], ...]
+
+
+Certificate = OneFabric | Channels
 
 
 def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> Fraction:
@@ -82,6 +95,8 @@ def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, r
         return _partition_bound(certificate, fabric, collective)
     if isinstance(certificate, Lengths):
         return _lengths_bound(certificate, fabric, collective, root)
+    if isinstance(certificate, Channels):
+        return _channels_bound(certificate, fabric, collective, root)
     if fabric.size > 1:
         raise PlanError(f"the certificate 'trivial' proves nothing for {fabric.size} ranks")
     raise PlanError("a plan of one rank moves nothing and has no bound")
@@ -137,6 +152,18 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
     total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
     return total / cheapest
+
+
+def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+    """Each channel carries at most its bound, in shares of its own: together they carry at most the sum."""
+    bounded = tuple(channel for channel, _ in certificate.parts)
+    if len(set(bounded)) < len(bounded) or set(bounded) != set(fabric.channels):
+        raise PlanError(
+            f"the certificate bounds {', '.join(bounded) or 'no channel'}, but the plan speaks of "
+            f"{', '.join(fabric.channels)}: each channel needs one part"
+        )
+    alone = ((Fabric(fabric.topology, (channel,)), part) for channel, part in certificate.parts)
+    return sum((certified_bound(part, one, collective, root) for one, part in alone), Fraction(0))
 
 
 def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> list[Fraction]:

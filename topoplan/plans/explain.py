@@ -6,9 +6,10 @@ Every sentence states a capacity in GB/s and how often a byte of the buffer uses
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.plans.certificate import Cut, Lengths, Partition, certified_bound
+from topoplan.plans.certificate import Channels, Cut, Lengths, OneFabric, Partition, certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link
@@ -41,7 +42,17 @@ def explain_certificate(plan: Plan) -> str:
     if isinstance(certificate, Lengths):
         bound = certified_bound(certificate, fabric, plan.collective, plan.root)
         return _explain_lengths(certificate, fabric, bound)
+    if isinstance(certificate, Channels):
+        sums = " and ".join(_explain_channel(plan, channel, part) for channel, part in certificate.parts)
+        return f"{sums}, since every shard keeps to one of them"
     return "one rank moves nothing"
+
+
+def _explain_channel(plan: Plan, channel: str, part: OneFabric) -> str:
+    """What bounds the part of the buffer that runs over one channel."""
+    alone = replace(plan, channels=(channel,), certificate=part)
+    bound = certified_bound(part, Fabric(plan.topology, (channel,)), plan.collective, plan.root)
+    return f"{_number(bound)} GB/s over {channel} ({explain_certificate(alone)})"
 
 
 def _explain_cut(cut: Cut, fabric: Fabric, plan: Plan) -> str:

@@ -30,6 +30,9 @@ CHANNEL_CHOICES = {
 }
 """What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
 
+CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
+"""What a plan may be asked to divide the buffer between: every tree keeps to one of the channels, the first leads."""
+
 ROUTES_PER_PAIR = 16
 """Routes kept between two ranks, shortest first; a certificate always speaks of all of them."""
 
@@ -81,15 +84,27 @@ class Fabric:
     def links(self) -> tuple[Link, ...]:
         """The links that the channels may cross, in the topology's order.
 
-        Of several from one device to another the widest: a copy takes one path, and a route names devices only.
+        Of several from one device to another the widest: a copy takes one path, and a route names devices only. Where
+        the buffer is split, the widest of each channel.
         """
-        usable = {name for channel in self.channels for name in CHANNEL_LINKS[channel]}
-        widest: dict[tuple[str, str], Link] = {}
+        lane = {
+            name: channel if self.split else ""
+            for channel in self.channels
+            for name in CHANNEL_LINKS[channel]
+        }
+        widest: dict[tuple[str, str, str], Link] = {}
         for link in self.topology.links:
-            known = widest.get((link.src, link.dst))
-            if link.channel in usable and (known is None or link.bandwidth > known.bandwidth):
-                widest[link.src, link.dst] = link
-        return tuple(link for link in self.topology.links if widest.get((link.src, link.dst)) is link)
+            if link.channel in lane:
+                ends = (link.src, link.dst, lane[link.channel])
+                if ends not in widest or link.bandwidth > widest[ends].bandwidth:
+                    widest[ends] = link
+        kept = set(widest.values())
+        return tuple(link for link in self.topology.links if link in kept)
+
+    @property
+    def split(self) -> bool:
+        """True where NVLink and PCIe run side by side: the driver mixes them in no route and no tree."""
+        return {"nvlink", "pcie"} <= set(self.channels)
 
     @cached_property
     def capacity(self) -> tuple[Fraction, ...]:
@@ -107,6 +122,21 @@ class Fabric:
     def link_index(self) -> dict[tuple[str, str], int]:
         """Index of the usable link from one device to another."""
         return {(link.src, link.dst): number for number, link in enumerate(self.links)}
+
+    @cached_property
+    def link_on(self) -> dict[tuple[str, str, str], int]:
+        """Index of the widest link from one device to another that an edge of a channel may cross.
+
+        An edge over the network may start and end on any link of the plan; other edges keep to their own.
+        """
+        found: dict[tuple[str, str, str], int] = {}
+        for number, link in enumerate(self.links):
+            for channel in self.channels:
+                if channel == "network" or link.channel in CHANNEL_LINKS[channel]:
+                    known = found.setdefault((link.src, link.dst, channel), number)
+                    if link.bandwidth > self.links[known].bandwidth:
+                        found[link.src, link.dst, channel] = number
+        return found
 
     @cached_property
     def ends(self) -> tuple[tuple[int, int], ...]:

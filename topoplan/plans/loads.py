@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from topoplan.errors import PlanError
-from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards, shard_counts
 from topoplan.plans.plan import Edge, Shard, Stage
 from topoplan.plans.symmetry import link_orbits
@@ -46,19 +46,14 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
     devices = edge.route if op == "broadcast" else edge.route[::-1]
     crossed = []
     for src, dst in pairwise(devices):
-        number = fabric.link_index.get((src, dst))
-        if number is None or not _may_cross(edge.channel, fabric.links[number].channel):
+        number = fabric.link_on.get((src, dst, edge.channel))
+        if number is None:
             raise PlanError(
                 f"the route {'-'.join(edge.route)} crosses {src}->{dst}, where there is no {edge.channel} link",
                 rank=edge.child,
             )
         crossed.append(number)
     return tuple(crossed)
-
-
-def _may_cross(channel: str, link_channel: str) -> bool:
-    """A route over the network may start and end on any link of the plan; other routes keep to their own."""
-    return channel == "network" or link_channel in CHANNEL_LINKS[channel]
 
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:

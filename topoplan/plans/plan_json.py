@@ -16,7 +16,7 @@ from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.formats.topology_json import topology_from_object, topology_to_object
-from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial
+from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, OneFabric, Partition, Trivial
 from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
@@ -103,6 +103,12 @@ def certificate_to_object(certificate: Certificate) -> dict[str, object]:
         return {"kind": "partition", "parts": [list(part) for part in certificate.parts]}
     if isinstance(certificate, Lengths):
         return {"kind": "lengths", "lengths": [[s, d, str(y)] for s, d, y in certificate.lengths]}
+    if isinstance(certificate, Channels):
+        parts = [
+            {"channel": channel, "certificate": certificate_to_object(part)}
+            for channel, part in certificate.parts
+        ]
+        return {"kind": "channels", "parts": parts}
     return {"kind": "trivial"}
 
 
@@ -217,7 +223,22 @@ def _certificate(item: object) -> Certificate:
         return Lengths(tuple(rows))
     if kind == "trivial":
         return Trivial()
-    raise PlanError(f"certificate kind {kind!r} is unknown; use cut, partition, lengths or trivial")
+    if kind == "channels":
+        return Channels(
+            tuple(_certified_channel(part) for part in _list(value.get("parts"), "certificate: parts"))
+        )
+    raise PlanError(
+        f"certificate kind {repr(kind)[:60]} is unknown; use cut, partition, lengths, trivial or channels"
+    )
+
+
+def _certified_channel(item: object) -> tuple[str, OneFabric]:
+    value = _dict(item, "certificate: part")
+    inner = _dict(value.get("certificate"), "certificate: certificate of a channel")
+    part = None if inner.get("kind") == "channels" else _certificate(inner)
+    if part is None or isinstance(part, Channels):
+        raise PlanError("certificate: a channel's certificate cannot itself be one of channels")
+    return _text(value.get("channel"), "certificate: channel"), part
 
 
 def _channels(item: object) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.plans.certificate import certified_bound
+from topoplan.plans.channel_check import check_channels
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
@@ -44,7 +45,7 @@ class Verification:
     bottleneck : tuple of (str, str)
         Links that are full when the plan runs at its rate.
     loads : dict of (src, dst) to float
-        Bytes across each used link for each byte of the buffer.
+        Bytes across each used link for each byte of the buffer, of all channels between two devices together.
     """
 
     rate: float
@@ -84,6 +85,7 @@ def verify(plan: Plan) -> Verification:
     for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
+    check_channels(plan, fabric)
     rate = forest_rate(plan.shards, fabric)
     bound = certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
     _check_claim("rate", plan.rate, rate)
@@ -93,7 +95,10 @@ def verify(plan: Plan) -> Verification:
             f"the forest's rate {nearest_float(rate):.6g} GB/s exceeds the certified bound "
             f"{nearest_float(bound):.6g}: the certificate does not fit this machine"
         )
-    loads = link_loads(plan.shards, fabric)
+    loads: dict[tuple[str, str], float] = {}
+    for link, load in zip(fabric.links, link_loads(plan.shards, fabric), strict=True):
+        if load:
+            loads[link.src, link.dst] = loads.get((link.src, link.dst), 0.0) + float(load)
     return Verification(
         rate=math.inf if rate is None else nearest_float(rate),
         bound=math.inf if bound is None else nearest_float(bound),
@@ -105,7 +110,7 @@ def verify(plan: Plan) -> Verification:
         bottleneck=tuple(
             (fabric.links[i].src, fabric.links[i].dst) for i in bottlenecks(plan.shards, fabric)
         ),
-        loads={(link.src, link.dst): float(x) for link, x in zip(fabric.links, loads, strict=True) if x},
+        loads=loads,
     )
 
 

@@ -15,8 +15,11 @@ The first term is the pipeline: no hop can be done earlier, whatever the order i
 second is the alpha-beta sum, with which NCCL ranks its algorithms: start-ups on the way in and out are not
 hidden behind a full link. T is exact on chains and stars and approaches D / rate as D grows.
 
+Channels between which the buffer is split share no link: each is a lane with a T of its own, to which the time is
+added at which the channel may start, and the last lane to end counts.
+
 The number of chunks is chosen as if every chunk waited at every link for one of every other shard, a round of
-(D load / c - its own) / k, and is the same for all shards, so that chunk order gives every tree its weight.
+(D load / c - its own) / k, and is the same for all shards of a lane, so that chunk order gives every tree its weight.
 """
 
 from __future__ import annotations
@@ -48,12 +51,45 @@ _GRID = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """The part of a plan that runs over links of its own.
+
+    Parameters
+    ----------
+    name : str
+        Its channels.
+    start : float
+        Seconds after the launch at which it may start.
+    hops : (F',) int64
+        Those of the flow's hops that run in it.
+    share : float
+        Share of the buffer.
+    largest : float
+        The largest share of one of its shards.
+    chain : float
+        Longest chain of start-ups in seconds.
+    pace : float
+        Seconds for each byte of the buffer for which its fullest link is busy.
+    """
+
+    name: str
+    start: float
+    hops: Indices
+    share: float
+    largest: float
+    chain: float
+    pace: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
     """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
 
     Parameters
     ----------
     flow : Dataflow
+    lanes : tuple of Lane
+        Those of the flow.
     alpha, pace : (F, 1) float64
         Start-up in seconds, and seconds for each byte of the buffer, of every hop.
     others : (F, 1) float64
@@ -62,10 +98,11 @@ class Pipeline:
     forward, backward : tuple of Level
         The hops that each hop waits for, and those that wait for it.
     latency : float
-        Launch and the longest chain of start-ups, in seconds.
+        Seconds that remain at size zero: launch, start and longest chain of start-ups of the last lane.
     """
 
     flow: Dataflow
+    lanes: tuple[Lane, ...]
     alpha: Floats
     pace: Floats
     others: Floats
@@ -93,14 +130,22 @@ class Pipeline:
         (C,) float64
             Seconds, launch included.
         """
-        if not self.flow.hops:
-            return np.full(chunks.shape[1], LAUNCH)
-        sum_of_both = self.latency + self.bandwidth_seconds(nbytes)
-        slower: Floats = np.maximum(LAUNCH + self._pipelined(nbytes, chunks, rounds=0), sum_of_both)
-        return slower
+        last: Floats = self.lane_seconds(nbytes, chunks).max(axis=0)
+        return last
 
-    def best_chunks(self, nbytes: float) -> int:
-        """The number of chunks of every shard with the least pipeline time if chunks wait for each other.
+    def lane_seconds(self, nbytes: float, chunks: Indices) -> Floats:
+        """The closed form for every lane: (L, C) float64, from the call on. Parameters are those of `seconds`."""
+        if not self.flow.hops:
+            return np.full((len(self.lanes), chunks.shape[1]), LAUNCH)
+        pipelined = self._pipelined(nbytes, chunks, rounds=0)
+        rows = []
+        for lane in self.lanes:
+            sum_of_both = LAUNCH + lane.start + lane.chain + nbytes * lane.pace
+            rows.append(np.maximum(LAUNCH + lane.start + pipelined[lane.hops].max(axis=0), sum_of_both))
+        return np.array(rows)
+
+    def best_chunks(self, nbytes: float, lane: int = 0) -> int:
+        """The number of chunks of every shard of a lane with the least pipeline time if chunks wait for each other.
 
         That time is convex in k: a grid of growing steps, then finer ones between the neighbours of the best,
         down to single steps.
@@ -117,23 +162,25 @@ class Pipeline:
         """
         if not self.flow.hops:
             return 1
-        low, high = 1, min(MAX_CHUNKS, max(1, int(max(self.flow.shares) * nbytes // SMALLEST_CHUNK)))
+        hops = self.lanes[lane].hops
+        low, high = 1, min(MAX_CHUNKS, max(1, int(self.lanes[lane].largest * nbytes // SMALLEST_CHUNK)))
         while True:
             growth = (high / low) ** (1 / _GRID)
             grid = sorted({low, high, *(round(low * growth**i) for i in range(1, _GRID))})
             counts = np.broadcast_to(np.array(grid, dtype=np.int64), (len(self.flow.shares), len(grid)))
-            best = int(np.argmin(self._pipelined(nbytes, counts, rounds=1)))
+            best = int(np.argmin(self._pipelined(nbytes, counts, rounds=1)[hops].max(axis=0)))
             if high - low + 1 == len(grid):
                 return int(grid[best])
             low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
 
     def _pipelined(self, nbytes: float, chunks: Indices, *, rounds: int) -> Floats:
+        """Of every hop, (F, C): the longest chain of times through it."""
         k = chunks[self.shard].astype(np.float64)
         alone = self.alpha + self.pace * nbytes / k
         chain = longest_chains(alone, self.forward) + k * alone + longest_chains(alone, self.backward)
         waiting = rounds * self.others * nbytes * (k + 1) / k
-        longest: Floats = (chain + waiting).max(axis=0)
-        return longest
+        through: Floats = chain + waiting
+        return through
 
 
 def pipeline(flow: Dataflow) -> Pipeline:
@@ -142,20 +189,38 @@ def pipeline(flow: Dataflow) -> Pipeline:
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
     fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
     forward = forward_levels(flow)
+    chains = longest_chains(alpha, forward) + alpha
+    lane_of_hop = np.array([flow.lane_of_shard[hop.shard] for hop in flow.hops], dtype=np.int64)
+    lanes = []
+    for number, (name, start) in enumerate(flow.lanes):
+        hops = np.flatnonzero(lane_of_hop == number)
+        shares = [x for x, lane in zip(flow.shares, flow.lane_of_shard, strict=True) if lane == number]
+        lanes.append(
+            Lane(
+                name=name,
+                start=start,
+                hops=hops,
+                share=math.fsum(shares),
+                largest=max(shares),
+                chain=float(chains[hops].max(initial=0.0)),
+                pace=float(fullest[hops].max(initial=0.0)),
+            )
+        )
     return Pipeline(
         flow=flow,
+        lanes=tuple(lanes),
         alpha=alpha,
         pace=pace,
         others=np.maximum(fullest - pace, 0.0),
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
         forward=forward,
         backward=backward_levels(flow),
-        latency=LAUNCH + float((longest_chains(alpha, forward) + alpha).max(initial=0.0)),
+        latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
     )
 
 
 def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
-    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number for None.
+    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number of its lane for None.
 
     Raises
     ------
@@ -165,7 +230,8 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
     if nbytes < 0:
         raise UsageError(f"a buffer of {nbytes} bytes cannot be simulated; give a size of zero or more")
     if chunk_bytes is None:
-        return (schedule.best_chunks(nbytes),) * len(schedule.flow.shares)
+        best = [schedule.best_chunks(nbytes, lane) for lane in range(len(schedule.lanes))]
+        return tuple(best[lane] for lane in schedule.flow.lane_of_shard)
     if chunk_bytes <= 0:
         raise UsageError(f"a chunk of {chunk_bytes} bytes moves nothing; give a chunk size above zero")
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)

@@ -3,13 +3,14 @@
 A hop carries one chunk of one shard from one rank to another. It may start when its rank holds that chunk:
 every hop of the same shard into that rank, in an earlier stage or the same one, has delivered it. For a
 reduce tree these are the children, for a broadcast tree the parent, and between two stages the handover at
-the root.
+the root. Where the buffer is split between channels, each runs by itself, a *lane*, and may start later than others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import edge_links, link_loads
 from topoplan.plans.plan import Plan
@@ -61,6 +62,10 @@ class Dataflow:
         For every link of the fabric, the time it is busy for each byte of the buffer.
     load : tuple of float
         For every link of the fabric, the bytes across it for each byte of the buffer.
+    lanes : tuple of (str, float)
+        Name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
+        where the buffer is not split.
+    lane_of_shard : tuple of int
     """
 
     fabric: Fabric
@@ -69,6 +74,8 @@ class Dataflow:
     followers: tuple[tuple[int, ...], ...]
     seconds_per_byte: tuple[float, ...]
     load: tuple[float, ...]
+    lanes: tuple[tuple[str, float], ...]
+    lane_of_shard: tuple[int, ...]
 
 
 def dataflow(plan: Plan) -> Dataflow:
@@ -115,6 +122,7 @@ def dataflow(plan: Plan) -> Dataflow:
         for before in hop.waits:
             followers[before].append(number)
     loads = link_loads(plan.shards, fabric)
+    lanes, lane_of_shard = _lanes(plan, fabric)
     return Dataflow(
         fabric=fabric,
         shares=tuple(float(shard.share) for shard in plan.shards),
@@ -124,4 +132,21 @@ def dataflow(plan: Plan) -> Dataflow:
             float(load / c) * 1e-9 for load, c in zip(loads, fabric.capacity, strict=True)
         ),
         load=tuple(float(load) for load in loads),
+        lanes=lanes,
+        lane_of_shard=lane_of_shard,
     )
+
+
+def _lanes(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
+    """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
+    if not fabric.split:
+        return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shards)
+    starts = channel_starts(plan.topology, plan.channels)
+    # A shard of several channels, which no valid split plan has, waits for the last of them.
+    last = [
+        max((plan.channels.index(edge.channel) for stage in shard.stages for edge in stage.edges), default=0)
+        for shard in plan.shards
+    ]
+    used = sorted(set(last))
+    lanes = tuple((plan.channels[place], float(starts[plan.channels[place]])) for place in used)
+    return lanes, tuple(used.index(place) for place in last)

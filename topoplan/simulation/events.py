@@ -7,7 +7,7 @@ start-up alpha, then sends. Alpha keeps the hop busy, as a copy engine or thread
 others use the wire meanwhile. Along a route of several links a chunk cuts through: it is on all of them at
 once where they are free, and waits in front of the one that is not. Ties go to the receiver that is next
 after the sender, so that senders behind one switch do not all begin with the same receiver; then by shard,
-stage and edge.
+stage and edge. The hops of a channel that starts later than the launch wait until then.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ class Run:
         In order of their start.
     fabric : Fabric
         Names of the links.
+    starts : tuple of (str, float)
+        Channels that start later than the launch, and when, in seconds from the call.
     """
 
     seconds: float
     chunks: tuple[int, ...]
     transfers: tuple[Transfer, ...]
     fabric: Fabric
+    starts: tuple[tuple[str, float], ...] = ()
 
 
 def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Run:
@@ -100,7 +103,8 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
         raise UsageError(f"{count} chunk transfers are more than {MAX_TRANSFERS}; give a larger chunk size")
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     transfers, seconds = _serve(flow, sizes, chunks)
-    return Run(seconds=seconds, chunks=chunks, transfers=tuple(transfers), fabric=flow.fabric)
+    starts = tuple((name, LAUNCH + start) for name, start in flow.lanes if start)
+    return Run(seconds=seconds, chunks=chunks, transfers=tuple(transfers), fabric=flow.fabric, starts=starts)
 
 
 def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tuple[list[Transfer], float]:
@@ -112,7 +116,11 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
     busy = [False] * len(pace)
     transfers: list[Transfer] = []
     now = LAUNCH
-    events: list[tuple[float, int, int, int]] = [(now, _START, number, 0) for number in range(len(hops))]
+    first = [LAUNCH + flow.lanes[flow.lane_of_shard[hop.shard]][1] for hop in hops]
+    events: list[tuple[float, int, int, int]] = [
+        (start, _START, number, 0) for number, start in enumerate(first)
+    ]
+    heapq.heapify(events)
     while events:
         now, kind, number, leg = heapq.heappop(events)
         if kind == _SERVE:

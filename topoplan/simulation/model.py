@@ -15,8 +15,28 @@ from topoplan.plans.loads import bottlenecks
 from topoplan.plans.plan import Plan
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
+from topoplan.simulation.latency import LAUNCH
 
 LinkName = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelTime:
+    """When one channel of a plan runs.
+
+    Parameters
+    ----------
+    channel : str
+    share : float
+        Of the buffer.
+    start, seconds : float
+        Seconds from the call until it may start, and until its last byte is in place.
+    """
+
+    channel: str
+    share: float
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +54,18 @@ class Timeline:
     chunks : tuple of int
         Chunks of every shard.
     latency_seconds : float
-        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path.
+        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
+        buffer is split, the start of a later channel too.
     bandwidth_seconds : float
-        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both; the rest is
-        the pipeline, filling and draining.
+        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer
+        is split; the rest is the pipeline, filling and draining.
     link_bytes, link_seconds : dict of (str, str) to float
-        Bytes across each link that is used, and the time it is busy, from source to destination.
+        Bytes across each link that is used, and the time it is busy, from source to destination. Two channels
+        between the same devices stand together: their bytes, and the longer of their times.
     bottleneck : tuple of (str, str)
         The links that are busy longest.
+    channels : tuple of ChannelTime
+        One for each channel between which the buffer is split; otherwise one for all together.
 
     Examples
     --------
@@ -61,6 +85,7 @@ class Timeline:
     link_bytes: dict[LinkName, float]
     link_seconds: dict[LinkName, float]
     bottleneck: tuple[LinkName, ...]
+    channels: tuple[ChannelTime, ...]
 
     @property
     def algbw(self) -> float:
@@ -85,6 +110,10 @@ class Timeline:
             "latency_seconds": self.latency_seconds,
             "bandwidth_seconds": self.bandwidth_seconds,
             "bottleneck": [list(link) for link in self.bottleneck],
+            "channels": [
+                {"channel": one.channel, "share": one.share, "start": one.start, "seconds": one.seconds}
+                for one in self.channels
+            ],
             "links": [
                 {"src": src, "dst": dst, "bytes": nbytes, "busy_seconds": self.link_seconds[src, dst]}
                 for (src, dst), nbytes in self.link_bytes.items()
@@ -125,18 +154,28 @@ def timeline(plan: Plan, schedule: Pipeline, *, nbytes: int, chunk_bytes: int | 
     chunks = chunk_counts(schedule, nbytes, chunk_bytes)
     flow = schedule.flow
     names = [(link.src, link.dst) for link in flow.fabric.links]
-    used = [number for number, load in enumerate(flow.load) if load]
+    link_bytes: dict[LinkName, float] = {}
+    link_seconds: dict[LinkName, float] = {}
+    for name, load, pace in zip(names, flow.load, flow.seconds_per_byte, strict=True):
+        if load:
+            link_bytes[name] = link_bytes.get(name, 0.0) + load * nbytes
+            link_seconds[name] = max(link_seconds.get(name, 0.0), pace * nbytes)
+    ends = schedule.lane_seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[:, 0]
     return Timeline(
         collective=plan.collective,
         ranks=len(plan.ranks),
         nbytes=nbytes,
-        seconds=float(schedule.seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[0]),
+        seconds=float(ends.max()),
         chunks=chunks,
         latency_seconds=schedule.latency,
         bandwidth_seconds=schedule.bandwidth_seconds(nbytes),
-        link_bytes={names[number]: flow.load[number] * nbytes for number in used},
-        link_seconds={names[number]: flow.seconds_per_byte[number] * nbytes for number in used},
+        link_bytes=link_bytes,
+        link_seconds=link_seconds,
         bottleneck=tuple(names[number] for number in bottlenecks(plan.shards, flow.fabric)),
+        channels=tuple(
+            ChannelTime(lane.name, lane.share, LAUNCH + lane.start, float(end))
+            for lane, end in zip(schedule.lanes, ends, strict=True)
+        ),
     )
 
 

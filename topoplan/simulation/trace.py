@@ -13,7 +13,8 @@ from topoplan.simulation.events import Run
 def chrome_trace(run: Run) -> str:
     """The trace of a run as JSON text.
 
-    Rows stand in the order of the links; a box carries its shard, stage, chunk and ranks.
+    Rows stand in the order of the links; a box carries its shard, stage, chunk and ranks. A channel that starts later
+    than the launch has a row of its own, with one box until then.
 
     Examples
     --------
@@ -33,6 +34,11 @@ def chrome_trace(run: Run) -> str:
         name = f"{link.src} -> {link.dst} ({link.channel})"
         for key, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": position})):
             rows.append({"name": key, "ph": "M", "pid": 0, "tid": number, "args": args})
+    for number, (channel, start) in enumerate(run.starts, start=len(run.fabric.links)):
+        name = f"{channel}: peer access is switched"
+        ends = {"ts": 0.0, "dur": round(start * 1e6, 4), "pid": 0, "tid": number}
+        rows.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": channel}})
+        rows.append({"name": name, "cat": "start", "ph": "X", **ends, "args": {}})
     for transfer in run.transfers:
         rows.append(
             {
