@@ -25,8 +25,8 @@ Part = tuple[Automorphism, ...]
 MOST_CHOICES = 256
 """Choices of powers that are all looked at; beyond, one power after another is given up."""
 
-_STARTS = 3
-_ORDERS_TRIED = 16
+_STARTS = 6
+_ORDERS_TRIED = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,7 +83,7 @@ def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, largest: int) -> Part:
     """Generators, from some elements, of a group of at most ``largest`` elements that has few orbits.
 
-    Greedy: again and again the element that joins most. The few best first elements are all tried.
+    Greedy: again and again the element that joins most. The best first element of each order is tried.
 
     Parameters
     ----------
@@ -99,8 +99,11 @@ def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, larges
     none = count.none()
     best: Part = ()
     best_rank = (count.links(none), count.wiring.ranks, 1)
-    starts = sorted((count.links(count.joined(none, each)), place) for place, each in enumerate(elements))
-    for _, start in starts[:_STARTS]:
+    starts: dict[int, tuple[int, int]] = {}
+    for place, each in enumerate(elements):
+        trial = (count.links(count.joined(none, each)), place)
+        starts[each.order()] = min(trial, starts.get(each.order(), trial))
+    for _, start in sorted(starts.values())[:_STARTS]:
         grown = _grown(count, elements, elements[start], largest=largest)
         order = group_order([each.nodes for each in grown], largest)
         if order is not None and (rank := (*count.score(grown), order)) < best_rank:
