@@ -20,6 +20,9 @@ from topoplan.plans.wiring import Integers, Wiring
 MOST_ELEMENTS = 512
 """Up to so many elements, a group is listed."""
 
+MOST_PRODUCTS = 128
+"""So many products of two generators stand for a larger group."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StabiliserChain:
@@ -138,7 +141,7 @@ def all_or_some(wiring: Wiring, chain: StabiliserChain) -> list[Automorphism]:
         found = [checked(wiring, element.astype(np.int64)) for element in elements[1:]]
         return [each for each in found if each is not None]
     several = [one.then(other) for one in chain.generators for other in chain.generators if one is not other]
-    return [*chain.generators, *several][:MOST_ELEMENTS]
+    return [*chain.generators, *several[:MOST_PRODUCTS]]
 
 
 def isomorphism(

@@ -23,8 +23,8 @@ from topoplan.plans.wiring import Integers, Wiring, wiring_of
 MOST_RANKS_IN_FULL = 64
 """Up to so many ranks, all automorphisms of a fabric are looked for."""
 
-REFINEMENTS = 2000
-"""Work limit of that search."""
+REFINED_LINKS = 400_000
+"""Work limit of that search: links of the fabric times refinements."""
 
 
 def find_symmetry(
@@ -32,7 +32,7 @@ def find_symmetry(
 ) -> tuple[Permutation, ...]:
     """Generators of a small group of automorphisms with few orbits of ranks and links.
 
-    Fewest orbits of links first, then of ranks, then fewest elements. Links to dead ends do not count.
+    Fewest orbits of links and ranks together, then fewest elements. Links to dead ends do not count.
 
     Parameters
     ----------
@@ -95,19 +95,20 @@ def _kinds_of_links(wiring: Wiring, classes: Integers, count: OrbitCount) -> int
     return int(np.unique(kinds[:, count.useful], axis=1).shape[1])
 
 
-def _cost(count: OrbitCount, generators: Sequence[Automorphism], limit: int) -> tuple[int, int, int]:
-    """Orbits of links and of ranks, and elements: the less the better."""
+def _cost(count: OrbitCount, generators: Sequence[Automorphism], limit: int) -> tuple[int, int]:
+    """Orbits of links and ranks, then elements: the less the better."""
     order = group_order([each.nodes for each in generators], limit)
     assert order is not None, "no group beyond the limit is ever chosen"
-    return (*count.score(generators), order)
+    return count.rows(generators), order
 
 
 def _in_full(
     count: OrbitCount, colours: Integers, known: tuple[Automorphism, ...], limit: int
 ) -> tuple[Automorphism, ...]:
     """A group chosen from all automorphisms, or from as many as are found; what is known where it cannot be better."""
-    chain = stabiliser_chain(count.wiring, colours, refinements=REFINEMENTS)
+    refinements = REFINED_LINKS // max(1, len(count.useful))
+    chain = stabiliser_chain(count.wiring, colours, refinements=refinements)
     small = chain.order is not None and chain.order <= MOST_ELEMENTS
-    if not small and count.score(chain.generators)[0] >= count.score(known)[0]:
+    if not small and count.rows(chain.generators) >= count.rows(known):
         return known
     return best_subgroup(count, [*known, *all_or_some(count.wiring, chain)], largest=limit)
