@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -63,13 +64,11 @@ def found(fabric: Fabric, **options: int) -> tuple[int, int, int]:
         (lambda: hybrid_cubes(16), (64, 2, 16)),
         (lambda: torus(4, 4, 4), (64, 1, 6)),
     ],
-    ids=str,
 )
 def test_equal_servers_get_a_group_with_one_element_for_each_rank_or_few_more(
-    make: object, expected: tuple[int, int, int]
+    make: Callable[[], Fabric], expected: tuple[int, int, int]
 ) -> None:
     """One orbit of ranks where GPUs are all alike; twice as many elements where 256 links lead to spines."""
-    assert callable(make)
     assert found(make()) == expected
 
 
@@ -86,11 +85,11 @@ def test_equal_servers_get_a_group_with_one_element_for_each_rank_or_few_more(
         # GPUs 0 and 2 on one rail and 1 on the other; 0, 2, 4 and 1, 3.
         (lambda: cluster([3, 5]), (6, 4, 24)),
     ],
-    ids=str,
 )
-def test_unequal_servers_turn_what_is_alike_in_them(make: object, expected: tuple[int, int, int]) -> None:
+def test_unequal_servers_turn_what_is_alike_in_them(
+    make: Callable[[], Fabric], expected: tuple[int, int, int]
+) -> None:
     """As few orbits as the equitable partition has classes, and of the orders only the least common multiple."""
-    assert callable(make)
     fabric = make()
     assert found(fabric) == expected
     classes = equitable_partition(fabric)[: fabric.size]
@@ -120,12 +119,10 @@ def test_fabrics_of_the_answers(answers_dir: Path) -> None:
         (lambda: cluster([8] * 4, dead=["s0.nic0"]), (12, 5, 26)),
         (lambda: hybrid_cubes(16), (64, 2, 16)),
     ],
-    ids=str,
 )
 def test_neither_numbering_nor_names_of_servers_matter(
-    make: object, expected: tuple[int, int, int], names: bool
+    make: Callable[[], Fabric], expected: tuple[int, int, int], names: bool
 ) -> None:
-    assert callable(make)
     for seed in range(2):
         assert found(shuffled(make(), seed, names=names)) == expected
 
@@ -138,10 +135,8 @@ def test_neither_numbering_nor_names_of_servers_matter(
         (lambda: library("dgx-2"), (15, 2, 4)),
         (lambda: library("dgx-1v"), (1, 8, 32)),
     ],
-    ids=str,
 )
-def test_a_fixed_rank_stays(make: object, expected: tuple[int, int, int]) -> None:
-    assert callable(make)
+def test_a_fixed_rank_stays(make: Callable[[], Fabric], expected: tuple[int, int, int]) -> None:
     assert found(make(), fixed=0) == expected
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from topoplan.packing.automorphism import Automorphism, Extender
 from topoplan.packing.rank_blocks import Level, block_members, lined_up, nested_blocks, shifts
 from topoplan.packing.small_subgroup import OrbitCount, Part, best_subgroup
-from topoplan.packing.stabiliser_chain import all_or_some, isomorphism, stabiliser_chain
+from topoplan.packing.stabiliser_chain import MOST_ELEMENTS, all_or_some, isomorphism, stabiliser_chain
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.symmetry import orbits
 from topoplan.plans.wiring import Integers, Wiring
@@ -84,8 +84,10 @@ class BlockSymmetry:
         self._extender = Extender(self._wiring)
         self._blocks = nested_blocks(fabric, self._wiring)
 
-    def parts(self, *, by_wires: bool, largest: int) -> CommutingParts:
-        """What is found, not yet cut down to a number of elements.
+    def parts(self, *, by_wires: bool, largest: int) -> tuple[CommutingParts, bool]:
+        """What is found, not yet cut down to a number of elements, and whether blocks lined up well.
+
+        They did where at every level like blocks were joined, or all the automorphisms of one acted on every one.
 
         Parameters
         ----------
@@ -96,6 +98,7 @@ class BlockSymmetry:
         """
         found = CommutingParts((), self._count.none())
         place = np.zeros(self._wiring.ranks, dtype=np.int64)
+        well = True
         for parents, children in reversed(list(pairwise(self._blocks))):
             finest = children is self._blocks[-1]
             among = np.zeros_like(place)
@@ -104,13 +107,14 @@ class BlockSymmetry:
                 among = self._lined_up_by_wires(parents, seen) if finest else seen[: self._wiring.ranks]
             level, place = lined_up(parents, children, classes=self._of_ranks, among=among, within=place)
             turned = self._turned(found, level)
-            if finest and not self._joins(turned, level):
-                inside = self._inside(found, parents, place, largest)
+            joined = self._joins(turned, level)
+            if finest and not joined:
+                inside, joined = self._inside(found, parents, place, largest)
                 turned = min(turned, inside, key=lambda each: self._count.links(each.links))
-            found = turned
+            found, well = turned, well and joined
             if self._count.links(found.links) == self._fewest:
-                return found
-        return self._with_switches(found)
+                return found, well
+        return self._with_switches(found), well
 
     def _seen_outside(self, blocks: Integers) -> Integers:
         """For each node what it sees of the devices outside all blocks, told apart."""
@@ -166,30 +170,40 @@ class BlockSymmetry:
 
     def _inside(
         self, found: CommutingParts, parents: Integers, place: Integers, largest: int
-    ) -> CommutingParts:
-        """With automorphisms of one block of each type, done in all blocks of the type at once."""
+    ) -> tuple[CommutingParts, bool]:
+        """With automorphisms of one block of each type, done in all blocks of the type at once.
+
+        And whether all automorphisms of the blocks are known and those that were chosen act on every one.
+        """
         types: dict[bytes, list[Integers]] = {}
         for text, members in block_members(parents, classes=self._of_ranks, order=place):
             types.setdefault(text, []).append(members)
+        complete = True
         for alike in types.values():
             blocks = np.array(alike)
             size = blocks.shape[1]
-            if not 1 < size <= MOST_RANKS_IN_BLOCK:
+            if size > MOST_RANKS_IN_BLOCK:
+                complete = False
                 continue
             nodes = np.flatnonzero(parents == parents[blocks[0, 0]])
+            chosen, known = self._local(nodes, blocks[0], max(1, largest * size // self._wiring.ranks))
             part = []
-            for places in self._local(nodes, blocks[0], max(1, largest * size // self._wiring.ranks)):
+            for places in chosen:
                 ranks = np.arange(self._wiring.ranks)
                 ranks[blocks] = blocks[:, places]
                 element = self._extender.extend(ranks)
                 if element is not None:
                     part.append(element)
+            complete = complete and known and len(part) == len(chosen)
             if part:
                 found = found.accepting(self._count, tuple(part))
-        return found
+        return found, complete
 
-    def _local(self, nodes: Integers, members: Integers, largest: int) -> list[Integers]:
-        """Generators of a good group of one block, as permutations of places in the list of its ranks."""
+    def _local(self, nodes: Integers, members: Integers, largest: int) -> tuple[list[Integers], bool]:
+        """Generators of a good group of one block, as permutations of places in the list of its ranks.
+
+        And whether it was chosen among all automorphisms of the block.
+        """
         local = self._wiring.part(nodes)
         inside = np.isin(self._wiring.tails, nodes) & np.isin(self._wiring.heads, nodes)
         count = OrbitCount(local, self._count.useful[inside])
@@ -197,7 +211,8 @@ class BlockSymmetry:
         generators = best_subgroup(count, all_or_some(local, chain), largest=largest)
         listed = np.searchsorted(nodes, members)
         place = np.argsort(listed)
-        return [place[each.nodes[listed]] for each in generators]
+        known = chain.order is not None and chain.order <= MOST_ELEMENTS
+        return [place[each.nodes[listed]] for each in generators], known
 
     def _with_switches(self, found: CommutingParts) -> CommutingParts:
         """With automorphisms that move switches only, as far as possible inside rotations already there."""

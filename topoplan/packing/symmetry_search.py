@@ -1,8 +1,8 @@
 """Finds a small group of automorphisms of a fabric with few orbits of ranks and links.
 
 First the symmetries that follow the blocks of ranks, lined up by number. Where the classes of an equitable partition
-leave something to gain, the blocks are lined up by their wires, and on fabrics of up to `MOST_RANKS_IN_FULL` ranks all
-automorphisms are looked for. The best of the groups found is taken.
+leave something to gain and like blocks were not joined, they are lined up by their wires; and on fabrics of up to
+`MOST_RANKS_IN_FULL` ranks all automorphisms are looked for. The best of the groups found is taken.
 """
 
 from __future__ import annotations
@@ -75,17 +75,13 @@ def find_symmetry(
     count = OrbitCount(wiring, useful_links(wiring))
     fewest = _kinds_of_links(wiring, classes, count)
     search = BlockSymmetry(fabric, count, classes, fewest=fewest)
-    found: list[tuple[Automorphism, ...]] = []
-    for by_wires in (False, True):
-        parts = search.parts(by_wires=by_wires, largest=limit)
+    parts, lined_up = search.parts(by_wires=False, largest=limit)
+    found = [fitted(count, parts.parts, largest=limit)]
+    if count.links(parts.links) > fewest and not lined_up:
+        parts, _ = search.parts(by_wires=True, largest=limit)
         found.append(fitted(count, parts.parts, largest=limit))
-        if count.links(parts.links) == fewest:
-            break
-    else:
-        if wiring.ranks <= MOST_RANKS_IN_FULL:
-            found.append(
-                _in_full(count, colours, min(found, key=lambda each: _cost(count, each, limit)), limit)
-            )
+    if count.links(parts.links) > fewest and wiring.ranks <= MOST_RANKS_IN_FULL:
+        found.append(_in_full(count, colours, min(found, key=lambda each: _cost(count, each, limit)), limit))
     return tuple(each.nodes for each in min(found, key=lambda each: _cost(count, each, limit)))
 
 
