@@ -93,8 +93,11 @@ class Extender:
 
     def __init__(self, wiring: Wiring) -> None:
         self.wiring = wiring
-        place, self._next_twin = _twin_places(wiring)
-        labels = wiring.node_labels * wiring.size + place
+        self._by_twins = np.argsort(wiring.twins, kind="stable")
+        group = wiring.twins[self._by_twins]
+        self._twin_begins = np.searchsorted(group, wiring.twins)
+        self._twin_places = np.argsort(self._by_twins) - self._twin_begins
+        labels = wiring.node_labels * wiring.size + self._twin_places
         self._others = np.unique(labels[wiring.ranks :], return_inverse=True)[1]
         path = [wiring.refined(self._coloured(np.arange(wiring.ranks)))]
         self._chosen: list[int] = []
@@ -128,19 +131,27 @@ class Extender:
             colours = self.wiring.refined(colours_told_apart(colours, image))
         return matched(self.wiring, self._path[-1], colours)
 
-    def keeping_ranks(self) -> Iterator[Automorphism]:
-        """Some automorphisms that move switches or NICs only.
+    @property
+    def twin_counts(self) -> tuple[int, ...]:
+        """Sizes, from two, of the groups of nodes with the same links to and from the same nodes."""
+        counts = np.bincount(self.wiring.twins)
+        return tuple(np.unique(counts[counts > 1]).tolist())
 
-        Twins rotated among themselves, all at once; and exchanges of whole planes of switches, as far as one
-        individualised node decides them.
-        """
-        identity = np.arange(self.wiring.size)
-        if (self._next_twin != identity).any() and (found := checked(self.wiring, self._next_twin)):
-            yield found
+    def twins_turned(self, count: int, run: int, step: int) -> Automorphism | None:
+        """Every group of ``count`` twins rotated by ``step`` places within runs of ``run``; all else stays."""
+        begins, place = self._twin_begins, self._twin_places
+        turned = begins + place - place % run + (place + step) % run
+        nodes = np.arange(self.wiring.size)
+        moving = np.bincount(self.wiring.twins, minlength=self.wiring.size)[self.wiring.twins] == count
+        nodes[moving] = self._by_twins[turned[moving]]
+        return checked(self.wiring, nodes)
+
+    def planes_exchanged(self) -> Iterator[Automorphism]:
+        """Automorphisms that keep ranks and move switches that are no twins, as far as one choice decides them."""
         if self._discrete and self._chosen:
             first = self._path[0]
             for image in np.flatnonzero(first == first[self._chosen[0]])[1:].tolist():
-                if (found := self._follow(identity[: self.wiring.ranks], image)) is not None:
+                if (found := self._follow(np.arange(self.wiring.ranks), image)) is not None:
                     yield found
 
 
@@ -165,17 +176,3 @@ def alike_nodes(colours: Integers) -> Integers:
     """The nodes of the first colour that several share."""
     shared = np.flatnonzero(np.bincount(colours) > 1)
     return np.flatnonzero(colours == shared[0]) if len(shared) else shared
-
-
-def _twin_places(wiring: Wiring) -> tuple[Integers, Integers]:
-    """For each node its place among its twins, and the next of them, cyclically."""
-    order = np.argsort(wiring.twins, kind="stable")
-    group = wiring.twins[order]
-    begins = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-    start = np.repeat(begins, np.diff(np.r_[begins, len(group)]))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order)) - start
-    following = np.empty_like(order)
-    following[order[:-1]] = order[1:]
-    following[order[np.r_[begins[1:], len(group)] - 1]] = order[begins]
-    return place, following

@@ -11,6 +11,7 @@ by class and then by number. Whether a permutation of a row is a symmetry is not
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -123,8 +124,8 @@ def block_members(blocks: Integers, *, classes: Integers, order: Integers) -> li
 
 def lined_up(
     parents: Integers, children: Integers, *, classes: Integers, among: Integers, within: Integers
-) -> Level:
-    """The rows of children in the parents.
+) -> tuple[Level, Integers]:
+    """The rows of children in the parents, and the place of each rank in its parent.
 
     Parameters
     ----------
@@ -141,24 +142,26 @@ def lined_up(
     Ranks 0 and 1 in one server, 2 to 5 in another, of which 2 is unlike the others.
 
     >>> parents, children, equal = np.array([0, 0, 2, 2, 2, 2]), np.arange(6), np.zeros(6, dtype=int)
-    >>> level = lined_up(parents, children, classes=np.array([0, 0, 1, 2, 2, 2]), among=equal, within=equal)
-    >>> [row.tolist() for row in level]
-    [[[[0], [1]]], [[[3], [4], [5]]]]
+    >>> classes = np.array([0, 0, 1, 2, 2, 2])
+    >>> level, place = lined_up(parents, children, classes=classes, among=equal, within=equal)
+    >>> [row.tolist() for row in level], place.tolist()
+    ([[[[0], [1]]], [[[3], [4], [5]]]], [0, 1, 0, 1, 2, 3])
     """
     inside: dict[int, list[tuple[bytes, Integers]]] = {}
     for text, members in block_members(children, classes=classes, order=within):
         inside.setdefault(int(parents[members[0]]), []).append((text, members))
     rows: dict[tuple[tuple[bytes, ...], bytes], list[list[Integers]]] = {}
+    place = np.empty(len(classes), dtype=np.int64)
     for parent in sorted(inside):
-        kind = tuple(sorted(text for text, _ in inside[parent]))
-        listed = sorted(inside[parent], key=lambda child: int(among[child[1][0]]))
-        alike: dict[bytes, list[Integers]] = {}
-        for text, members in listed:
-            alike.setdefault(text, []).append(members)
-        for text in sorted(alike):
-            if len(alike[text]) > 1:
-                rows.setdefault((kind, text), []).append(alike[text])
-    return tuple(np.array(each, dtype=np.int64) for each in rows.values())
+        listed = sorted(inside[parent], key=lambda child: (child[0], int(among[child[1][0]])))
+        members = np.concatenate([child for _, child in listed])
+        place[members] = np.arange(len(members))
+        kind = tuple(text for text, _ in listed)
+        for text, alike in groupby(listed, key=lambda child: child[0]):
+            row = [child for _, child in alike]
+            if len(row) > 1:
+                rows.setdefault((kind, text), []).append(row)
+    return tuple(np.array(each, dtype=np.int64) for each in rows.values()), place
 
 
 def shifts(level: Level, ranks: int) -> Iterator[Integers]:

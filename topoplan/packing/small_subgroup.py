@@ -25,8 +25,8 @@ Part = tuple[Automorphism, ...]
 MOST_CHOICES = 256
 """Choices of powers that are all looked at; beyond, one power after another is given up."""
 
-_STARTS = 3
-_ORDERS_TRIED = 16
+_STARTS = 6
+_ORDERS_TRIED = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,12 +55,12 @@ class OrbitCount:
         """Number of orbits of useful links."""
         return int(np.count_nonzero((label == np.arange(len(label))) & self.useful))
 
-    def score(self, generators: Sequence[Automorphism]) -> tuple[int, int]:
-        """Orbits of useful links, and of ranks."""
+    def rows(self, generators: Sequence[Automorphism]) -> int:
+        """Orbits of useful links and of ranks, together: the rows that a program would have."""
         label = orbits(len(self.useful), [each.links for each in generators])
         nodes = orbits(self.wiring.size, [each.nodes for each in generators])
         ranks = nodes[: self.wiring.ranks]
-        return self.links(label), int(np.count_nonzero(ranks == np.arange(len(ranks))))
+        return self.links(label) + int(np.count_nonzero(ranks == np.arange(len(ranks))))
 
 
 def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -83,7 +83,7 @@ def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, largest: int) -> Part:
     """Generators, from some elements, of a group of at most ``largest`` elements that has few orbits.
 
-    Greedy: again and again the element that joins most. The few best first elements are all tried.
+    Greedy: again and again the element that joins most. The best first element of each order is tried.
 
     Parameters
     ----------
@@ -98,13 +98,16 @@ def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, larges
     """
     none = count.none()
     best: Part = ()
-    best_rank = (count.links(none), count.wiring.ranks, 1)
-    starts = sorted((count.links(count.joined(none, each)), place) for place, each in enumerate(elements))
-    for _, start in starts[:_STARTS]:
+    least = (count.rows(()), 1)
+    starts: dict[int, tuple[int, int]] = {}
+    for place, each in enumerate(elements):
+        trial = (count.links(count.joined(none, each)), place)
+        starts[each.order()] = min(trial, starts.get(each.order(), trial))
+    for _, start in sorted(starts.values())[:_STARTS]:
         grown = _grown(count, elements, elements[start], largest=largest)
         order = group_order([each.nodes for each in grown], largest)
-        if order is not None and (rank := (*count.score(grown), order)) < best_rank:
-            best, best_rank = grown, rank
+        if order is not None and (cost := (count.rows(grown), order)) < least:
+            best, least = grown, cost
     return best
 
 
@@ -147,14 +150,14 @@ def fitted(count: OrbitCount, parts: Sequence[Part], *, largest: int) -> tuple[A
     options = [_weakened(piece) for piece in pieces]
     if prod(len(each) for each in options) > MOST_CHOICES:
         return _given_up(count, options, largest)
-    best: tuple[tuple[int, int, int], tuple[Automorphism, ...]] | None = None
+    best: tuple[tuple[int, int], tuple[Automorphism, ...]] | None = None
     for choice in product(*options):
         order = _order(choice, largest)
         if order is not None:
             generators = tuple(chain.from_iterable(choice))
-            rank = (*count.score(generators), order)
-            if best is None or rank < best[0]:
-                best = rank, generators
+            cost = (count.rows(generators), order)
+            if best is None or cost < best[0]:
+                best = cost, generators
     assert best is not None, "nothing at all always fits"
     return best[1]
 
@@ -180,7 +183,7 @@ def _prime_powers(element: Automorphism) -> list[Automorphism]:
 
 def _merged(count: OrbitCount, pieces: list[Part]) -> list[Part]:
     """Pairs of rotations of one prime made one rotation, as long as no orbit is lost."""
-    target = count.score(list(chain.from_iterable(pieces)))
+    target = count.rows(list(chain.from_iterable(pieces)))
     orders = [piece[0].order() if len(piece) == 1 else 0 for piece in pieces]
     i = 0
     while i < len(pieces):
@@ -190,7 +193,7 @@ def _merged(count: OrbitCount, pieces: list[Part]) -> list[Part]:
                 continue
             both = (pieces[i][0].then(pieces[j][0]),)
             trial = [*pieces[:i], both, *pieces[i + 1 : j], *pieces[j + 1 :]]
-            if count.score(list(chain.from_iterable(trial))) == target:
+            if count.rows(list(chain.from_iterable(trial))) == target:
                 pieces, orders = trial, [*orders[:i], shared, *orders[i + 1 : j], *orders[j + 1 :]]
                 break
         else:
@@ -223,5 +226,5 @@ def _given_up(count: OrbitCount, options: Sequence[Sequence[Part]], largest: int
         for i, each in enumerate(options):
             if level[i] + 1 < len(each):
                 trial = [*chosen[:i], each[level[i] + 1], *chosen[i + 1 :]]
-                trials.append((count.score(list(chain.from_iterable(trial))), i))
+                trials.append((count.rows(list(chain.from_iterable(trial))), i))
         level[min(trials)[1]] += 1

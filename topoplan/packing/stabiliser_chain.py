@@ -13,9 +13,15 @@ from math import prod
 
 import numpy as np
 
-from topoplan.packing.automorphism import Automorphism, alike_nodes, colours_told_apart, matched
-from topoplan.plans.symmetry import orbits
+from topoplan.packing.automorphism import Automorphism, alike_nodes, checked, colours_told_apart
+from topoplan.plans.symmetry import group_elements, orbits
 from topoplan.plans.wiring import Integers, Wiring
+
+MOST_ELEMENTS = 512
+"""Up to so many elements, a group is listed."""
+
+MOST_PRODUCTS = 128
+"""So many products of two generators stand for a larger group."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,34 +44,45 @@ class _LimitReachedError(Exception):
 
 
 class _Search:
+    """Nodes that tell a coloured wiring apart, and how they can be laid on the nodes of a wiring."""
+
     def __init__(self, wiring: Wiring, colours: Integers, refinements: int) -> None:
         self.wiring = wiring
         self.left = refinements
-        self.path = [self.refined(colours)]
+        self.path = [self.refined(wiring, colours)]
         self.base: list[int] = []
         while (alike := alike_nodes(self.path[-1])).size:
             self.base.append(int(alike[0]))
-            self.path.append(self.refined(colours_told_apart(self.path[-1], int(alike[0]))))
+            self.path.append(self.refined(wiring, colours_told_apart(self.path[-1], int(alike[0]))))
 
-    def refined(self, colours: Integers) -> Integers:
+    def refined(self, wiring: Wiring, colours: Integers) -> Integers:
         if not self.left:
             raise _LimitReachedError
         self.left -= 1
-        return self.wiring.refined(colours)
+        return wiring.refined(colours)
 
-    def image(self, depth: int, colours: Integers, node: int) -> Automorphism | None:
-        """An automorphism that sends base[depth] to a node, where ``colours`` tells what came before."""
-        colours = self.refined(colours_told_apart(colours, node))
-        depth += 1
+    def onto(
+        self, wiring: Wiring, depth: int, colours: Integers, first: int | None = None
+    ) -> Integers | None:
+        """Where the nodes go in a wiring whose colours tell the images of ``base[:depth]`` apart.
+
+        Parameters
+        ----------
+        first : int or None
+            The image of base[depth]; None leaves it free.
+        """
         if not np.array_equal(np.bincount(colours), np.bincount(self.path[depth])):
             return None
         if depth == len(self.base):
-            return matched(self.wiring, self.path[depth], colours)
-        following = self.base[depth]
-        choices = np.flatnonzero(colours == self.path[depth][following]).tolist()
-        # Its own place first: simple elements move few nodes.
-        for choice in sorted(choices, key=lambda other: (other != following, other)):
-            found = self.image(depth, colours, choice)
+            nodes = np.empty_like(colours)
+            nodes[np.argsort(self.path[depth])] = np.argsort(colours)
+            return nodes if self.wiring.image_of_links(nodes, wiring) is not None else None
+        own = self.base[depth]
+        choices = np.flatnonzero(colours == self.path[depth][own]).tolist() if first is None else [first]
+        # Its own place first: simple automorphisms move few nodes.
+        for choice in sorted(choices, key=lambda other: (other != own, other)):
+            further = self.refined(wiring, colours_told_apart(colours, choice))
+            found = self.onto(wiring, depth + 1, further)
             if found is not None:
                 return found
         return None
@@ -102,7 +119,8 @@ def stabiliser_chain(wiring: Wiring, colours: Integers, *, refinements: int) -> 
             for other in np.flatnonzero(here == here[node]).tolist():
                 if orbit[other] == orbit[node] or int(orbit[other]) in refuted:
                     continue
-                found = search.image(depth, here, other)
+                nodes = search.onto(wiring, depth, here, other)
+                found = None if nodes is None else checked(wiring, nodes)
                 if found is None:
                     refuted.add(int(orbit[other]))
                 else:
@@ -113,3 +131,45 @@ def stabiliser_chain(wiring: Wiring, colours: Integers, *, refinements: int) -> 
     except _LimitReachedError:
         return StabiliserChain(tuple(generators), None)
     return StabiliserChain(tuple(generators), prod(sizes))
+
+
+def all_or_some(wiring: Wiring, chain: StabiliserChain) -> list[Automorphism]:
+    """All elements but the identity of a group of up to `MOST_ELEMENTS`; of another generators and their products."""
+    if chain.generators and chain.order is not None and chain.order <= MOST_ELEMENTS:
+        elements = group_elements([each.nodes for each in chain.generators], chain.order)
+        assert elements is not None, "the chain knows the order"
+        found = [checked(wiring, element.astype(np.int64)) for element in elements[1:]]
+        return [each for each in found if each is not None]
+    several = [one.then(other) for one in chain.generators for other in chain.generators if one is not other]
+    return [*chain.generators, *several[:MOST_PRODUCTS]]
+
+
+def isomorphism(
+    first: tuple[Wiring, Integers], second: tuple[Wiring, Integers], *, refinements: int
+) -> Integers | None:
+    """Where the nodes of a coloured wiring go in another one; None where none is found within the work limit.
+
+    Parameters
+    ----------
+    first, second : tuple of Wiring and int64 array (nodes,)
+        Link labels, node labels and colours mean the same in both.
+    refinements : int
+        How often the search may refine a colouring.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> from topoplan.plans.wiring import wiring_of
+    >>> wiring = wiring_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> halves = [wiring.part(np.arange(4)), wiring.part(np.arange(4, 8))]
+    >>> isomorphism(*((half, half.node_labels) for half in halves), refinements=50).tolist()
+    [0, 1, 2, 3]
+    """
+    if not np.array_equal(np.sort(first[1]), np.sort(second[1])):
+        return None
+    try:
+        search = _Search(*first, refinements)
+        return search.onto(second[0], 0, search.refined(*second))
+    except _LimitReachedError:
+        return None

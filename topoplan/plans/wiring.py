@@ -68,28 +68,33 @@ class Wiring:
         ends = np.cumsum(np.bincount(owner, minlength=self.size))
         return place, neighbour[order], owner[order] * (2 * kinds + 1), ends.tolist()
 
-    def image_of_links(self, permutation: Integers) -> Integers | None:
+    def image_of_links(self, permutation: Integers, into: Wiring | None = None) -> Integers | None:
         """Where a permutation of the nodes takes each link; None where it is no automorphism.
 
         Parameters
         ----------
         permutation : int64 array (nodes,)
             Node i goes to ``permutation[i]``.
+        into : Wiring or None
+            Another wiring, for an isomorphism onto it.
         """
+        into = self if into is None else into
         if permutation.shape != (self.size,) or permutation.dtype.kind not in "iu":
+            return None
+        if into.size != self.size or len(into.tails) != len(self.tails):
             return None
         if not np.array_equal(np.sort(permutation), np.arange(self.size)):
             return None
-        if not np.array_equal(self.node_labels[permutation], self.node_labels):
+        if not np.array_equal(into.node_labels[permutation], self.node_labels):
             return None
-        keys, order = self._link_keys
+        keys, order = into._link_keys
         wanted = permutation[self.tails] * self.size + permutation[self.heads]
         found = np.searchsorted(keys, wanted)
         found[found == len(keys)] = 0
         if not np.array_equal(keys[found], wanted):
             return None
         image = order[found]
-        return image if np.array_equal(self.link_labels[image], self.link_labels) else None
+        return image if np.array_equal(into.link_labels[image], self.link_labels) else None
 
     def refined(self, colours: Integers) -> Integers:
         """The coarsest equitable refinement of a colouring, with colours numbered from 0.
