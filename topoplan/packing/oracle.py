@@ -1,7 +1,9 @@
 """The pricing step: given a length for every row, the cheapest column of each root.
 
 Without a limit on the height this is one cheapest arborescence per root and direction (Chu-Liu, Edmonds). With a
-limit it is exact up to `hop_limited.LARGEST` ranks by dynamic programming over subsets.
+limit it is exact up to `hop_limited.LARGEST` ranks by dynamic programming over subsets, and at height 1, where each root
+has one star. For other heights on more ranks it is a search (`topoplan.packing.low_trees`): a column that it finds is
+there, but a cheaper one may be too.
 """
 
 from __future__ import annotations
@@ -16,8 +18,15 @@ from numpy.typing import NDArray
 from topoplan.packing import hop_limited
 from topoplan.packing.arborescence import cheapest_arborescence
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.low_trees import EFFORT, low_arborescences, lowest_heights
+
+EFFORTS = (2, 32)
+"""How hard low trees are searched for, at first and where that finds none that help (see `low_arborescence`)."""
 
 _HEADROOM = 1 << 30
+_TRIES = 16
+_CALL_COST = 300
+_SHAKES_PER_SEARCH = 4
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,41 @@ class Oracle:
 
     @property
     def exact_heights(self) -> bool:
-        """True where columns of limited height are priced exactly."""
+        """True where columns of every limited height are priced exactly."""
         return self.packing.fabric.size <= hop_limited.LARGEST
 
+    @cached_property
+    def lowest_height(self) -> int:
+        """No column of every root, or of any root where one will do, is lower than this."""
+        packing = self.packing
+        cost, _ = self._matrix(np.zeros(len(packing.fabric.arcs), dtype=np.int64))
+        heights = np.zeros(packing.fabric.size, dtype=np.int64)
+        if packing.uses_down:
+            heights = lowest_heights(cost)
+        if packing.uses_up:
+            heights = np.maximum(heights, lowest_heights(cost.T))
+        here = heights[list(packing.roots)]
+        return int(here.max() if packing.groups > 1 else here.min())
+
+    def efforts(self, height: int | None) -> tuple[int, ...]:
+        """How hard to search for columns of this height: one value where they are priced exactly."""
+        return (0,) if height in (None, 1) or self.exact_heights else EFFORTS
+
+    def work(self, height: int | None, effort: int) -> int:
+        """Roughly what a call costs, in the units of `PackingSimplex.work`, where columns are searched for."""
+        if height in (None, 1) or self.exact_heights:
+            return 0
+        trees = len(self.packing.roots) * self._tries(effort)
+        directions = 1 + (self.packing.uses_up and self.packing.uses_down and not self.packing.folded)
+        searches = (_SHAKES_PER_SEARCH + effort) * directions
+        return _CALL_COST * trees * self.packing.fabric.size**2 * searches // _SHAKES_PER_SEARCH
+
+    def _tries(self, effort: int) -> int:
+        """Trees for each root; where there are few roots they take little more time together than alone."""
+        return max(1, min(effort, _TRIES // len(self.packing.roots)))
+
     def cheapest(
-        self, lengths: Sequence[int], height: int | None = None
+        self, lengths: Sequence[int], height: int | None = None, *, effort: int = EFFORT
     ) -> dict[int, tuple[int, TreeColumn]]:
         """Length and column of a cheapest column of every root that has one.
 
@@ -56,7 +95,9 @@ class Oracle:
             Zero or more. Numbers too large for the tables are rounded down together, which only makes the
             column that is found slightly dearer than the cheapest; its length is exact either way.
         height : int or None
-            Most edges on a root-to-leaf path; only where `exact_heights`.
+            Most edges on a root-to-leaf path.
+        effort : int
+            How hard to search where limited heights are not priced exactly (see `low_arborescence`).
 
         Returns
         -------
@@ -67,8 +108,8 @@ class Oracle:
         shift = max(0, int(max(lengths, default=0)).bit_length() - _HEADROOM.bit_length())
         arc_cost = packing.incidence @ np.array([int(w) >> shift for w in weights], dtype=np.int64)
         cost, chosen = self._matrix(arc_cost)
-        trees = self._limited(cost, height) if height is not None else self._unlimited(cost)
-        found = {}
+        trees = self._limited(cost, height, effort) if height is not None else self._unlimited(cost)
+        found: dict[int, tuple[int, TreeColumn]] = {}
         for root, (up, down) in trees.items():
             rising = [chosen[child, parent] for parent, child in up]
             falling = [chosen[parent, child] for parent, child in down]
@@ -93,8 +134,10 @@ class Oracle:
             chosen[tail, head] = start + int(np.argmin(arc_cost[start:end])) if end - start > 1 else start
         return cost, chosen
 
-    def _limited(self, cost: NDArray[np.int64], height: int) -> dict[int, tuple[_Edges, _Edges]]:
+    def _limited(self, cost: NDArray[np.int64], height: int, effort: int) -> dict[int, tuple[_Edges, _Edges]]:
         packing = self.packing
+        if not self.exact_heights:
+            return self._low(cost, height, effort)
         down = hop_limited.HopLimitedTrees(cost, height) if packing.uses_down else None
         up = hop_limited.HopLimitedTrees(cost.T, height) if packing.uses_up and not packing.folded else None
         trees = {}
@@ -102,6 +145,18 @@ class Oracle:
             if all(table is None or table.costs[root] < hop_limited.UNREACHABLE for table in (up, down)):
                 trees[root] = (up.tree(root) if up else (), down.tree(root) if down else ())
         return trees
+
+    def _low(self, cost: NDArray[np.int64], height: int, effort: int) -> dict[int, tuple[_Edges, _Edges]]:
+        """As a search finds them."""
+        packing = self.packing
+        roots = [root for root in packing.roots for _ in range(self._tries(effort))]
+        down: dict[int, _Edges] = dict.fromkeys(packing.roots, ())
+        up = down
+        if packing.uses_down:
+            down = _cheapest(cost, low_arborescences(cost, roots, height, effort=effort))
+        if packing.uses_up and not packing.folded:
+            up = _cheapest(cost.T, low_arborescences(cost.T, roots, height, effort=effort))
+        return {root: (up[root], down[root]) for root in packing.roots if root in up and root in down}
 
     def _unlimited(self, cost: NDArray[np.int64]) -> dict[int, tuple[_Edges, _Edges]]:
         packing = self.packing
@@ -117,6 +172,18 @@ class Oracle:
 
 
 _Edges = tuple[tuple[int, int], ...]
+
+
+def _cheapest(cost: NDArray[np.int64], trees: Sequence[list[int] | None]) -> dict[int, _Edges]:
+    """The cheapest of the given trees from each root."""
+    best: dict[int, tuple[int, _Edges]] = {}
+    for parent in trees:
+        if parent is not None:
+            root, edges = parent.index(-1), _edges(parent)
+            total = sum(int(cost[edge]) for edge in edges)
+            if root not in best or total < best[root][0]:
+                best[root] = (total, edges)
+    return {root: edges for root, (_, edges) in best.items()}
 
 
 def _edges(parent: list[int]) -> _Edges:
