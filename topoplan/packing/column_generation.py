@@ -85,16 +85,19 @@ class ColumnGeneration:
             self.searched += self.oracle.work(self.height, efforts[0])
             if work is not None and self.work > work:
                 return False
-            found = self.oracle.cheapest(lengths, self.height, effort=efforts[0])
-            if len(found) < len(packing.roots) and (packing.groups > 1 or not found):
+            candidates = self.oracle.candidates(lengths, self.height, effort=efforts[0])
+            cheapest: dict[int, int] = {}
+            for length, column in candidates:
+                cheapest.setdefault(column.root, length)
+            if len(cheapest) < len(packing.roots) and (packing.groups > 1 or not cheapest):
                 return False
             fresh = [
                 column
-                for root, (length, column) in sorted(found.items())
+                for length, column in candidates
                 if column not in self.known
                 and (prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0])
             ]
-            out_of_reach = hopeless is not None and self._dual_value(lengths, found) < hopeless
+            out_of_reach = hopeless is not None and self._dual_value(lengths, cheapest) < hopeless
             if prices is not None and (out_of_reach or not fresh):
                 efforts.pop(0)
                 if efforts:
@@ -115,7 +118,8 @@ class ColumnGeneration:
     def beyond_any_height(self, target: Fraction) -> bool:
         """True where the current duals prove that trees of no height reach the target."""
         lengths = self.program.duals()[0][: self.rows]
-        return any(lengths) and self._dual_value(lengths, self.oracle.cheapest(lengths)) < target
+        cheapest = {root: length for root, (length, _) in self.oracle.cheapest(lengths).items()}
+        return any(lengths) and self._dual_value(lengths, cheapest) < target
 
     def _first_lengths(self) -> list[int]:
         """Lengths to start with: inverse capacities."""
@@ -123,14 +127,14 @@ class ColumnGeneration:
         largest = max(limits)
         return [1000 * largest // c for c in limits]
 
-    def _dual_value(self, lengths: list[int], found: dict[int, tuple[int, TreeColumn]]) -> Fraction:
+    def _dual_value(self, lengths: list[int], cheapest: dict[int, int]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(int(c) * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        cheapest = [length for length, _ in found.values()]
+        shortest = cheapest.values()
         forest = (
-            Fraction(sum(cheapest), self.packing.groups)
+            Fraction(sum(shortest), self.packing.groups)
             if self.packing.groups > 1
-            else Fraction(min(cheapest))
+            else Fraction(min(shortest))
         )
         return total / forest if forest else Fraction(total + 1) * 10**9
 

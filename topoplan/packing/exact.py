@@ -5,9 +5,10 @@ and the oracle answers with the cheapest trees under them. The first bound comes
 (`topoplan.packing.bounds`). Where a packing reaches it, that is the proof. Where none does (switches that cannot
 copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
 
-Height: heights are tried from the lowest on (`topoplan.packing.heights`). Up to 9 ranks each is refuted before the next is
-tried. On more ranks low heights come first of all: where one reaches the bound, no unlimited packing is needed. Where
-none does, the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them, and the plan says so.
+Height: heights are tried from the lowest on (`topoplan.packing.heights`), up to 9 ranks each refuted before the next
+is tried. On more ranks low heights come before all else: where one reaches the bound, no unlimited packing is needed;
+where none does, the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them. The plan
+says what was not proved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The lowest trees that reach a rate: heights are tried from the lowest on.
 
-Up to `hop_limited.LARGEST` ranks the oracle prices limited heights exactly, so a height that fails is refuted by its own
-duals, and the answer is the lowest there is. On more ranks it searches for low trees: a height that column generation
-reaches is as good as proved, one that it gives up may be possible, so the answer is the lowest found. Two things are
-proved there too: no tree is lower than the farthest rank is away, and at height 1 there is only one tree to each root.
+Up to `hop_limited.LARGEST` ranks the oracle prices limited heights exactly, so a height that fails is refuted by its
+own duals, and the answer is the lowest there is. On more ranks it searches for low trees: the packing that it leads to
+is proved as any other, but a height that is given up may be possible, so the answer is the lowest found. Two things
+are proved there too: no tree is lower than the farthest rank is away, and at height 1 each root has but one star.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def low_arborescences(
 ) -> list[list[int] | None]:
     """A cheap spanning arborescence of limited height from each of several roots, searched for together.
 
-    Parameters and what is returned for each root: see `low_arborescence`.
+    Parameters and what is returned for each root: see `low_arborescence`. A root named several times is tried several
+    times, which takes less time than one after the other, and may give different trees.
     """
     size = len(cost)
     order = np.arange(size) if stream is None else np.argsort(stream.whole(size, 1 << 62), kind="stable")
@@ -121,7 +122,8 @@ def _search(
     size = len(cost)
     if height == 1:
         return np.repeat(roots[:, None], size, axis=1)
-    starts = _starts(cost, roots, distance, height)
+    _, first, which = np.unique(roots, return_index=True, return_inverse=True)
+    starts = _starts(cost, roots[first], distance[first], height)
     best = starts[0]
     least = arc_costs(cost, best).sum(axis=1)
     if size > SMALL:
@@ -132,6 +134,7 @@ def _search(
         improved = rehang(cost, np.concatenate(starts), height).reshape(len(starts), *best.shape)
         for trees in improved:
             _keep_cheaper(cost, best, least, trees)
+    best, least = best[which], least[which]
     for _ in range(effort if size <= SMALL else 0):
         trees = best
         for _ in range(_MOVES_PER_SHAKE):

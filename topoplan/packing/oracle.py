@@ -1,9 +1,9 @@
 """The pricing step: given a length for every row, the cheapest column of each root.
 
 Without a limit on the height this is one cheapest arborescence per root and direction (Chu-Liu, Edmonds). With a
-limit it is exact up to `hop_limited.LARGEST` ranks by dynamic programming over subsets, and at height 1, where each root
-has one star. For other heights on more ranks it is a search (`topoplan.packing.low_trees`): a column that it finds is
-there, but a cheaper one may be too.
+limit it is exact up to `hop_limited.LARGEST` ranks by dynamic programming over subsets, and at height 1, where each
+root has one star. For other heights on more ranks it is a search (`topoplan.packing.low_trees`): a column that it
+finds is there, but a cheaper one may be too.
 """
 
 from __future__ import annotations
@@ -103,24 +103,35 @@ class Oracle:
         -------
         dict of root to (length, TreeColumn)
         """
+        found: dict[int, tuple[int, TreeColumn]] = {}
+        for length, column in self.candidates(lengths, height, effort=effort):
+            found.setdefault(column.root, (length, column))
+        return dict(sorted(found.items()))
+
+    def candidates(
+        self, lengths: Sequence[int], height: int | None = None, *, effort: int = EFFORT
+    ) -> list[tuple[int, TreeColumn]]:
+        """Lengths and columns in ascending order: of each root a cheapest one, and others where a search met them.
+
+        Parameters: see `cheapest`.
+        """
         packing = self.packing
         weights = np.array(lengths, dtype=object)
         shift = max(0, int(max(lengths, default=0)).bit_length() - _HEADROOM.bit_length())
         arc_cost = packing.incidence @ np.array([int(w) >> shift for w in weights], dtype=np.int64)
         cost, chosen = self._matrix(arc_cost)
         trees = self._limited(cost, height, effort) if height is not None else self._unlimited(cost)
-        found: dict[int, tuple[int, TreeColumn]] = {}
-        for root, (up, down) in trees.items():
+        columns = set()
+        for root, up, down in trees:
             rising = [chosen[child, parent] for parent, child in up]
             falling = [chosen[parent, child] for parent, child in down]
             if packing.folded:
                 rising = [packing.reversed_arc(number) for number in falling]
-            column = packing.column(root, rising, falling)
-            found[root] = (
-                int(sum(u * w for u, w in zip(packing.usage(column).tolist(), weights, strict=True))),
-                column,
-            )
-        return found
+            columns.add(packing.column(root, rising, falling))
+        return sorted(
+            (int(sum(u * w for u, w in zip(packing.usage(column).tolist(), weights, strict=True))), column)
+            for column in columns
+        )
 
     def _matrix(self, arc_cost: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[tuple[int, int], int]]:
         """Cost from rank to rank, and the arc that has it."""
@@ -134,56 +145,61 @@ class Oracle:
             chosen[tail, head] = start + int(np.argmin(arc_cost[start:end])) if end - start > 1 else start
         return cost, chosen
 
-    def _limited(self, cost: NDArray[np.int64], height: int, effort: int) -> dict[int, tuple[_Edges, _Edges]]:
+    def _limited(self, cost: NDArray[np.int64], height: int, effort: int) -> list[_Trees]:
         packing = self.packing
         if not self.exact_heights:
             return self._low(cost, height, effort)
         down = hop_limited.HopLimitedTrees(cost, height) if packing.uses_down else None
         up = hop_limited.HopLimitedTrees(cost.T, height) if packing.uses_up and not packing.folded else None
-        trees = {}
-        for root in packing.roots:
-            if all(table is None or table.costs[root] < hop_limited.UNREACHABLE for table in (up, down)):
-                trees[root] = (up.tree(root) if up else (), down.tree(root) if down else ())
-        return trees
+        return [
+            (root, up.tree(root) if up else (), down.tree(root) if down else ())
+            for root in packing.roots
+            if all(table is None or table.costs[root] < hop_limited.UNREACHABLE for table in (up, down))
+        ]
 
-    def _low(self, cost: NDArray[np.int64], height: int, effort: int) -> dict[int, tuple[_Edges, _Edges]]:
-        """As a search finds them."""
+    def _low(self, cost: NDArray[np.int64], height: int, effort: int) -> list[_Trees]:
+        """As a search finds them; the cheapest up tree of a root goes with its cheapest down tree."""
         packing = self.packing
         roots = [root for root in packing.roots for _ in range(self._tries(effort))]
-        down: dict[int, _Edges] = dict.fromkeys(packing.roots, ())
-        up = down
+        falling: list[_Edges | None] = [()] * len(roots)
         if packing.uses_down:
-            down = _cheapest(cost, low_arborescences(cost, roots, height, effort=effort))
+            falling = _cheapest_first(cost, roots, height, effort)
+        rising: list[_Edges | None] = [()] * len(roots)
         if packing.uses_up and not packing.folded:
-            up = _cheapest(cost.T, low_arborescences(cost.T, roots, height, effort=effort))
-        return {root: (up[root], down[root]) for root in packing.roots if root in up and root in down}
+            rising = _cheapest_first(cost.T, roots, height, effort)
+        return [
+            (root, up, down)
+            for root, up, down in zip(roots, rising, falling, strict=True)
+            if up is not None and down is not None
+        ]
 
-    def _unlimited(self, cost: NDArray[np.int64]) -> dict[int, tuple[_Edges, _Edges]]:
+    def _unlimited(self, cost: NDArray[np.int64]) -> list[_Trees]:
         packing = self.packing
         by_head, by_tail = cost.T.tolist(), cost.tolist()
-        trees = {}
+        trees = []
         for root in packing.roots:
             down = _edges(cheapest_arborescence(by_head, root)) if packing.uses_down else ()
             up = (
                 _edges(cheapest_arborescence(by_tail, root)) if packing.uses_up and not packing.folded else ()
             )
-            trees[root] = (up, down)
+            trees.append((root, up, down))
         return trees
 
 
 _Edges = tuple[tuple[int, int], ...]
+_Trees = tuple[int, _Edges, _Edges]
+"""A root, and the edges (parent, child) of its up tree and of its down tree."""
 
 
-def _cheapest(cost: NDArray[np.int64], trees: Sequence[list[int] | None]) -> dict[int, _Edges]:
-    """The cheapest of the given trees from each root."""
-    best: dict[int, tuple[int, _Edges]] = {}
-    for parent in trees:
-        if parent is not None:
-            root, edges = parent.index(-1), _edges(parent)
-            total = sum(int(cost[edge]) for edge in edges)
-            if root not in best or total < best[root][0]:
-                best[root] = (total, edges)
-    return {root: edges for root, (_, edges) in best.items()}
+def _cheapest_first(
+    cost: NDArray[np.int64], roots: Sequence[int], height: int, effort: int
+) -> list[_Edges | None]:
+    """Trees from roots that are named in ascending order, perhaps several times; of each root the cheapest first."""
+    found = low_arborescences(cost, roots, height, effort=effort)
+    trees = [None if parent is None else _edges(parent) for parent in found]
+    totals = [sum(int(cost[edge]) for edge in edges or ()) for edges in trees]
+    order = sorted(range(len(roots)), key=lambda i: (roots[i], totals[i], i))
+    return [trees[i] for i in order]
 
 
 def _edges(parent: list[int]) -> _Edges:
