@@ -32,6 +32,7 @@ class ColumnGeneration:
     def __post_init__(self) -> None:
         packing = self.packing
         self.oracle = Oracle(packing)
+        self.searched = 0
         self.known: set[TreeColumn] = set()
         grouped = packing.groups > 1
         self.rows = len(packing.limits)
@@ -62,28 +63,45 @@ class ColumnGeneration:
         self.columns.extend(fresh)
         self.known.update(fresh)
 
-    def run(self, target: Fraction, hopeless: Fraction | None) -> bool:
+    @property
+    def work(self) -> int:
+        """Effort so far, as `PackingSimplex.work` counts it."""
+        return self.program.work + self.searched
+
+    def run(self, target: Fraction, hopeless: Fraction | None, *, work: int | None = None) -> bool:
         """Generate columns until the target is reached; False when it is out of reach.
 
-        ``hopeless``: stop as soon as the duals prove that the height does not allow this value.
+        ``hopeless``: stop as soon as the duals prove that the height does not allow this value. Where the oracle
+        searches for low trees instead of pricing them exactly, it searches harder first; what looks out of reach
+        even so is given up, which proves nothing.
+        ``work``: give up where the effort exceeds this.
         """
         packing = self.packing
         goal = target / packing.groups
         lengths = self._first_lengths()
         prices: list[int] | None = None
+        efforts = list(self.oracle.efforts(self.height))
         while True:
-            found = self.oracle.cheapest(lengths, self.height)
-            if len(found) < len(packing.roots) and (packing.groups > 1 or not found):
+            self.searched += self.oracle.work(self.height, efforts[0])
+            if work is not None and self.work > work:
                 return False
-            improving = [
+            candidates = self.oracle.candidates(lengths, self.height, effort=efforts[0])
+            cheapest: dict[int, int] = {}
+            for length, column in candidates:
+                cheapest.setdefault(column.root, length)
+            if len(cheapest) < len(packing.roots) and (packing.groups > 1 or not cheapest):
+                return False
+            fresh = [
                 column
-                for root, (length, column) in sorted(found.items())
-                if prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0]
+                for length, column in candidates
+                if column not in self.known
+                and (prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0])
             ]
-            if prices is not None and hopeless is not None and self._dual_value(lengths, found) < hopeless:
-                return False
-            fresh = [column for column in improving if column not in self.known]
-            if prices is not None and not fresh:
+            out_of_reach = hopeless is not None and self._dual_value(lengths, cheapest) < hopeless
+            if prices is not None and (out_of_reach or not fresh):
+                efforts.pop(0)
+                if efforts:
+                    continue
                 return self.value >= target
             self.add(fresh)
             self.program.optimise(target=goal)
@@ -97,20 +115,26 @@ class ColumnGeneration:
                     f"packing: {len(self.columns)} trees, {float(self.value / packing.scale):.6g} GB/s"
                 )
 
+    def beyond_any_height(self, target: Fraction) -> bool:
+        """True where the current duals prove that trees of no height reach the target."""
+        lengths = self.program.duals()[0][: self.rows]
+        cheapest = {root: length for root, (length, _) in self.oracle.cheapest(lengths).items()}
+        return any(lengths) and self._dual_value(lengths, cheapest) < target
+
     def _first_lengths(self) -> list[int]:
         """Lengths to start with: inverse capacities."""
         limits = [int(c) for c in self.packing.limits]
         largest = max(limits)
         return [1000 * largest // c for c in limits]
 
-    def _dual_value(self, lengths: list[int], found: dict[int, tuple[int, TreeColumn]]) -> Fraction:
+    def _dual_value(self, lengths: list[int], cheapest: dict[int, int]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(int(c) * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        cheapest = [length for length, _ in found.values()]
+        shortest = cheapest.values()
         forest = (
-            Fraction(sum(cheapest), self.packing.groups)
+            Fraction(sum(shortest), self.packing.groups)
             if self.packing.groups > 1
-            else Fraction(min(cheapest))
+            else Fraction(min(shortest))
         )
         return total / forest if forest else Fraction(total + 1) * 10**9
 

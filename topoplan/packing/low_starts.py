@@ -1,14 +1,16 @@
-"""Trees of limited height to start a search from: by hops, from the unlimited optimum, and by two parts.
+"""Trees of limited height to start a search from: by hops, by paths, from the unlimited optimum, and in two parts.
 
-By hops: every rank hangs below the cheapest rank that is nearer to the root. From the unlimited optimum: its tree is
-walked from the root, and where a rank would come too deep the path of the tree by hops to it is spliced in (Khuller,
-Raghavachari, Young 1995, who balance minimum spanning and shortest-path trees so). By two parts: a tree of one edge
-less over a few ranks, and all others hang below the cheapest of these.
+By hops: every rank hangs below the cheapest rank that is nearer to the root. By paths: the cheapest path of limited
+length to every rank (Bellman, Ford), nearest ranks first. From the unlimited optimum: its tree is walked from the
+root, and where a rank would come too deep the low path to it is spliced in (as Khuller, Raghavachari, Young 1995
+balance spanning with shortest-path trees). In two parts: a tree of one edge less over a few ranks, and all others hang
+below the cheapest of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +62,50 @@ def trees_by_hops(cost: Costs, distance: NDArray[np.int64]) -> Trees:
     return np.where(distance == 0, np.arange(len(cost)), parent)
 
 
+def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
+    """Cheapest paths of at most ``height`` arcs to the ranks, nearest first, each as far as it lowers a rank.
+
+    Returns
+    -------
+    list of N int
+        Parents; the root's is itself.
+
+    Examples
+    --------
+    A detour of two arcs is taken for rank 1, but not where it makes the path to rank 2 too long.
+
+    >>> cost = np.array([[99.0, 9, 99, 1], [99, 99, 1, 99], [99, 99, 99, 99], [99, 1, 99, 99]])
+    >>> tree_by_paths(cost, 0, 3), tree_by_paths(cost, 0, 2)
+    ([0, 3, 1, 0], [0, 0, 1, 0])
+    """
+    size = len(cost)
+    length = np.full(size, np.inf)
+    length[root] = 0
+    arcs = np.zeros(size, dtype=np.int64)
+    before = np.full(size, root)
+    # For every number of arcs, the rank before the last on the cheapest path of at most so many.
+    tables = [before.tolist()]
+    for step in range(1, height + 1):
+        through = length[:, None] + cost
+        shortest = through.min(axis=0)
+        closer = shortest < length
+        if not closer.any():
+            break
+        before = np.where(closer, through.argmin(axis=0), before)
+        length = np.where(closer, shortest, length)
+        arcs[closer] = step
+        tables.append(before.tolist())
+    forest = _Forest(size, root)
+    for v in np.lexsort((arcs, length)).tolist():
+        path = [v]
+        for table in tables[int(arcs[v]) : 0 : -1]:
+            path.append(table[path[-1]])
+        forest.hang(path[::-1])
+    return forest.parent
+
+
 def spliced(parent: Sequence[int], low: Sequence[int], height: int) -> list[int]:
-    """A tree that follows ``parent`` as far as the height allows, and ``low`` beyond.
+    """A tree that follows ``parent`` as far as the height allows, and the paths of ``low`` beyond.
 
     Parameters
     ----------
@@ -80,25 +124,35 @@ def spliced(parent: Sequence[int], low: Sequence[int], height: int) -> list[int]
     for v, up in enumerate(parent):
         if v != root:
             children[up].append(v)
-    result = list(low)
-    depth = [size] * size
-    depth[root] = 0
+    forest = _Forest(size, root)
     pending = children[root][::-1]
     while pending:
         v = pending.pop()
         pending += children[v][::-1]
-        path = [v]
-        if depth[parent[v]] < height:
-            hung = parent
+        if forest.depth[parent[v]] < height:
+            forest.hang([parent[v], v])
         else:
-            hung = low
-            while low[path[-1]] != root:
+            path = [v]
+            while path[-1] != root:
                 path.append(low[path[-1]])
-        for w in reversed(path):
-            if depth[hung[w]] + 1 < depth[w]:
-                depth[w] = depth[hung[w]] + 1
-                result[w] = hung[w]
-    return result
+            forest.hang(path[::-1])
+    return forest.parent
+
+
+class _Forest:
+    """A tree in the making, with an upper limit on the depth of every rank in it."""
+
+    def __init__(self, size: int, root: int) -> None:
+        self.parent = [root] * size
+        self.depth = [size] * size
+        self.depth[root] = 0
+
+    def hang(self, path: Sequence[int]) -> None:
+        """Follow a path from a rank of the tree wherever that makes a rank less deep."""
+        for up, v in pairwise(path):
+            if self.depth[up] + 1 < self.depth[v]:
+                self.depth[v] = self.depth[up] + 1
+                self.parent[v] = up
 
 
 def two_part_tree(cost: Costs, root: int, height: int, finder: TreeFinder) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from topoplan.packing.arborescence import cheapest_arborescence
 from topoplan.packing.facilities import two_level_trees
 from topoplan.packing.hop_limited import UNREACHABLE
-from topoplan.packing.low_starts import hops, spliced, trees_by_hops, two_part_tree
+from topoplan.packing.low_starts import hops, spliced, tree_by_paths, trees_by_hops, two_part_tree
 from topoplan.packing.rehanging import Costs, Trees, arc_costs, rehang, shaken
 from topoplan.packing.stream import Stream
 
@@ -77,7 +77,8 @@ def low_arborescences(
 ) -> list[list[int] | None]:
     """A cheap spanning arborescence of limited height from each of several roots, searched for together.
 
-    Parameters and what is returned for each root: see `low_arborescence`.
+    Parameters and what is returned for each root: see `low_arborescence`. A root named several times is tried several
+    times, which takes less time than one after the other, and may give different trees.
     """
     size = len(cost)
     order = np.arange(size) if stream is None else np.argsort(stream.whole(size, 1 << 62), kind="stable")
@@ -106,7 +107,8 @@ def lowest_heights(cost: NDArray[np.int64]) -> NDArray[np.int64]:
     >>> lowest_heights(np.array([[0, 1, UNREACHABLE], [1, 0, 1], [UNREACHABLE, 1, 0]])).tolist()
     [2, 1, 2]
     """
-    return np.asarray(hops(cost, np.arange(len(cost))).max(axis=1))
+    found: NDArray[np.int64] = hops(cost, np.arange(len(cost))).max(axis=1)
+    return found
 
 
 def _search(
@@ -120,13 +122,19 @@ def _search(
     size = len(cost)
     if height == 1:
         return np.repeat(roots[:, None], size, axis=1)
-    starts = _starts(cost, roots, distance, height)
+    _, first, which = np.unique(roots, return_index=True, return_inverse=True)
+    starts = _starts(cost, roots[first], distance[first], height)
     best = starts[0]
     least = arc_costs(cost, best).sum(axis=1)
+    if size > SMALL:
+        for trees in starts[1:]:
+            _keep_cheaper(cost, best, least, trees)
+        starts = [best]
     if height > 2:
         improved = rehang(cost, np.concatenate(starts), height).reshape(len(starts), *best.shape)
         for trees in improved:
             _keep_cheaper(cost, best, least, trees)
+    best, least = best[which], least[which]
     for _ in range(effort if size <= SMALL else 0):
         trees = best
         for _ in range(_MOVES_PER_SHAKE):
@@ -149,15 +157,16 @@ def _starts(cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], 
     if height == 2:
         return [two_level_trees(cost, roots)]
     size = len(cost)
-    low = trees_by_hops(cost, distance)
-    starts = [low]
+    by_hops = trees_by_hops(cost, distance)
+    by_paths = [tree_by_paths(cost, root, height) for root in roots.tolist()]
+    starts = [by_hops, np.array(by_paths)]
     if size <= SMALL:
         by_head = cost.T.tolist()
         free = []
-        for root, guide in zip(roots.tolist(), low.tolist(), strict=True):
+        for root, low in zip(roots.tolist(), by_paths, strict=True):
             parent = cheapest_arborescence(by_head, root)
             parent[root] = root
-            free.append(spliced(parent, guide, height))
+            free.append(spliced(parent, low, height))
         starts.append(np.array(free))
     if in_two:
         starts.append(two_level_trees(cost, roots))
@@ -168,4 +177,5 @@ def _starts(cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], 
 
 def _finder(cost: Costs, root: int, height: int) -> NDArray[np.int64]:
     roots = np.array([root])
-    return _search(cost, roots, hops(cost, roots), height, 0, Stream(2))[0]
+    trees = _search(cost, roots, hops(cost, roots), height, 0, Stream(2))
+    return np.asarray(trees[0])
