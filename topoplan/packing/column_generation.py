@@ -32,7 +32,6 @@ class ColumnGeneration:
     def __post_init__(self) -> None:
         packing = self.packing
         self.oracle = Oracle(packing)
-        self.searched = 0
         self.known: set[TreeColumn] = set()
         grouped = packing.groups > 1
         self.rows = len(packing.limits)
@@ -63,45 +62,28 @@ class ColumnGeneration:
         self.columns.extend(fresh)
         self.known.update(fresh)
 
-    @property
-    def work(self) -> int:
-        """Effort so far, as `PackingSimplex.work` counts it."""
-        return self.program.work + self.searched
-
-    def run(self, target: Fraction, hopeless: Fraction | None, *, work: int | None = None) -> bool:
+    def run(self, target: Fraction, hopeless: Fraction | None) -> bool:
         """Generate columns until the target is reached; False when it is out of reach.
 
-        ``hopeless``: stop as soon as the duals prove that the height does not allow this value. Where the oracle
-        searches for low trees instead of pricing them exactly, it searches harder first; what looks out of reach
-        even so is given up, which proves nothing.
-        ``work``: give up where the effort exceeds this.
+        ``hopeless``: stop as soon as the duals prove that the height does not allow this value.
         """
         packing = self.packing
         goal = target / packing.groups
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        efforts = list(self.oracle.efforts(self.height))
         while True:
-            self.searched += self.oracle.work(self.height, efforts[0])
-            if work is not None and self.work > work:
+            found = self.oracle.cheapest(lengths, self.height)
+            if len(found) < len(packing.roots) and (packing.groups > 1 or not found):
                 return False
-            candidates = self.oracle.candidates(lengths, self.height, effort=efforts[0])
-            cheapest: dict[int, int] = {}
-            for length, column in candidates:
-                cheapest.setdefault(column.root, length)
-            if len(cheapest) < len(packing.roots) and (packing.groups > 1 or not cheapest):
-                return False
-            fresh = [
+            improving = [
                 column
-                for length, column in candidates
-                if column not in self.known
-                and (prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0])
+                for root, (length, column) in sorted(found.items())
+                if prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0]
             ]
-            out_of_reach = hopeless is not None and self._dual_value(lengths, cheapest) < hopeless
-            if prices is not None and (out_of_reach or not fresh):
-                efforts.pop(0)
-                if efforts:
-                    continue
+            if prices is not None and hopeless is not None and self._dual_value(lengths, found) < hopeless:
+                return False
+            fresh = [column for column in improving if column not in self.known]
+            if prices is not None and not fresh:
                 return self.value >= target
             self.add(fresh)
             self.program.optimise(target=goal)
@@ -115,26 +97,20 @@ class ColumnGeneration:
                     f"packing: {len(self.columns)} trees, {float(self.value / packing.scale):.6g} GB/s"
                 )
 
-    def beyond_any_height(self, target: Fraction) -> bool:
-        """True where the current duals prove that trees of no height reach the target."""
-        lengths = self.program.duals()[0][: self.rows]
-        cheapest = {root: length for root, (length, _) in self.oracle.cheapest(lengths).items()}
-        return any(lengths) and self._dual_value(lengths, cheapest) < target
-
     def _first_lengths(self) -> list[int]:
         """Lengths to start with: inverse capacities."""
         limits = [int(c) for c in self.packing.limits]
         largest = max(limits)
         return [1000 * largest // c for c in limits]
 
-    def _dual_value(self, lengths: list[int], cheapest: dict[int, int]) -> Fraction:
+    def _dual_value(self, lengths: list[int], found: dict[int, tuple[int, TreeColumn]]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(int(c) * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        shortest = cheapest.values()
+        cheapest = [length for length, _ in found.values()]
         forest = (
-            Fraction(sum(shortest), self.packing.groups)
+            Fraction(sum(cheapest), self.packing.groups)
             if self.packing.groups > 1
-            else Fraction(min(shortest))
+            else Fraction(min(cheapest))
         )
         return total / forest if forest else Fraction(total + 1) * 10**9
 

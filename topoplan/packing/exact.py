@@ -5,10 +5,9 @@ and the oracle answers with the cheapest trees under them. The first bound comes
 (`topoplan.packing.bounds`). Where a packing reaches it, that is the proof. Where none does (switches that cannot
 copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
 
-Height: heights are tried from the lowest on (`topoplan.packing.heights`), up to 9 ranks each refuted before the next
-is tried. On more ranks low heights come before all else: where one reaches the bound, no unlimited packing is needed;
-where none does, the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them. The plan
-says what was not proved.
+Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
+height is the lowest possible wherever the oracle prices limited heights exactly (up to 9 ranks); on larger machines
+the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them, and the plan says so.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from fractions import Fraction
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.column_generation import ColumnGeneration, Progress
 from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.packing.heights import LowestFound, lowest
 from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.peeling import Peeler
 from topoplan.packing.stream import Stream
@@ -85,20 +83,17 @@ def pack_exact(
     packing = Packing(fabric, collective, root)
     certificate = best_bound(fabric, collective, root)
     target = certified_bound(certificate, fabric, collective, root) * packing.scale
+    tight = certificate
     generator = ColumnGeneration(packing, progress=progress)
-    few = generator.oracle.exact_heights
-    tries = LowestFound(packing, progress)
-    if not few:
-        low = tries.reach(target) if order == "height" else None
-        if low is not None:
-            return ExactPacking(thin(low, low.row_lengths(certificate)), certificate, tries.doubts(low))
-        # With this many ranks peeling is many times quicker than the program.
-        peeled = _peeled(packing, target, len(packing.limits) + fabric.size, 1)
+    peeler = Peeler(packing)
+    if peeler.applies and not generator.oracle.exact_heights:
+        # With this many ranks heights are not priced anyway, and peeling is many times quicker than the program.
+        peeled = peeler.peel(
+            target, Stream(1), candidates=PEELING_CANDIDATES, fewer_than=len(packing.limits) + fabric.size
+        )
         if peeled is not None:
             return ExactPacking(peeled, certificate, (_heights_as_found(fabric),))
-    tight = certificate
     notes: tuple[str, ...] = ()
-    generator.add(tries.pool)
     if not generator.run(target, None):
         target = generator.value
         tight = generator.lengths()
@@ -108,30 +103,46 @@ def pack_exact(
             )
         else:
             certificate = tight
-    if order == "height" and few:
-        generator = lowest(packing, target, generator, progress)
-    elif order == "height":
-        low = tries.reach(target)
-        notes += tries.doubts(low) if low else (_heights_as_found(fabric),)
-        generator = low or generator
+    if order == "height":
+        generator, doubts = _lowest(packing, target, generator, progress)
+        notes += doubts
     weights = thin(generator, generator.row_lengths(tight))
     if order == "trees":
-        weights = _peeled(packing, target, len(weights), PEELINGS) or weights
+        weights = _peeled(packing, target, weights)
     return ExactPacking(weights, certificate, notes)
 
 
 def _peeled(
-    packing: Packing, target: Fraction, fewer_than: int, passes: int
-) -> dict[TreeColumn, Fraction] | None:
-    """The packing of fewest trees among some peelings, if one has fewer than asked."""
+    packing: Packing, target: Fraction, weights: dict[TreeColumn, Fraction]
+) -> dict[TreeColumn, Fraction]:
+    """The packing of fewest trees among the given one and some peelings."""
     peeler = Peeler(packing)
-    stream = Stream(1)
-    best = None
-    for _ in range(passes if peeler.applies else 0):
-        fewer = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
-        if fewer is not None:
-            best, fewer_than = fewer, len(fewer)
-    return best
+    if peeler.applies:
+        stream = Stream(1)
+        for _ in range(PEELINGS):
+            fewer = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=len(weights))
+            weights = fewer or weights
+    return weights
+
+
+def _lowest(
+    packing: Packing, target: Fraction, generator: ColumnGeneration, progress: Progress | None
+) -> tuple[ColumnGeneration, tuple[str, ...]]:
+    """Column generation at the lowest height that reaches the target."""
+    if not generator.oracle.exact_heights:
+        return generator, (_heights_as_found(packing.fabric),)
+    tallest = max(packing.height(column) for column in generator.used())
+    pool = generator.columns
+    for height in range(1, tallest):
+        limited = ColumnGeneration(packing, height=height, progress=progress)
+        limited.add([column for column in pool if packing.height(column) <= height])
+        if limited.run(target, target):
+            return limited, ()
+        pool = sorted({*pool, *limited.columns})
+    limited = ColumnGeneration(packing, height=tallest, progress=progress)
+    limited.add([column for column in pool if packing.height(column) <= tallest])
+    limited.run(target, None)
+    return limited, ()
 
 
 def _heights_as_found(fabric: Fabric) -> str:

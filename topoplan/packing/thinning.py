@@ -23,8 +23,6 @@ from topoplan.packing.stream import Stream
 WALKS = 60
 WORK = 12_000_000
 """Effort after which no further walk is started, as `PackingSimplex.work` counts it."""
-SEARCH_WORK = 24_000_000
-"""Effort for finding trees to choose from where that is a search, as `Oracle.work` counts it."""
 STEPS_PER_WALK = 10
 POOL = 200
 """Trees to look for, apart from those that the packing already knows."""
@@ -118,26 +116,21 @@ def _tight_columns(master: ColumnGeneration, lengths: list[int], random: Stream)
     unit = _NOISE * 4 * packing.fabric.size * max(1, int(packing.incidence.sum(axis=1).max()))
     if top * unit >= 1 << 30:
         return []
-    oracle = master.oracle
-    cheapest = {root: length for root, (length, _) in oracle.cheapest(lengths, master.height).items()}
+    cheapest = {root: length for root, (length, _) in master.oracle.cheapest(lengths, master.height).items()}
     if packing.groups == 1:
         cheapest = dict.fromkeys(cheapest, min(cheapest.values()))
     found: set[TreeColumn] = set()
     stale = 0
     widths = sorted(set(packing.limits.tolist()))[-4:]
-    effort = oracle.efforts(master.height)[0]
-    turns = -(-POOL // len(packing.roots))
-    if cost := oracle.work(master.height, effort):
-        turns = min(turns, SEARCH_WORK // cost)
-    for turn in range(turns):
+    for turn in range(-(-POOL // len(packing.roots))):
         # Trees over wide links can carry much: in turn, links narrower than each width come last among equals.
         narrow = np.array(packing.limits < widths[turn % len(widths)], dtype=np.int64)
         noise = random.whole(len(lengths), _NOISE) + 2 * _NOISE * narrow
         noisy = [y * unit + int(z) for y, z in zip(lengths, noise, strict=True)]
         before = len(found)
-        for _, column in oracle.candidates(noisy, master.height, effort=effort):
+        for root, (_, column) in master.oracle.cheapest(noisy, master.height).items():
             length = int(packing.usage(column) @ np.array(lengths, dtype=np.int64))
-            if length == cheapest[column.root]:
+            if length == cheapest[root]:
                 found.add(column)
         stale = stale + 1 if len(found) == before else 0
         if stale == STALE or len(found) >= POOL:
