@@ -70,7 +70,7 @@ def pack_on_orbits(
     Parameters
     ----------
     fabric : Fabric
-        At least two connected ranks; its switches neither copy nor add.
+        At least two connected ranks.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
@@ -123,12 +123,12 @@ class _Search:
             free = OrbitGeneration(self.packing, progress=self.progress)
             free.add(self._pool())
             if not free.run(self.target):
-                self.target = free.value
-                self.certificate = self.packing.certificate(free.duals())
-            best, self.best = self.best, free
-            if best is not None and best.value >= self.target:
-                self.best = best
+                self._prove(self.packing.certificate(free.duals()))
+            assert self.best is not None, "a height has been tried"
+            if self.best.value >= self.target:
                 return
+            if free.value > self.best.value:
+                self.best = free
         for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
             if self._try(height):
                 return

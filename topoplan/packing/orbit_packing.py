@@ -12,7 +12,7 @@ equal servers has six rows. Pricing needs the trees of the first rank of every o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
@@ -25,6 +25,7 @@ from topoplan.plans.build import stage_order
 from topoplan.plans.certificate import Lengths
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards
+from topoplan.plans.loads import stage_links
 from topoplan.plans.plan import Edge, Shard, Stage
 
 Parents = tuple[int, ...]
@@ -125,14 +126,26 @@ class OrbitPacking:
 
     def tree(self, root: int, up: Sequence[int], down: Sequence[int], routes: RouteTable) -> OrbitTree:
         """A column: parents of every rank in both trees, -1 for the root."""
+        made = OrbitTree(root, tuple(up), tuple(down), routes, ())
+        return replace(made, usage=self._merged_usage(made) if self.fabric.in_network else self._usage(made))
+
+    def _usage(self, tree: OrbitTree) -> tuple[int, ...]:
         usage = np.zeros(len(self.limits), dtype=np.int64)
-        for parents, rising in ((up, True), (down, False)):
-            if len(parents):
+        for parents, rising in ((tree.up, True), (tree.down, False)):
+            if parents:
                 parent = np.array(parents, dtype=np.int64)
                 child = np.flatnonzero(parent >= 0)
                 tails, heads = (child, parent[child]) if rising else (parent[child], child)
-                usage += routes.usage(tails, heads)
-        return OrbitTree(root, tuple(up), tuple(down), routes, tuple(usage.tolist()))
+                usage += tree.routes.usage(tails, heads)
+        return tuple(usage.tolist())
+
+    def _merged_usage(self, tree: OrbitTree) -> tuple[int, ...]:
+        """As `_usage`, where switches that copy or add let routes share links."""
+        usage = [0] * len(self.limits)
+        for op in stage_order(self.collective):
+            for number in stage_links(self._stage(op, tree), self.fabric):
+                usage[int(self.orbits.row_of_link[number])] += 1
+        return tuple(usage)
 
     def images(self, weights: Mapping[OrbitTree, Fraction]) -> ImageShards:
         """The shards of a plan: every tree with all its images, largest shares first among those of one root."""

@@ -31,6 +31,9 @@ from topoplan.topology import Topology
 
 METHODS = ("exact", "mwu")
 
+MOST_STARS = 64
+"""Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+
 
 def plan(
     topology: Topology,
@@ -118,20 +121,19 @@ def plan(
             f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
         )
     fabric = usable_fabric(topology.subset(chosen), channels=channels)
-    plain = fabric.forwarding_only()
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=rank_of_root, method=method)
     elif method == "mwu":
-        made = _plan_mwu(plain, collective, rank_of_root, epsilon, threshold)
+        made = _plan_mwu(fabric.forwarding_only(), collective, rank_of_root, epsilon, threshold)
+        if fabric.in_network:
+            made = _certified_in_network(made, fabric)
     else:
-        made = _plan_exact(plain, collective, rank_of_root, order, progress)
-    if fabric.in_network:
-        made = _certified_in_network(made, fabric)
+        made = _plan_exact(fabric, collective, rank_of_root, order, progress)
     return made.timed(time.perf_counter() - started)
 
 
 def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
-    """The same forest under a bound that also holds for switches that copy or add."""
+    """The same forest, and its bound, on switches that copy or add."""
     certified = build_plan(
         fabric,
         made.collective,
@@ -144,7 +146,7 @@ def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
     )
     if certified.gap == 0:
         return certified
-    note = "the switches can copy or add; these trees leave that unused, and the bound allows for it"
+    note = "these trees were packed for switches that only forward; --method exact uses that they copy or add"
     return replace(certified, notes=(*made.notes, note))
 
 
@@ -156,12 +158,12 @@ def _plan_exact(
     progress: Callable[[str], None] | None,
 ) -> Plan:
     packing = Packing(fabric, collective, root)
-    if on_one_switch(fabric):
+    if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
         stars = one_hop_forest(packing)
         one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
         if one_hop.gap == 0:
             return one_hop
-    if fabric.size > LARGEST:
+    if fabric.size > LARGEST or fabric.in_network:
         forest = pack_on_orbits(fabric, collective, root=root, order=order, progress=progress)
         return build_plan(
             fabric,

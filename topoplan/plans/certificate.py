@@ -23,7 +23,7 @@ from fractions import Fraction
 from math import lcm
 
 from topoplan.errors import PlanError
-from topoplan.plans.cheapest_forest import forest_length
+from topoplan.plans.cheapest_forest import forest_length, zero_parts
 from topoplan.plans.fabric import Fabric
 
 
@@ -134,8 +134,6 @@ def _partition_bound(partition: Partition, fabric: Fabric, collective: str) -> F
 
 
 def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-    if fabric.in_network:
-        raise PlanError("dual lengths prove nothing where switches copy or add; a cut or a partition does")
     length = [Fraction(0)] * len(fabric.links)
     for src, dst, value in certificate.lengths:
         if (src, dst) not in fabric.link_index:
@@ -147,6 +145,7 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         length[fabric.link_index[src, dst]] = value
     scale = lcm(*(value.denominator for value in length))
     whole = [int(value * scale) for value in length]
+    _check_switches(fabric, whole)
     cheapest = forest_length(fabric, whole, collective, root)
     if cheapest == 0:
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
@@ -164,6 +163,19 @@ def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root
         )
     alone = ((Fabric(fabric.topology, (channel,)), part) for channel, part in certificate.parts)
     return sum((certified_bound(part, one, collective, root) for one, part in alone), Fraction(0))
+
+
+def _check_switches(fabric: Fabric, length: Sequence[int]) -> None:
+    """A switch that copies or adds may be an inner vertex of a tree: a rank at distance zero could do the same."""
+    if fabric.in_network:
+        part = zero_parts(fabric, length)
+        with_rank = {part[rank] for rank in range(fabric.size)}
+        for node, name in enumerate(fabric.nodes):
+            if name in fabric.copying | fabric.adding and part[node] not in with_rank:
+                raise PlanError(
+                    f"the certificate's lengths part {name}, which can copy or add, from every rank: "
+                    "they prove nothing there; a cut or a partition does"
+                )
 
 
 def link_lengths(certificate: Certificate, fabric: Fabric, collective: str) -> list[Fraction]:

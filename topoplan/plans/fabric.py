@@ -156,10 +156,21 @@ class Fabric:
         return all(capacity.get((d, s)) == c for (s, d), c in capacity.items())
 
     @cached_property
+    def copying(self) -> frozenset[str]:
+        """Devices on usable links that can copy one input to several outputs."""
+        used = set(self.nodes[self.size :])
+        return frozenset(d.name for d in self.topology.devices if d.multicast and d.name in used)
+
+    @cached_property
+    def adding(self) -> frozenset[str]:
+        """Devices on usable links that can add several inputs."""
+        used = set(self.nodes[self.size :])
+        return frozenset(d.name for d in self.topology.devices if d.reduce and d.name in used)
+
+    @property
     def in_network(self) -> bool:
         """True when a switch on usable links can copy or add."""
-        used = set(self.nodes[self.size :])
-        return any((d.multicast or d.reduce) and d.name in used for d in self.topology.devices)
+        return bool(self.copying or self.adding)
 
     def forwarding_only(self) -> Fabric:
         """The same fabric with switches that neither copy nor add."""

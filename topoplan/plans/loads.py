@@ -2,6 +2,9 @@
 
 The rate is never taken from a solver: rate = min over directed links of c(e) / load(e), where load(e) is the
 sum over stages of share x number of times the stage crosses e.
+
+Where the routes from a parent to its children part at a switch that can copy (`multicast`), a broadcast crosses the
+links before it once for all of them; where they meet at a switch that can add (`reduce`), so does a reduce.
 """
 
 from __future__ import annotations
@@ -58,7 +61,44 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
     """Indices of all links that a stage crosses, one entry for each crossing."""
-    return [number for edge in stage.edges for number in edge_links(edge, stage.op, fabric)]
+    merging = fabric.copying if stage.op == "broadcast" else fabric.adding
+    if not merging:
+        return [number for edge in stage.edges for number in edge_links(edge, stage.op, fabric)]
+    crossed: list[int] = []
+    families: dict[int, list[Edge]] = {}
+    for edge in stage.edges:
+        families.setdefault(edge.parent, []).append(edge)
+    for edges in families.values():
+        # Routes listed from parent to child: those of a reduce are crossed backwards, from the last link on.
+        routes = []
+        for edge in edges:
+            links = edge_links(edge, stage.op, fabric)
+            routes.append((links if stage.op == "broadcast" else links[::-1], edge.route[1:]))
+        _cross(routes, 0, merging, crossed)
+    return crossed
+
+
+def _cross(
+    routes: list[tuple[tuple[int, ...], tuple[str, ...]]],
+    at: int,
+    merging: frozenset[str],
+    crossed: list[int],
+) -> int:
+    """Note the links from step ``at`` on that routes with a common beginning cross; how many copies leave there."""
+    copies = 0
+    following: dict[int, list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
+    for route in routes:
+        if at == len(route[0]):
+            copies += 1
+        else:
+            following.setdefault(route[0][at], []).append(route)
+    for number, branch in following.items():
+        needed = _cross(branch, at + 1, merging, crossed)
+        if branch[0][1][at] in merging:
+            needed = 1
+        crossed += [number] * needed
+        copies += needed
+    return copies
 
 
 def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
