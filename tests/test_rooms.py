@@ -17,7 +17,7 @@ MODULES = sorted(
 )
 
 ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "packing", "schedules"]
-ORDER += ["simulation", "plot", "compare", "cli"]
+ORDER += ["simulation", "choice", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 

@@ -81,8 +81,8 @@ def one_hop(
                 tail, head = (centre, other) if op == "broadcast" else (other, centre)
                 if not routes.joined(tail, head):
                     raise InfeasibleError(
-                        f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU, "
-                        "so there is no one-hop schedule; plan trees instead"
+                        f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
+                        "there is no one-hop schedule, so plan trees instead"
                     )
             edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
             stages.append(Stage(op, centre, edges))
