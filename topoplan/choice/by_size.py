@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from topoplan.choice.candidates import candidates
-from topoplan.choice.envelope import fastest_from, tested_sizes
+from topoplan.choice.envelope import fastest_from, grid_of_sizes
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, SizeRange
@@ -107,7 +107,7 @@ def choose_by_size(
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
     )
-    tested = tested_sizes(sizes)
+    tested = grid_of_sizes(sizes)
     if progress:
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
     times = [clock(plan) for plan in competing]

@@ -61,12 +61,12 @@ def fastest_from(clocks: Sequence[Clock], sizes: Sequence[int]) -> tuple[tuple[i
     return tuple(changes)
 
 
-def tested_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def grid_of_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """The sizes asked for and those between the smallest and the largest that double from one to the next.
 
     Examples
     --------
-    >>> tested_sizes([0, 3, 9])
+    >>> grid_of_sizes([0, 3, 9])
     (0, 1, 2, 3, 4, 8, 9)
     """
     tested = set(sizes)
