@@ -16,6 +16,7 @@ from collectives.reduction import reduction
 from collectives.transfer_table import TransferTable
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
 
 BACKENDS = ("loopback",)
 
@@ -37,9 +38,11 @@ class Communicator:
 
     Parameters
     ----------
-    plan : Plan
-        Checked once, here. Other collectives than the plan's own, or other roots, are planned on the same
-        allocation and channels when they are first used, and kept.
+    plan : Plan or SizePlans
+        Checked once, here. Of plans by size (`topoplan.plan_by_size`, or a file of them from `topoplan.load_plan`)
+        every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
+        ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way on
+        the same allocation and channels when they are first used, and kept.
     backend : str
         ``loopback``.
     chunk_bytes : int
@@ -63,9 +66,13 @@ class Communicator:
     array([28, 36, 44])
     """
 
-    def __init__(self, plan: Plan, backend: str = "loopback", *, chunk_bytes: int = 256 << 10) -> None:
-        if not isinstance(plan, Plan):
-            raise UsageError(f"a {type(plan).__name__} is no plan; make one with topoplan.plan")
+    def __init__(
+        self, plan: Plan | SizePlans, backend: str = "loopback", *, chunk_bytes: int = 256 << 10
+    ) -> None:
+        if not isinstance(plan, Plan | SizePlans):
+            raise UsageError(
+                f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
+            )
         if backend not in BACKENDS:
             raise UsageError(f"back end {backend!r} is not available; use {' or '.join(BACKENDS)}")
         if chunk_bytes < 1:
@@ -277,7 +284,9 @@ class Communicator:
         if self._store is None:
             raise UsageError("the communicator is closed; make a new one")
         chunk_elements = max(1, self.chunk_bytes // max(1, like.itemsize))
-        return self._store.table(collective, root, count=count, chunk_elements=chunk_elements)
+        return self._store.table(
+            collective, root, count=count, itemsize=like.itemsize, chunk_elements=chunk_elements
+        )
 
 
 def _present(results: Sequence[NDArray[Scalar] | None]) -> list[NDArray[Scalar]]:

@@ -1,4 +1,4 @@
-"""The plans of a communicator: the one it was made with, and the others once they are needed."""
+"""The plans of a communicator: those it was made with, and the others once they are needed."""
 
 from __future__ import annotations
 
@@ -6,52 +6,76 @@ import topoplan
 from collectives.lowering import lower
 from collectives.transfer_table import TransferTable
 from topoplan.plans.plan import Plan
-from topoplan.plans.verify import verify
+from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
 
 
 class PlanStore:
-    """Verified plans of one allocation by collective and root, and their transfer tables.
+    """Verified plans of one allocation by collective, root and message size, and their transfer tables.
 
     Parameters
     ----------
-    plan : Plan
-        Verified here; other plans are made for its topology and channels, and verified too.
+    plans : Plan or SizePlans
+        Verified here. Other plans are made for its topology and channels, and verified too: by size where these are.
 
     Raises
     ------
     PlanError
-        The plan is wrong.
+        A plan is wrong.
 
     Examples
     --------
     >>> import topoplan
     >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
-    >>> int(sum(store.table("broadcast", 1, count=100, chunk_elements=7).add))
+    >>> int(sum(store.table("broadcast", 1, count=100, itemsize=4, chunk_elements=7).add))
     0
     """
 
-    def __init__(self, plan: Plan) -> None:
-        verify(plan)
-        self._plan = plan
-        self._plans = {(plan.collective, plan.root): (plan, plan.digest)}
+    def __init__(self, plans: Plan | SizePlans) -> None:
+        verify_all(plans)
+        self._given = plans
+        self._plans: dict[tuple[str, int | None], Plan | SizePlans] = {(plans.collective, plans.root): plans}
+        self._digests: dict[int, str] = {}
 
-    def table(self, collective: str, root: int | None, *, count: int, chunk_elements: int) -> TransferTable:
-        """The transfer table of a collective, planned now if it never was before.
+    def plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
+        """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
 
         Parameters
         ----------
         collective : str
         root : int or None
             Root rank of a broadcast or reduce, None for the others.
-        count, chunk_elements : int
-            See `lower`.
+        nbytes : int
+            Of the full gathered buffer for allgather and reduce_scatter.
         """
         key = (collective, root)
         if key not in self._plans:
-            made = topoplan.plan(
-                self._plan.topology, collective, root=root, channels="+".join(self._plan.channels)
-            )
-            verify(made)
-            self._plans[key] = (made, made.digest)
-        plan, digest = self._plans[key]
-        return lower(plan, count, chunk_elements=chunk_elements, digest=digest)
+            made = self._make(collective, root)
+            verify_all(made)
+            self._plans[key] = made
+        return plan_at(self._plans[key], nbytes)
+
+    def _make(self, collective: str, root: int | None) -> Plan | SizePlans:
+        topology = self._given.topology
+        if isinstance(self._given, SizePlans):
+            channels = "+".join(self._given.plans[-1].channels)
+            return topoplan.plan_by_size(topology, collective, root=root, channels=channels)
+        return topoplan.plan(topology, collective, root=root, channels="+".join(self._given.channels))
+
+    def table(
+        self, collective: str, root: int | None, *, count: int, itemsize: int, chunk_elements: int
+    ) -> TransferTable:
+        """The transfer table of a collective.
+
+        Parameters
+        ----------
+        collective, root
+            See `plan`.
+        count, chunk_elements : int
+            See `lower`.
+        itemsize : int
+            Bytes of an element.
+        """
+        plan = self.plan(collective, root, count * itemsize)
+        if id(plan) not in self._digests:
+            self._digests[id(plan)] = plan.digest
+        return lower(plan, count, chunk_elements=chunk_elements, digest=self._digests[id(plan)])

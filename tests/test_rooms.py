@@ -17,7 +17,7 @@ MODULES = sorted(
 )
 
 ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "simulation"]
-ORDER += ["packing", "schedules", "plot", "compare", "cli"]
+ORDER += ["packing", "schedules", "choice", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 

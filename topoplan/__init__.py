@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from topoplan.choice.by_size import plan_by_size
     from topoplan.errors import (
         BackendError,
         InfeasibleError,
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from topoplan.formats.load import load
     from topoplan.packing.planner import plan
     from topoplan.plans.plan import Plan
+    from topoplan.plans.plan_file import load_plan
+    from topoplan.plans.size_plans import SizePlans
     from topoplan.plans.verify import verify
     from topoplan.schedules.double_binary_tree import double_binary_tree
+    from topoplan.schedules.lowest_tree import lowest_tree
+    from topoplan.schedules.one_hop import one_hop
     from topoplan.schedules.ring import ring
     from topoplan.simulation.model import simulate
     from topoplan.topology import Device, Link, Topology
@@ -35,13 +40,18 @@ _HOME = {
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
+    "SizePlans": "topoplan.plans.size_plans",
     "Topology": "topoplan.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
+    "load_plan": "topoplan.plans.plan_file",
+    "lowest_tree": "topoplan.schedules.lowest_tree",
+    "one_hop": "topoplan.schedules.one_hop",
     "plan": "topoplan.packing.planner",
+    "plan_by_size": "topoplan.choice.by_size",
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
     "verify": "topoplan.plans.verify",
@@ -55,13 +65,18 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProbeError",
+    "SizePlans",
     "Topology",
     "TopologyError",
     "TopoplanError",
     "UsageError",
     "double_binary_tree",
     "load",
+    "load_plan",
+    "lowest_tree",
+    "one_hop",
     "plan",
+    "plan_by_size",
     "ring",
     "simulate",
     "verify",

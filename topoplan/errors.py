@@ -74,6 +74,12 @@ class PlanError(TopoplanError, ValueError):
         """The same fault, told with the shard and stage in which it was found."""
         return PlanError(self.fault, shard=shard, stage=stage, rank=self.rank)
 
+    def under(self, heading: str) -> PlanError:
+        """The same fault, told with the plan in which it was found, where there are several."""
+        error = PlanError(f"{heading}: {self}")
+        error.shard, error.stage, error.rank = self.shard, self.stage, self.rank
+        return error
+
 
 class ProbeError(TopoplanError):
     """Hardware or driver did not answer: the message says what to install or to pass instead."""

@@ -16,6 +16,7 @@ from topoplan.cli.output import counted, plan_notes, print_json, print_notes, pr
 from topoplan.cli.sources import read_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
 from topoplan.simulation.model import bus_factor
 from topoplan.units import format_size
 
@@ -116,7 +117,7 @@ def _format_table(rows: list[dict[str, int | float | str]]) -> str:
 
 
 def _measure(
-    communicator: Communicator, plan: Plan, nbytes: int, dtype: np.dtype[np.generic]
+    communicator: Communicator, plan: Plan | SizePlans, nbytes: int, dtype: np.dtype[np.generic]
 ) -> dict[str, int | float | str]:
     """Time one size and count wrong elements. Small whole numbers, so that every dtype adds them exactly."""
     size = len(plan.ranks)
@@ -147,7 +148,9 @@ def _measure(
 
 
 def count_wrong(
-    plan: Plan, inputs: list[NDArray[np.generic]], results: list[NDArray[np.generic] | None]
+    plan: Plan | SizePlans,
+    inputs: list[NDArray[np.generic]],
+    results: list[NDArray[np.generic] | None],
 ) -> int:
     """Elements that differ from what plain numpy gives."""
     if plan.collective == "allgather":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
 
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
@@ -27,7 +28,7 @@ def print_json(value: dict[str, object]) -> None:
     print(json.dumps(value, allow_nan=False, indent=1))
 
 
-def plan_notes(plan: Plan) -> list[str]:
+def plan_notes(plan: Plan | SizePlans) -> list[str]:
     """What the reader of a plan should know, of its machine and of itself, each note once."""
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 

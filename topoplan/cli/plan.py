@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from topoplan.cli import arguments
+from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_machine
@@ -51,7 +51,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="F.json",
         help="write the plan file; - prints it in place of the summary",
     )
-    arguments.add_plot(parser, "the trees")
+    plan_sizes.add_option(parser)
+    arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
 
 
@@ -64,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     check_target(options.output, "-o")
     check_plot(options.plot)
+    if options.sizes is not None:
+        return plan_sizes.run(options)
     with progress_line() as progress:
         made = make_plan(
             read_machine(options),

@@ -13,10 +13,12 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import finite
+from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.schedules.ring import ring
 from topoplan.simulation.events import run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.simulation.trace import chrome_trace
+from topoplan.topology import Topology
 from topoplan.units import format_size
 
 OF_A_MACHINE = ("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps")
@@ -53,13 +55,14 @@ def run(options: argparse.Namespace) -> int:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.sweep import draw_sweep
 
-        curves = {f"{plan.schedule} ({plan.trees})": rows}
+        name = "plans by size" if isinstance(plan, SizePlans) else f"{plan.schedule} ({plan.trees})"
+        curves = {name: rows}
         if rival:
             curves[rival.schedule] = rival_rows
         title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
         save_figure(draw_sweep(curves, title=title), options.plot)
     if options.trace:
-        write_whole(options.trace, chrome_trace(run_events(plan, nbytes=max(sizes))))
+        write_whole(options.trace, chrome_trace(run_events(plan_at(plan, max(sizes)), nbytes=max(sizes))))
     notes = (*plan_notes(plan), *notes)
     if options.json:
         print_json(
@@ -76,10 +79,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     gpus = f"{counted(len(plan.ranks), 'GPU')} ({' '.join(plan.ranks)})"
     print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
-    print(f"# plan: {_describe(plan)}")
+    for line in _describe(plan):
+        print(f"# plan: {line}")
     print(format_table(rows))
     if rival:
-        print(f"#\n# rival: {_describe(rival)}")
+        print(f"#\n# rival: {_describe(rival)[0]}")
         print(format_table(rival_rows))
     if rival and crossing:
         print(f"#\n# {_crossing_text(crossing, rival, max(sizes))}")
@@ -90,10 +94,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
-    """The plan in the file, or the plan of the machine that was named."""
+def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan | SizePlans:
+    """The plan, or the plans by size, in the file, or the plan of the machine that was named."""
     source = read_plan_or_machine(options)
-    if isinstance(source, Plan):
+    if not isinstance(source, Topology):
         given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
         if given:
             option = f"--{given[0].replace('_', '-')}"
@@ -110,7 +114,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
     )
 
 
-def _ring(plan: Plan) -> tuple[Plan | None, tuple[str, ...]]:
+def _ring(plan: Plan | SizePlans) -> tuple[Plan | None, tuple[str, ...]]:
     """The ring of the same collective on the same GPUs, or none; and what there is to say about it."""
     if len(plan.ranks) == 1:
         return None, ()
@@ -121,22 +125,32 @@ def _ring(plan: Plan) -> tuple[Plan | None, tuple[str, ...]]:
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
 
 
-def _curve_object(plan: Plan, rows: Sequence[Row]) -> dict[str, object]:
+def _curve_object(plan: Plan | SizePlans, rows: Sequence[Row]) -> dict[str, object]:
+    curve = [row.to_object() for row in rows]
+    if isinstance(plan, SizePlans):
+        ranges = [{"from": one.start, "to": one.stop, **_plan_object(one.plan)} for one in plan.ranges]
+        return {"ranges": ranges, "rows": curve}
+    return {**_plan_object(plan), "rows": curve}
+
+
+def _plan_object(plan: Plan) -> dict[str, object]:
     return {
         "schedule": plan.schedule,
         "rate": finite(plan.rate),
         "bound": finite(plan.bound),
         "trees": plan.trees,
         "height": plan.height,
-        "rows": [row.to_object() for row in rows],
     }
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: Plan | SizePlans) -> list[str]:
+    """A line for the plan, or for each of the plans by size."""
+    if isinstance(plan, SizePlans):
+        return [f"{one}: {_describe(one.plan)[0]}" for one in plan.ranges]
     if len(plan.ranks) == 1:
-        return "one GPU: nothing moves"
+        return ["one GPU: nothing moves"]
     trees = "" if plan.method == "ring" else f", {counted(plan.trees, 'tree')} of height {plan.height}"
-    return f"{plan.schedule}, {plan.rate:.6g} GB/s{trees}"
+    return [f"{plan.schedule}, {plan.rate:.6g} GB/s{trees}"]
 
 
 def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import decode_text, library, load
 from topoplan.plans.plan import Plan
-from topoplan.plans.verify import verify
+from topoplan.plans.plan_file import parse_plan_file
+from topoplan.plans.size_plans import SizePlans, verify_all
 from topoplan.topology import Topology
 
-_PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plan/')
+_PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _CLOSED = "stdin is closed; give a file"
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
@@ -26,8 +27,8 @@ def read_machine(options: argparse.Namespace) -> Topology:
     return _printable(load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps))
 
 
-def read_claimed_plan(path: str) -> Plan:
-    """The plan in a file, as it stands there.
+def read_claimed_plan(path: str) -> Plan | SizePlans:
+    """The plan or the plans by size in a file, as it stands there.
 
     Raises
     ------
@@ -37,12 +38,12 @@ def read_claimed_plan(path: str) -> Plan:
     return _parse_plan(_read_text(path), path)
 
 
-def read_plan(path: str) -> Plan:
+def read_plan(path: str) -> Plan | SizePlans:
     """The plan in a file, verified; errors as `read_claimed_plan`, and PlanError for a wrong plan."""
     return _verified(read_claimed_plan(path), path)
 
 
-def read_plan_or_machine(options: argparse.Namespace) -> Plan | Topology:
+def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topology:
     """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
 
     Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
@@ -63,20 +64,20 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | Topology:
     return _printable(topology)
 
 
-def _parse_plan(text: str, path: str) -> Plan:
+def _parse_plan(text: str, path: str) -> Plan | SizePlans:
     where = _where(path)
     if not text.strip():
         raise UsageError(f"{where} is empty; {_REMEDY}")
     try:
-        plan = Plan.from_json(text)
+        plan = parse_plan_file(text)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
     return plan
 
 
-def _verified(plan: Plan, path: str) -> Plan:
+def _verified(plan: Plan | SizePlans, path: str) -> Plan | SizePlans:
     try:
-        verify(plan)
+        verify_all(plan)
     except PlanError as error:
         raise PlanError(f"{_where(path)}: wrong plan: {error}; make it again with topoplan plan") from None
     return plan

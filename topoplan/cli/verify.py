@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file
 from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes
@@ -11,7 +12,8 @@ from topoplan.errors import PlanError
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import finite
-from topoplan.plans.verify import Verification, verify
+from topoplan.plans.size_plans import SizePlans, verify_all
+from topoplan.plans.verify import Verification
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -22,9 +24,9 @@ def add_options(parser: OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Recompute trees, postcondition, link loads, rate and bound of a plan file from the file alone."""
-    plan = read_claimed_plan(options.plan)
+    plans = read_claimed_plan(options.plan)
     try:
-        report = verify(plan)
+        reports = verify_all(plans)
     except PlanError as error:
         if options.json:
             print_json(
@@ -38,11 +40,31 @@ def run(options: argparse.Namespace) -> int:
             )
         print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
         return 1
-    if options.json:
-        print_json(_report_object(plan, report))
+    if isinstance(plans, SizePlans):
+        _report_ranges(plans, reports, as_json=options.json)
+    elif options.json:
+        print_json(_report_object(plans, reports[0]))
     else:
-        _print_report(plan, report)
+        _print_report(plans, reports[0])
+        print_notes(*plan_notes(plans))
     return 0
+
+
+def _report_ranges(plans: SizePlans, reports: Sequence[Verification], *, as_json: bool) -> None:
+    """The report of each range, one after another."""
+    pairs = list(zip(plans.ranges, reports, strict=True))
+    if as_json:
+        rows = [
+            {"from": one.start, "to": one.stop, **_report_object(one.plan, report)} for one, report in pairs
+        ]
+        print_json({"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest})
+        return
+    for one, report in pairs:
+        print(f"{one}, {one.plan.schedule}")
+        _print_report(one.plan, report)
+        print()
+    print(f"all {counted(len(pairs), 'range')} valid; they cover every size")
+    print_notes(*plan_notes(plans))
 
 
 def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
@@ -74,4 +96,3 @@ def _print_report(plan: Plan, report: Verification) -> None:
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
         print(f"full links: {full}{more}")
-    print_notes(*plan_notes(plan))

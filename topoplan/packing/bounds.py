@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 
 from topoplan.packing.maxflow import FlowNetwork
@@ -21,6 +22,7 @@ from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Tri
 from topoplan.plans.fabric import Fabric
 
 
+@lru_cache(maxsize=16)
 def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Certificate:
     """The certificate of the lowest bound that flows alone can prove for a collective.
 

@@ -3,6 +3,7 @@
 from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
 from topoplan.plans.fabric import Arc, Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.size_plans import SizePlans, SizeRange, plan_at, verify_all
 from topoplan.plans.verify import Verification, verify
 
 __all__ = [
@@ -16,9 +17,13 @@ __all__ = [
     "Partition",
     "Plan",
     "Shard",
+    "SizePlans",
+    "SizeRange",
     "Stage",
     "Trivial",
     "Verification",
+    "plan_at",
     "usable_fabric",
     "verify",
+    "verify_all",
 ]

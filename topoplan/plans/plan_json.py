@@ -20,6 +20,7 @@ from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, OneF
 from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.topology import Topology
 from topoplan.units import nearest_float
 
 FORMAT = "topoplan.plan/1"
@@ -33,14 +34,20 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 def dump_plan(plan: Plan) -> str:
     """The text of a plan file; shards stand one to a line."""
-    value = plan_to_object(plan)
+    return plan_text(plan_to_object(plan)) + "\n"
+
+
+def plan_text(value: dict[str, object]) -> str:
+    """The text of a plan's JSON object, whole or with keys left out, without a newline at the end."""
+    value = dict(value)
     shards = value.pop("shards")
-    head = ",\n ".join(f'"{key}": {_compact(field)}' for key, field in value.items())
-    rows = ",\n  ".join(_compact(shard) for shard in cast("list[object]", shards))
-    return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}\n"
+    head = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
+    rows = ",\n  ".join(compact(shard) for shard in cast("list[object]", shards))
+    return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}"
 
 
-def _compact(value: object) -> str:
+def compact(value: object) -> str:
+    """JSON on one line, any character as it is."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
@@ -120,20 +127,44 @@ def parse_plan(text: str) -> Plan:
     PlanError
         No JSON, another format or version, or a key is missing or of a wrong type.
     """
+    return read_plan(parse_object(text))
+
+
+def read_plan(value: dict[str, object]) -> Plan:
+    """The plan in the object of a plan file; errors as `parse_plan`."""
+    check_format(value, FORMAT)
+    return plan_from_object(value, embedded_topology(value))
+
+
+def parse_object(text: str) -> dict[str, object]:
+    """The JSON object of a plan file of any format; errors as `parse_plan`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"the plan is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
-    if value.get("format") != FORMAT:
+    return value
+
+
+def check_format(value: dict[str, object], expected: str) -> None:
+    """Refuse an object of another format or version; errors as `parse_plan`."""
+    if value.get("format") != expected:
         raise PlanError(
-            f"format {value.get('format')!r} is not {FORMAT!r}; make the plan again with topoplan plan"
+            f"format {value.get('format')!r} is not {expected!r}; make the plan again with topoplan plan"
         )
+
+
+def embedded_topology(value: dict[str, object]) -> Topology:
+    """The machine in a plan file; errors as `parse_plan`."""
     try:
-        topology = topology_from_object(value.get("topology"))
+        return topology_from_object(value.get("topology"))
     except TopologyError as error:
         raise PlanError(f"the embedded topology is wrong: {error}") from None
+
+
+def plan_from_object(value: dict[str, object], topology: Topology) -> Plan:
+    """A plan from the other keys of its JSON object; errors as `parse_plan`."""
     root = value.get("root")
     channels = _channels(value.get("channels"))
     shards: Sequence[Shard] = tuple(

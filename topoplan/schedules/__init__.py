@@ -1,6 +1,8 @@
-"""Baselines that packed trees are compared with: rings and double binary trees, as plans like any other."""
+"""Schedules by construction, as plans like any other: rings, double binary trees, one hop, the lowest tree."""
 
 from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.lowest_tree import lowest_tree
+from topoplan.schedules.one_hop import one_hop
 from topoplan.schedules.ring import RING_KINDS, ring
 
-__all__ = ["RING_KINDS", "double_binary_tree", "ring"]
+__all__ = ["RING_KINDS", "double_binary_tree", "lowest_tree", "one_hop", "ring"]

@@ -9,17 +9,19 @@ Trees branch, hops differ and shards share links. With D bytes, h_f the time of 
 head_f and tail_f the longest chain of such times before and after f, and chain the longest chain of
 start-ups alpha:
 
-    T = launch + max(  max over f of head_f + k h_f + tail_f,   chain + D / rate  )
+    T = launch + max(  max over f of head_f + k h_f + tail_f,   start-ups,   chain + D / rate  )
 
-The first term is the pipeline: no hop can be done earlier, whatever the order in which links serve. The
-second is the alpha-beta sum, with which NCCL ranks its algorithms: start-ups on the way in and out are not
-hidden behind a full link. T is exact on chains and stars and approaches D / rate as D grows.
+The first term is the pipeline: no hop can be done earlier, whatever the order in which links serve. The second
+is the time in which the busiest route starts its copies (`topoplan.simulation.start_ups`). The third is the
+alpha-beta sum, with which NCCL ranks its algorithms: start-ups on the way in and out are not hidden behind a
+full link. T is exact on chains and stars and approaches D / rate as D grows.
 
 Channels between which the buffer is split share no link: each is a lane with a T of its own, to which the time is
 added at which the channel may start, and the last lane to end counts.
 
-The number of chunks is chosen as if every chunk waited at every link for one of every other shard, a round of
-(D load / c - its own) / k, and is the same for all shards of a lane, so that chunk order gives every tree its weight.
+The number of chunks is that of least T. Where T leaves it open, it is chosen as if every chunk waited at every
+link for one of every other shard, a round of (D load / c - its own) / k. It is the same for all shards of a lane, so
+that chunk order gives every tree its weight, and T grows with D.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from topoplan.simulation.levels import (
     forward_levels,
     longest_chains,
 )
+from topoplan.simulation.start_ups import Starters, starters
 
 MAX_CHUNKS = 4096
 """Most chunks that a shard is cut into when the number is chosen here."""
@@ -95,6 +98,8 @@ class Pipeline:
     others : (F, 1) float64
         Seconds for each byte of the buffer for which other hops keep the fullest link of a hop busy.
     shard : (F,) int64
+    starters : Starters
+        Which hops share the wires that start them.
     forward, backward : tuple of Level
         The hops that each hop waits for, and those that wait for it.
     latency : float
@@ -107,6 +112,7 @@ class Pipeline:
     pace: Floats
     others: Floats
     shard: Indices
+    starters: Starters
     forward: tuple[Level, ...]
     backward: tuple[Level, ...]
     latency: float
@@ -145,10 +151,10 @@ class Pipeline:
         return np.array(rows)
 
     def best_chunks(self, nbytes: float, lane: int = 0) -> int:
-        """The number of chunks of every shard of a lane with the least pipeline time if chunks wait for each other.
+        """The number of chunks of every shard of a lane with the least time; of several, as if chunks wait.
 
-        That time is convex in k: a grid of growing steps, then finer ones between the neighbours of the best,
-        down to single steps.
+        Both times are about convex in k: a grid of growing steps, then finer ones between the neighbours of the
+        best, down to single steps.
 
         Examples
         --------
@@ -168,18 +174,22 @@ class Pipeline:
             growth = (high / low) ** (1 / _GRID)
             grid = sorted({low, high, *(round(low * growth**i) for i in range(1, _GRID))})
             counts = np.broadcast_to(np.array(grid, dtype=np.int64), (len(self.flow.shares), len(grid)))
-            best = int(np.argmin(self._pipelined(nbytes, counts, rounds=1)[hops].max(axis=0)))
+            seconds = self.lane_seconds(nbytes, counts)[lane]
+            waiting = self._pipelined(nbytes, counts, rounds=1)[hops].max(axis=0)
+            best = int(np.lexsort((waiting, seconds))[0])
             if high - low + 1 == len(grid):
                 return int(grid[best])
             low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
 
     def _pipelined(self, nbytes: float, chunks: Indices, *, rounds: int) -> Floats:
-        """Of every hop, (F, C): the longest chain of times through it."""
+        """Of every hop, (F, C): the longest chain of times through it, or through the start-ups of its route."""
         k = chunks[self.shard].astype(np.float64)
         alone = self.alpha + self.pace * nbytes / k
-        chain = longest_chains(alone, self.forward) + k * alone + longest_chains(alone, self.backward)
+        before, after = longest_chains(alone, self.forward), longest_chains(alone, self.backward)
         waiting = rounds * self.others * nbytes * (k + 1) / k
-        through: Floats = chain + waiting
+        pipelined = before + k * alone + after + waiting
+        started = self.starters.longest(before, k * self.alpha, alone - self.alpha + after)
+        through: Floats = np.maximum(pipelined, started)
         return through
 
 
@@ -213,6 +223,7 @@ def pipeline(flow: Dataflow) -> Pipeline:
         pace=pace,
         others=np.maximum(fullest - pace, 0.0),
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
+        starters=starters(flow),
         forward=forward,
         backward=backward_levels(flow),
         latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),

@@ -3,11 +3,12 @@
 Every directed link is a server: it carries one chunk at a time, whole, and of those that are ready it takes
 the one that is earliest in its shard (chunk index over number of chunks, so that a shard cut finer keeps
 its weight). Every hop works through its chunks in order: it waits for its inputs (`dataflow`), pays the
-start-up alpha, then sends. Alpha keeps the hop busy, as a copy engine or thread block is, but not the link:
-others use the wire meanwhile. Along a route of several links a chunk cuts through: it is on all of them at
-once where they are free, and waits in front of the one that is not. Ties go to the receiver that is next
-after the sender, so that senders behind one switch do not all begin with the same receiver; then by shard,
-stage and edge. The hops of a channel that starts later than the launch wait until then.
+start-up alpha, then sends. Alpha keeps the hop busy, as a copy engine or thread block is, and one of the wires
+of its route from starting others (`start_ups`), but not the link: others move meanwhile. Along a route of
+several links a chunk cuts through: it is on all of them at once where they are free, and waits in front of the
+one that is not. Ties go to the receiver that is next after the sender, so that senders behind one switch do not
+all begin with the same receiver; then by shard, stage and edge. The hops of a channel that starts later than the
+launch wait until then.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from topoplan.plans.plan import Plan
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import Dataflow, dataflow
 from topoplan.simulation.latency import LAUNCH
+from topoplan.simulation.start_ups import starters
 
 MAX_TRANSFERS = 2_000_000
 """Most chunk transfers that are simulated one by one: about half a minute."""
 
-_ARRIVE, _DELIVER, _START, _SERVE = range(4)
+_ARRIVE, _DELIVER, _START, _BEGIN, _SERVE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
     pace = [1e-9 / link.bandwidth for link in flow.fabric.links]
     done = [0] * len(hops)
     active = [False] * len(hops)
+    routes = starters(flow)
+    idle = list(routes.wires)
+    unstarted: list[list[tuple[float, int]]] = [[] for _ in idle]
     queue: list[list[tuple[float, int, int, int]]] = [[] for _ in pace]
     busy = [False] * len(pace)
     transfers: list[Transfer] = []
@@ -136,6 +141,12 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
                 onward = end - sizes[hop.shard] * pace[hop.links[leg + 1]]
                 heapq.heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
             continue
+        if kind == _BEGIN:
+            if idle[number] and unstarted[number]:
+                idle[number] -= 1
+                _, begun = heapq.heappop(unstarted[number])
+                heapq.heappush(events, (now + hops[begun].alpha, _ARRIVE, begun, 0))
+            continue
         hop = hops[number]
         if kind == _START:
             chunk = done[number]
@@ -143,10 +154,15 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
                 continue
             if all(done[before] > chunk for before in hop.waits):
                 active[number] = True
-                heapq.heappush(events, (now + hop.alpha, _ARRIVE, number, 0))
+                route = routes.route[number]
+                heapq.heappush(unstarted[route], (chunk / chunks[hop.shard], number))
+                heapq.heappush(events, (now, _BEGIN, route, 0))
             continue
         link = hop.links[leg]
         if kind == _ARRIVE:
+            if leg == 0:
+                idle[routes.route[number]] += 1
+                heapq.heappush(events, (now, _BEGIN, routes.route[number], 0))
             place = (done[number] / chunks[hop.shard], (hop.dst - hop.src) % ranks, number, leg)
             heapq.heappush(queue[link], place)
         else:

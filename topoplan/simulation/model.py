@@ -13,6 +13,7 @@ import numpy as np
 
 from topoplan.plans.loads import bottlenecks
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.latency import LAUNCH
@@ -121,12 +122,13 @@ class Timeline:
         }
 
 
-def simulate(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+def simulate(plan: Plan | SizePlans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
     """Model time of a plan for one buffer size.
 
     Parameters
     ----------
-    plan : Plan
+    plan : Plan or SizePlans
+        Of plans by size the one for this size.
     nbytes : int
         Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
     chunk_bytes : int or None
@@ -146,7 +148,8 @@ def simulate(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Time
     >>> round(timeline.algbw), round(timeline.busbw)
     (80, 150)
     """
-    return timeline(plan, pipeline(dataflow(plan)), nbytes=nbytes, chunk_bytes=chunk_bytes)
+    chosen = plan_at(plan, nbytes)
+    return timeline(chosen, pipeline(dataflow(chosen)), nbytes=nbytes, chunk_bytes=chunk_bytes)
 
 
 def timeline(plan: Plan, schedule: Pipeline, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
-from topoplan.simulation.alpha_beta import pipeline
+from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.simulation.alpha_beta import Pipeline, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.model import Timeline, timeline
 
@@ -73,8 +74,8 @@ class Crossover:
         return {"nbytes": self.nbytes, "faster_below": self.faster_below}
 
 
-def sweep(plan: Plan, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[Row, ...]:
-    """Model time of a plan at several sizes.
+def sweep(plan: Plan | SizePlans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[Row, ...]:
+    """Model time of a plan at several sizes; of plans by size, each size under its own.
 
     Raises
     ------
@@ -89,8 +90,8 @@ def sweep(plan: Plan, sizes: Sequence[int], *, chunk_bytes: int | None = None) -
     #          (B)    (elements)                           (us)   (GB/s)   (GB/s)
         1073741824     268435456     float     sum     13447.77    79.85   149.71
     """
-    clock = _clock(plan, chunk_bytes)
-    return tuple(_row(clock(size)) for size in sizes)
+    time = clock(plan, chunk_bytes)
+    return tuple(_row(time(size)) for size in sizes)
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -107,7 +108,7 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def crossover(first: Plan, second: Plan, low: int, high: int) -> Crossover:
+def crossover(first: Plan | SizePlans, second: Plan | SizePlans, low: int, high: int) -> Crossover:
     """The smallest size from which the first plan is at least as fast as the second, up to ``high``.
 
     Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the
@@ -128,7 +129,7 @@ def crossover(first: Plan, second: Plan, low: int, high: int) -> Crossover:
     """
     if not 0 < low <= high:
         raise UsageError(f"size range {low} to {high} is empty; give 0 < low <= high in bytes")
-    one, two = _clock(first, None), _clock(second, None)
+    one, two = clock(first), clock(second)
 
     def slower(nbytes: int) -> bool:
         return one(nbytes).seconds > two(nbytes).seconds
@@ -153,9 +154,20 @@ def crossover(first: Plan, second: Plan, low: int, high: int) -> Crossover:
     return Crossover(above, faster_below)
 
 
-def _clock(plan: Plan, chunk_bytes: int | None) -> Callable[[int], Timeline]:
-    schedule = pipeline(dataflow(plan))
-    return lambda nbytes: timeline(plan, schedule, nbytes=nbytes, chunk_bytes=chunk_bytes)
+def clock(plan: Plan | SizePlans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
+    """The model time of a plan as a function of the size; its dataflow is arranged once.
+
+    Plans by size are arranged when a size first needs them.
+    """
+    arranged: dict[int, Pipeline] = {}
+
+    def time(nbytes: int) -> Timeline:
+        chosen = plan_at(plan, nbytes)
+        if id(chosen) not in arranged:
+            arranged[id(chosen)] = pipeline(dataflow(chosen))
+        return timeline(chosen, arranged[id(chosen)], nbytes=nbytes, chunk_bytes=chunk_bytes)
+
+    return time
 
 
 def _row(time: Timeline) -> Row:

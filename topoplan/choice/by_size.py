@@ -1,0 +1,128 @@
+"""`topoplan.plan_by_size`: for every message size the schedule with the least model time.
+
+The model is the alpha-beta closed form (`topoplan.simulation.alpha_beta`); its times grow with size without jumps, so
+neighbouring ranges meet where two curves cross. Below the smallest size asked for, and above the largest, the plan of
+the nearest range is kept: nothing is claimed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from topoplan.choice.candidates import candidates
+from topoplan.choice.envelope import fastest_from, grid_of_sizes
+from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans, SizeRange
+from topoplan.simulation.table import clock
+from topoplan.topology import Topology
+
+SIZES = (1 << 10, 1 << 30)
+"""Smallest and largest size in bytes that are tested by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Plans by size and what they were chosen from.
+
+    Parameters
+    ----------
+    plans : SizePlans
+    candidates : tuple of Plan
+        Everything that was timed, those that are nowhere fastest too.
+    sizes : tuple of int
+        The sizes at which all were timed, ascending: there the choice is the least of all.
+    notes : tuple of str
+        Schedules that the allocation does not have.
+    """
+
+    plans: SizePlans
+    candidates: tuple[Plan, ...]
+    sizes: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def plan_by_size(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    sizes: Sequence[int] = SIZES,
+    progress: Callable[[str], None] | None = None,
+) -> SizePlans:
+    """The fastest schedule for each range of message sizes.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels, progress
+        As for `topoplan.plan`.
+    sizes : sequence of int
+        Bytes of the user's buffer (of the full gathered one for allgather and reduce_scatter): the smallest and the
+        largest bound the search, and every size named is tested beside those that double from one to the next.
+
+    Returns
+    -------
+    SizePlans
+        Ranges from 0 bytes on, without gap or end.
+
+    Raises
+    ------
+    UsageError
+        No size or a negative one, or as `topoplan.plan`.
+    InfeasibleError
+        As `topoplan.plan`.
+
+    Examples
+    --------
+    A DGX-2 broadcasts small messages from the root to everyone at once; large ones would not fit its port.
+
+    >>> import topoplan
+    >>> plans = plan_by_size(topoplan.load("dgx-2"), "broadcast")
+    >>> [(one.start, one.stop, one.plan.height, one.plan.rate) for one in plans.ranges]
+    [(0, 94286, 1, 10.0), (94286, None, 2, 150.0)]
+    """
+    return choose_by_size(
+        topology, collective, gpus=gpus, root=root, channels=channels, sizes=sizes, progress=progress
+    ).plans
+
+
+def choose_by_size(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+    sizes: Sequence[int] = SIZES,
+    progress: Callable[[str], None] | None = None,
+) -> Choice:
+    """As `plan_by_size`, with all that was compared."""
+    if not sizes or min(sizes) < 0:
+        raise UsageError(
+            f"sizes {tuple(sizes)} cannot be planned for; give at least one, of zero bytes or more"
+        )
+    competing, notes = candidates(
+        topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
+    )
+    tested = grid_of_sizes(sizes)
+    if progress:
+        progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
+    times = [clock(plan) for plan in competing]
+    clocks = [lambda nbytes, time=time: time(nbytes).seconds for time in times]
+    (_, first), *changes = fastest_from(clocks, tested)
+    starts = [(0, first), *changes]
+    stops = [start for start, _ in changes]
+    return Choice(
+        plans=SizePlans(
+            tuple(
+                SizeRange(start, stop, competing[number])
+                for (start, number), stop in zip(starts, [*stops, None], strict=True)
+            )
+        ),
+        candidates=competing,
+        sizes=tested,
+        notes=notes,
+    )

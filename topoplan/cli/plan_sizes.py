@@ -1,0 +1,257 @@
+"""``topoplan plan --sizes``: the best schedule for each range of message sizes, and where they cross."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from topoplan.cli import arguments
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.output_files import write_whole
+from topoplan.cli.sources import read_machine
+from topoplan.errors import UsageError
+from topoplan.plans.explain import explain_certificate
+from topoplan.plans.plan import Plan
+from topoplan.plans.plan_json import finite
+from topoplan.plans.size_plans import SizePlans, SizeRange
+from topoplan.plans.size_plans_json import size_plans_to_object
+from topoplan.units import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from topoplan.choice import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class RangeTimes:
+    """A range of sizes with the model times at both ends and its lead over the runner-up.
+
+    Parameters
+    ----------
+    range : SizeRange
+    ends : (int, int)
+        Bytes: the ends of the range, within the sizes that were tested.
+    seconds : (float, float)
+        Of its plan at both ends.
+    second : Plan or None
+        The next best of all candidates in the geometric middle of the ends; None where there is no other.
+    gain : float or None
+        How many times longer that one takes there.
+    """
+
+    range: SizeRange
+    ends: tuple[int, int]
+    seconds: tuple[float, float]
+    second: Plan | None
+    gain: float | None
+
+
+def add_option(parser: arguments.OneLineParser) -> None:
+    """Add ``--sizes``."""
+    parser.add_argument(
+        "--sizes",
+        type=arguments.size_list,
+        metavar="S",
+        help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
+        "these: 1KB:1GB, or 64KB,1MB,…; -o writes them all into one file",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan by size with the options of ``plan``, which has checked where the output goes."""
+    from topoplan.choice import choose_by_size
+
+    if options.method != "exact":
+        raise UsageError(
+            f"--sizes compares all schedules, so --method {options.method} does not go with it; leave one of them out"
+        )
+    if options.order is not None:
+        raise UsageError(
+            f"--sizes tries every order of the trees, so --order {options.order} does not go with it; "
+            "leave one of them out"
+        )
+    started = time.perf_counter()
+    with progress_line() as progress:
+        choice = choose_by_size(
+            read_machine(options),
+            options.collective,
+            gpus=options.gpus,
+            root=options.root,
+            channels=options.channels,
+            sizes=options.sizes,
+            progress=progress,
+        )
+    seconds = time.perf_counter() - started
+    if options.plot:
+        _draw(choice, options.plot)
+    plans = choice.plans
+    if options.output == "-":
+        print(plans.to_json(), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, plans.to_json())
+    lines = range_times(choice)
+    notes = [*plan_notes(plans), *choice.notes]
+    if options.json:
+        print_json(_object(choice, lines, notes, seconds))
+        return 0
+    _print(choice, lines)
+    print(f"planned in {format_seconds(seconds)}")
+    print_notes(*notes)
+    for place in (options.output, options.plot):
+        if place:
+            print(f"written: {place}")
+    return 0
+
+
+def range_times(choice: Choice) -> list[RangeTimes]:
+    """What the table says of every range."""
+    from topoplan.simulation.table import clock
+
+    clocks = [clock(plan) for plan in choice.candidates]
+    lines = []
+    for one in choice.plans.ranges:
+        low = max(one.start, choice.sizes[0])
+        high = choice.sizes[-1] if one.stop is None else one.stop
+        middle = math.isqrt(low * high)
+        times = [(time(middle).seconds, number) for number, time in enumerate(clocks)]
+        own = choice.candidates.index(one.plan)
+        others = sorted(entry for entry in times if entry[1] != own)
+        lines.append(
+            RangeTimes(
+                range=one,
+                ends=(low, high),
+                seconds=(clocks[own](low).seconds, clocks[own](high).seconds),
+                second=choice.candidates[others[0][1]] if others else None,
+                gain=others[0][0] / times[own][0] if others else None,
+            )
+        )
+    return lines
+
+
+def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
+    plans = choice.plans
+    best = max(plans.plans, key=lambda plan: plan.rate)
+    towards = "to" if plans.collective == "reduce" else "from"
+    root = "" if plans.root is None else f" {towards} {plans.ranks[plans.root]}"
+    print(
+        f"{plans.collective}{root} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')} "
+        f"({' '.join(plans.ranks)}), over {' and '.join(best.channels)}, by message size"
+    )
+    if len(plans.ranks) == 1:
+        print("one GPU: nothing moves")
+    else:
+        print(f"bound  {best.bound:.6g} GB/s: {explain_certificate(best)}")
+        print()
+        print(_table(lines))
+        print()
+        print(f"crossovers: {_crossovers(plans)}")
+        print(
+            f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
+            f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
+        )
+
+
+def _table(lines: Sequence[RangeTimes]) -> str:
+    head = (
+        "from",
+        "to",
+        "schedule",
+        "trees",
+        "height",
+        "GB/s",
+        "us at from",
+        "us at to",
+        "next best",
+        "gain",
+    )
+    rows = []
+    for line in lines:
+        plan, stop = line.range.plan, line.range.stop
+        rows.append(
+            (
+                format_size(line.range.start),
+                "-" if stop is None else format_size(stop),
+                plan.schedule,
+                str(plan.trees),
+                str(plan.height),
+                f"{plan.rate:.4g}",
+                *(f"{seconds * 1e6:.1f}" for seconds in line.seconds),
+                "-" if line.second is None else describe(line.second),
+                "-" if line.gain is None else f"{line.gain:.2f}x",
+            )
+        )
+    return table(head, rows)
+
+
+def _crossovers(plans: SizePlans) -> str:
+    found = [f"{size} bytes ({format_size(size)})" for size in plans.crossovers]
+    return ", ".join(found) or "none, one schedule is the fastest throughout"
+
+
+def describe(plan: Plan) -> str:
+    """A schedule in a few words.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> describe(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    'one-hop, 16 of height 1'
+    """
+    return f"{plan.schedule}, {plan.trees} of height {plan.height}"
+
+
+def _object(
+    choice: Choice, lines: Sequence[RangeTimes], notes: Sequence[str], seconds: float
+) -> dict[str, object]:
+    """What ``--json`` prints: the file, and what belongs to this run or can be derived from it."""
+    plans = choice.plans
+    return {
+        **size_plans_to_object(plans),
+        "ranks": list(plans.ranks),
+        "bound": finite(plans.plans[-1].bound),
+        "crossovers": list(plans.crossovers),
+        "table": [
+            {
+                "from": line.range.start,
+                "to": line.range.stop,
+                **_summary(line.range.plan),
+                "ends": list(line.ends),
+                "seconds": list(line.seconds),
+                "next": None if line.second is None else _summary(line.second),
+                "gain": line.gain,
+            }
+            for line in lines
+        ],
+        "candidates": [_summary(plan) for plan in choice.candidates],
+        "digest": plans.digest,
+        "seconds": seconds,
+        "notes": list(dict.fromkeys(notes)),
+    }
+
+
+def _summary(plan: Plan) -> dict[str, object]:
+    return {
+        "schedule": plan.schedule,
+        "method": plan.method,
+        "trees": plan.trees,
+        "height": plan.height,
+        "rate": finite(plan.rate),
+    }
+
+
+def _draw(choice: Choice, path: str) -> None:
+    from topoplan.plot.canvas import save_figure
+    from topoplan.plot.sweep import draw_sweep
+    from topoplan.simulation.table import sweep
+
+    curves = {}
+    for number, plan in enumerate(choice.candidates):
+        name = describe(plan)
+        curves[name if name not in curves else f"{name} ({number + 1})"] = sweep(plan, choice.sizes)
+    plans = choice.plans
+    title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
+    save_figure(draw_sweep(curves, title=title), path)

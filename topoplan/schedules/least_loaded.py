@@ -1,0 +1,61 @@
+"""Routes for tree edges that are chosen one after another, each where the links are least full so far.
+
+Between two ranks there may be several routes (planes of switches, parallel rails), and a rank may hang below
+several parents. An edge takes the one whose fullest link stays emptiest, in bytes for each byte of the buffer and
+GB/s; of equals the one with the fewest links, then the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from topoplan.plans.fabric import Arc, Fabric
+from topoplan.plans.plan import Edge
+
+
+class LeastLoaded:
+    """Chooses routes on a fabric and remembers what they carry.
+
+    Parameters
+    ----------
+    fabric : Fabric
+
+    Examples
+    --------
+    DGX-1V has two NVLinks from GPU 0 to 3 and one from 1 to 3: the first two bytes go over the wide link.
+
+    >>> import topoplan
+    >>> routes = LeastLoaded(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> [routes.edge("broadcast", (0, 1), 3, Fraction(1)).parent for _ in range(3)]
+    [0, 0, 1]
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._arcs: dict[tuple[int, int], list[Arc]] = {}
+        for arc in fabric.arcs:
+            self._arcs.setdefault((arc.tail, arc.head), []).append(arc)
+        self._capacity = fabric.capacity
+        self._load = [Fraction(0)] * len(fabric.links)
+
+    def joined(self, tail: int, head: int) -> bool:
+        """True where a route leads from one rank to the other without passing a third."""
+        return (tail, head) in self._arcs
+
+    def edge(self, op: str, parents: Iterable[int], child: int, share: Fraction) -> Edge:
+        """The edge of a reduce or broadcast tree that hangs a child below one of the parents.
+
+        At least one of them must be `joined` with the child in the direction of the data.
+        """
+        down = op == "broadcast"
+        pairs = [(parent, child) if down else (child, parent) for parent in parents]
+        choices = [arc for pair in pairs for arc in self._arcs.get(pair, ())]
+        best = min(choices, key=lambda arc: (self._fullest(arc, share), len(arc.links)))
+        for number in best.links:
+            self._load[number] += share
+        if down:
+            return Edge(best.tail, child, best.route, best.channel)
+        return Edge(best.head, child, best.route[::-1], best.channel)
+
+    def _fullest(self, arc: Arc, share: Fraction) -> Fraction:
+        return max((self._load[number] + share) / self._capacity[number] for number in arc.links)

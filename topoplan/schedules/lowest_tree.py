@@ -1,0 +1,134 @@
+"""The lowest tree: the buffer in one piece, over as few edges one after another as the wires allow.
+
+A tree of shortest paths from its root, found breadth first, where an edge is a route that passes no other rank. An
+allreduce takes the root whose way up and down is shortest together; of several, the one with the highest rate. An
+allgather or reduce-scatter takes one such tree for each owner. Each rank hangs below the parent whose link is least
+full. One tree pays each start-up once, where a packing of many trees pays them on shared wires one after another: it
+is for messages that are too small to need bandwidth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+
+from topoplan.packing.bounds import best_bound
+from topoplan.plans.build import build_plan, stage_order, trivial_plan
+from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.plans.loads import forest_rate
+from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.topology import Topology
+
+
+def lowest_tree(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The schedule of a collective with the fewest edges one after another, in one piece for each owner.
+
+    Parameters
+    ----------
+    topology : Topology
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+    InfeasibleError
+        The channels do not connect the allocation.
+
+    Examples
+    --------
+    The hybrid cube mesh has diameter 2:
+
+    >>> import topoplan
+    >>> plan = lowest_tree(topoplan.load("dgx-1v"))
+    >>> plan.trees, plan.height, plan.rate
+    (1, 2, 25.0)
+    """
+    started = time.perf_counter()
+    collective = check_collective(collective)
+    chosen = topology.select(gpus)
+    rank = root_rank(chosen, collective, root)
+    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=rank, method="lowest tree")
+        return made.timed(time.perf_counter() - started)
+    if collective in ("allgather", "reduce_scatter"):
+        routes, share = LeastLoaded(fabric), Fraction(1, fabric.size)
+        shards = [_shard(fabric, collective, owner, routes, share) for owner in range(fabric.size)]
+    else:
+        shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
+    made = build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=shards,
+        certificate=best_bound(fabric, collective, rank),
+        schedule="lowest tree" if len(shards) == 1 else "lowest trees",
+        method="lowest tree",
+    )
+    return made.timed(time.perf_counter() - started)
+
+
+def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
+    """The whole buffer over the trees of the best root: lowest, then fastest, then first."""
+
+    def depth(root: int) -> int:
+        return sum(max(_depths(fabric, op, root)) for op in stage_order(collective))
+
+    lowest = min(depth(root) for root in roots)
+    shards = [
+        _shard(fabric, collective, root, LeastLoaded(fabric), Fraction(1))
+        for root in roots
+        if depth(root) == lowest
+    ]
+    return max(shards, key=lambda shard: forest_rate([shard], fabric) or 0)
+
+
+def _shard(fabric: Fabric, collective: str, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
+    return Shard(share, tuple(_stage(fabric, op, root, routes, share) for op in stage_order(collective)))
+
+
+def _stage(fabric: Fabric, op: str, root: int, routes: LeastLoaded, share: Fraction) -> Stage:
+    """A tree of shortest paths; ranks with the fewest possible parents choose first."""
+    depth = _depths(fabric, op, root)
+    level: dict[int, list[int]] = {}
+    for arc in fabric.arcs:
+        parent, child = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
+        if depth[parent] + 1 == depth[child] and parent not in level.setdefault(child, []):
+            level[child].append(parent)
+    edges: list[Edge] = []
+    for child in sorted(level, key=lambda rank: (depth[rank], len(level[rank]), rank)):
+        edges.append(routes.edge(op, sorted(level[child]), child, share))
+    return Stage(op, root, Stage(op, root, tuple(edges)).top_down())
+
+
+def _depths(fabric: Fabric, op: str, root: int) -> list[int]:
+    """Fewest edges between the root and every rank, in the direction of the data."""
+    onward: dict[int, set[int]] = {}
+    for arc in fabric.arcs:
+        near, far = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
+        onward.setdefault(near, set()).add(far)
+    depth = {root: 0}
+    frontier = [root]
+    for rank in frontier:
+        for far in sorted(onward.get(rank, ())):
+            if far not in depth:
+                depth[far] = depth[rank] + 1
+                frontier.append(far)
+    return [depth[rank] for rank in range(fabric.size)]

@@ -1,0 +1,99 @@
+"""One-hop schedules: every byte goes straight from the rank that has it to those that need it.
+
+One star for each rank with 1/N of the buffer (allreduce, allgather, reduce-scatter), or the star of the root
+(broadcast, reduce). No tree is lower, so nothing has fewer start-ups one after another. Behind one switch with equal
+ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2); a root's star, or stars over shared PCIe
+links, do not, and pay only while messages are small. There is no such schedule where two ranks have no route but
+through a third.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+
+from topoplan.errors import InfeasibleError
+from topoplan.packing.bounds import best_bound
+from topoplan.plans.build import build_plan, stage_order, trivial_plan
+from topoplan.plans.fabric import usable_fabric
+from topoplan.plans.plan import Plan, Shard, Stage, check_collective, root_rank
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.topology import Topology
+
+
+def one_hop(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The one-hop schedule of a collective.
+
+    Parameters
+    ----------
+    topology : Topology
+    collective : str
+        allreduce, broadcast, reduce, allgather or reduce_scatter.
+    gpus : sequence of int or None
+        The allocation; all GPUs for None.
+    root : int or None
+        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+    InfeasibleError
+        The channels do not connect the allocation, or some rank reaches another only through a third.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-2")
+    >>> plan = one_hop(machine)
+    >>> plan.trees, plan.height, plan.rate, plan.bound
+    (16, 1, 80.0, 80.0)
+    >>> one_hop(machine, "broadcast").rate
+    10.0
+    """
+    started = time.perf_counter()
+    collective = check_collective(collective)
+    chosen = topology.select(gpus)
+    rank = root_rank(chosen, collective, root)
+    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    if fabric.size == 1:
+        made = trivial_plan(fabric, collective, root=rank, method="one-hop")
+        return made.timed(time.perf_counter() - started)
+    routes = LeastLoaded(fabric)
+    roots = range(fabric.size) if rank is None else (rank,)
+    share = Fraction(1, len(roots))
+    shards = []
+    for centre in roots:
+        others = [other for other in range(fabric.size) if other != centre]
+        stages = []
+        for op in stage_order(collective):
+            for other in others:
+                tail, head = (centre, other) if op == "broadcast" else (other, centre)
+                if not routes.joined(tail, head):
+                    raise InfeasibleError(
+                        f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
+                        "there is no one-hop schedule, so plan trees instead"
+                    )
+            edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
+            stages.append(Stage(op, centre, edges))
+        shards.append(Shard(share, tuple(stages)))
+    made = build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=shards,
+        certificate=best_bound(fabric, collective, rank),
+        schedule="one-hop",
+        method="one-hop",
+    )
+    return made.timed(time.perf_counter() - started)
