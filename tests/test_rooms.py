@@ -16,7 +16,18 @@ MODULES = sorted(
     path.relative_to(ROOT) for room in ("topoplan", "collectives") for path in (ROOT / room).rglob("*.py")
 )
 
-ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "packing", "schedules"]
+ORDER = [
+    "errors",
+    "units",
+    "topology",
+    "degraded",
+    "clusters",
+    "formats",
+    "machines",
+    "plans",
+    "packing",
+    "schedules",
+]
 ORDER += ["simulation", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}

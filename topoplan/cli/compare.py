@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
@@ -31,6 +34,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_root(parser)
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,12 +46,15 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu_counts is not None and not options.all_allocations:
         raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
     check_plot(options.plot)
-    topology = read_machine(options)
+    machine = read_machine(options)
+    topology = machine.whole
     with progress_line() as progress:
         if options.all_allocations:
-            rows = compare_all(topology, collective, sizes=options.gpu_counts, progress=progress)
+            found = compare_all(machine.topology, collective, sizes=options.gpu_counts, progress=progress)
+            rows = tuple(replace(row, gpus=tuple(machine.left[gpu] for gpu in row.gpus)) for row in found)
         else:
-            rows = (compare(topology, collective, gpus=options.gpus, root=options.root),)
+            gpus = machine.allocation(options.gpus)
+            rows = (compare(topology, collective, gpus=gpus, root=options.root),)
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
         raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
     title = f"{collective} on {topology.name}"

@@ -6,6 +6,8 @@ import argparse
 import math
 
 from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_machine
@@ -32,8 +34,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--channels",
         default="auto",
         metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together), nvlink, pcie "
-        "or nvlink+network (default: auto)",
+        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network, else PCIe and the "
+        "network), nvlink, pcie, nvlink+network or pcie+network (default: auto)",
     )
     parser.add_argument(
         "--order",
@@ -59,6 +61,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_plot(parser, "the trees")
     arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,10 +75,11 @@ def run(options: argparse.Namespace) -> int:
     check_target(options.output, "-o")
     check_plot(options.plot)
     with progress_line() as progress:
+        machine = read_machine(options)
         made = make_plan(
-            read_machine(options),
+            machine.whole,
             options.collective,
-            gpus=options.gpus,
+            gpus=machine.allocation(options.gpus),
             root=options.root,
             method=options.method,
             channels=options.channels,
