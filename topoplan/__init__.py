@@ -9,6 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from topoplan.clusters.build import cluster
+    from topoplan.clusters.server import Server
+    from topoplan.clusters.shapes import nvswitch_cluster
+    from topoplan.degraded import slow_links, without_devices, without_gpus, without_links
     from topoplan.errors import (
         BackendError,
         InfeasibleError,
@@ -35,16 +39,23 @@ _HOME = {
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
+    "Server": "topoplan.clusters.server",
     "Topology": "topoplan.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
+    "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
+    "nvswitch_cluster": "topoplan.clusters.shapes",
     "plan": "topoplan.packing.planner",
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
+    "slow_links": "topoplan.degraded",
     "verify": "topoplan.plans.verify",
+    "without_devices": "topoplan.degraded",
+    "without_gpus": "topoplan.degraded",
+    "without_links": "topoplan.degraded",
 }
 
 __all__ = [
@@ -55,16 +66,23 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProbeError",
+    "Server",
     "Topology",
     "TopologyError",
     "TopoplanError",
     "UsageError",
+    "cluster",
     "double_binary_tree",
     "load",
+    "nvswitch_cluster",
     "plan",
     "ring",
     "simulate",
+    "slow_links",
     "verify",
+    "without_devices",
+    "without_gpus",
+    "without_links",
 ]
 
 

@@ -72,7 +72,7 @@ def link_summary(topology: Topology) -> str:
 
 
 def _print_parts(topology: Topology) -> None:
-    kinds = Counter(device.kind for device in topology.devices)
+    kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
     if len(topology.servers) > 1:
         groups = alike(topology)

@@ -11,7 +11,7 @@ from pathlib import Path
 from topoplan.cli.cluster_options import as_cluster
 from topoplan.cli.damage_options import Machine, damaged
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import decode_text, library, load
+from topoplan.formats.load import decode_text, library, load, load_text
 from topoplan.plans.plan import Plan
 from topoplan.plans.verify import verify
 from topoplan.topology import Topology
@@ -68,13 +68,9 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | Topology:
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
         return _verified(_parse_plan(text, options.topo), options.topo)
     where = _where(options.topo)
-    try:
-        topology = load(text + "\n", nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
-    except (TopologyError, UsageError) as error:
-        raise type(error)(f"{where}: {error}") from None
-    if not text.lstrip().startswith("{"):
-        topology = replace(topology, name=Path(where).stem)
-    return _printable(topology)
+    speeds = {"nvlink_gbps": options.nvlink_gbps, "pcie_gbps": options.pcie_gbps}
+    folder = "" if options.topo == "-" else str(path.parent)
+    return _printable(load_text(text, where, Path(where).stem, folder=folder, **speeds))
 
 
 def _parse_plan(text: str, path: str) -> Plan:

@@ -50,9 +50,9 @@ def excerpt(topology: Topology) -> Topology:
     >>> len(excerpt(nvswitch_cluster(64)).gpus)
     8
     """
-    shown = {group[0] for group in alike(topology)}
-    kept = {device.name for device in topology.devices if device.server in shown}
-    outside = {device.name for device in topology.devices if not device.server}
+    shown = {group[0] for group in alike(topology)} | {""}
+    outside = {device.name for device in topology.devices if device.kind == "switch" and not device.server}
+    kept = {device.name for device in topology.devices if device.server in shown} - outside
     for _ in range(2):
         near = {link.dst for link in topology.links if link.src in kept}
         near |= {link.src for link in topology.links if link.dst in kept}

@@ -100,7 +100,11 @@ def cluster(
     for number, one in enumerate(every):
         devices += _renamed_devices(one.devices, f"s{number}")
         links += _renamed_links(one.links, f"s{number}")
-    switches, wires = join_servers(joined, [(f"s{number}", one.ports) for number, one in enumerate(every)])
+    switches, wires = join_servers(
+        joined,
+        [(f"s{number}", one.ports) for number, one in enumerate(every)],
+        nics=max(one.nics for one in wired.values()),
+    )
     return Topology(
         name or _name(servers),
         (*devices, *switches),

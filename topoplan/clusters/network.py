@@ -89,7 +89,7 @@ class Network:
 
 
 def join_servers(
-    network: Network, servers: Sequence[tuple[str, Sequence[Port]]]
+    network: Network, servers: Sequence[tuple[str, Sequence[Port]]], *, nics: int
 ) -> tuple[list[Device], list[Link]]:
     """Switches, and the links to and among them.
 
@@ -98,13 +98,15 @@ def join_servers(
     network : Network
     servers : sequence of (str, sequence of Port)
         Name of each server, which is also the prefix of its devices, and its ports.
+    nics : int
+        NICs of the server with most, whether they serve anybody or not.
 
     Raises
     ------
     UsageError
         More rails than NICs, or servers that cannot reach each other.
     """
-    most = max(port.number for _, ports in servers for port in ports) + 1
+    most = max(nics, *(port.number + 1 for _, ports in servers for port in ports))
     rails = network.rails or most
     if rails > most:
         raise UsageError(

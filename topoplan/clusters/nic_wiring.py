@@ -54,10 +54,11 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class WiredServer:
-    """Devices and links of a server without the network, the network ports of its NICs, and notes."""
+    """Devices and links of a server without the network, its number of NICs, the ports of those that serve, and notes."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
+    nics: int
     ports: tuple[Port, ...]
     notes: tuple[str, ...]
 
@@ -130,7 +131,8 @@ def wire_server(
     unplugged = set(machine_nics(machine)) - plugged
     kept = tuple(link for link in part.links if not {link.src, link.dst} & unplugged)
     devices = _devices(part, sides)
-    return WiredServer(devices, (*kept, *wires), tuple(ports), _notes(machine, nics, ports, rate))
+    wanted = nics or len(machine_nics(machine)) or 1
+    return WiredServer(devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate))
 
 
 def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:

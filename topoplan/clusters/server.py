@@ -64,7 +64,7 @@ class Server:
             nic_rate(self.nic_gbps)
 
 
-def check_count(name: str, value: int | None, *, most: int | None = None) -> None:
+def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
     """Refuse what is no whole number from 1 to ``most``; None stands for "not given" and passes.
 
     Raises
@@ -75,9 +75,8 @@ def check_count(name: str, value: int | None, *, most: int | None = None) -> Non
     if value is None:
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < 1 or (most is not None and value > most):
-        limit = "1 or more" if most is None else f"1 to {most}"
-        raise UsageError(f"{name} {str(value)[:40]} must be a whole number, {limit}")
+    if not whole or not 1 <= value <= most:
+        raise UsageError(f"{name} {_shown(value)} must be a whole number from 1 to {most:,}")
 
 
 def nic_rate(gbps: float) -> float:
@@ -94,6 +93,13 @@ def nic_rate(gbps: float) -> float:
     25.0
     """
     number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
-    if not number or not SLOWEST <= gigabytes_from_gigabits(gbps) <= FASTEST:
-        raise UsageError(f"nic_gbps {str(gbps)[:40]} must be a number of Gb/s above zero, for example 100")
+    if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
+        raise UsageError(f"nic_gbps {_shown(gbps)} must be a number of Gb/s above zero, for example 100")
     return gigabytes_from_gigabits(gbps)
+
+
+def _shown(value: object) -> str:
+    """A value for a message: whatever it is, no longer than a line can bear."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "of more than 18 digits"
+    return repr(value)[:40]
