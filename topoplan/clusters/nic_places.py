@@ -101,7 +101,7 @@ def _nearest(machine: Topology, nics: Sequence[str], among: Collection[str]) -> 
         while level and not set(level) & set(among):
             following = {}
             for device, path in level.items():
-                if device == nic or machine.device(device).kind not in ("gpu", "nic"):
+                if device == nic or machine.device(device).kind != "nic":
                     for other in neighbours.get(device, ()):
                         if other not in seen:
                             seen.add(other)
@@ -126,10 +126,16 @@ def _shared_out(
 def _nearest_to_allocation(
     machine: Topology, places: Sequence[NicPlace], chosen: Collection[str]
 ) -> list[NicPlace]:
-    """One NIC, with its ways to the allocation; more of them would share one way between the sockets."""
+    """One NIC, with its ways to the allocation, through GPUs outside it where need be (a NIC may hang on a GPU).
+
+    More NICs would share one way between the sockets.
+    """
     among = [gpu for gpu in machine.gpus if gpu in chosen]
     near = _nearest(machine, [place.name for place in places], among)
-    best = min(places, key=lambda place: len(next(iter(near[place.name].values()))))
+    within_reach = [place for place in places if near[place.name]]
+    if not within_reach:
+        return _spread(places[:1], among)
+    best = min(within_reach, key=lambda place: len(next(iter(near[place.name].values()))))
     return [replace(best, paths=near[best.name])]
 
 

@@ -54,7 +54,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class WiredServer:
-    """Devices and links of a server without the network, its number of NICs, the ports of those that serve, and notes."""
+    """A server without the network: devices, links, number of NICs, ports of those that serve, and notes."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]

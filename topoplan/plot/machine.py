@@ -104,9 +104,7 @@ def _excerpt(topology: Topology) -> Topology:
             f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a "
             "figure can show; draw one server or a smaller allocation"
         )
-    note = (
-        f"{len(part.servers)} of {len(topology.servers)} servers are drawn: the others are wired like these"
-    )
+    note = f"drawn: {len(part.servers)} of {len(topology.servers)} servers; the others are wired alike"
     return replace(part, notes=(*part.notes, note))
 
 
