@@ -176,6 +176,7 @@ class Topology:
     links: tuple[Link, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
+    # For `device`; follows from devices, so it takes no part in comparisons.
     _by_name: dict[str, Device] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

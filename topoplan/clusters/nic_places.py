@@ -65,6 +65,7 @@ def nic_places(machine: Topology, gpus: Sequence[int] | None, nics: int | None) 
     chosen = {every[gpu] for gpu in machine.select(gpus)}
     wanted = nics or len(own) or 1
     near = _nearest(machine, own, every)
+    # A stable sort: first those near the allocation, or without a place and so as near as any.
     order = sorted(own, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
     kept = [NicPlace(number, nic) for number, nic in enumerate(own) if nic in order[:wanted]]
     names = [name for number in range(wanted + len(own)) if (name := f"nic{number}") not in set(own)]
