@@ -16,7 +16,7 @@ MODULES = sorted(
     path.relative_to(ROOT) for room in ("topoplan", "collectives") for path in (ROOT / room).rglob("*.py")
 )
 
-ORDER = ["errors", "units", "topology", "formats", "machines", "plans", "simulation"]
+ORDER = ["errors", "units", "topology", "degraded", "clusters", "formats", "machines", "plans", "simulation"]
 ORDER += ["packing", "schedules", "choice", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from topoplan.choice.by_size import plan_by_size
+    from topoplan.clusters.build import cluster
+    from topoplan.clusters.server import Server
+    from topoplan.clusters.shapes import nvswitch_cluster
+    from topoplan.degraded import slow_links, without_devices, without_gpus, without_links
     from topoplan.errors import (
         BackendError,
         InfeasibleError,
@@ -40,21 +44,28 @@ _HOME = {
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
+    "Server": "topoplan.clusters.server",
     "SizePlans": "topoplan.plans.size_plans",
     "Topology": "topoplan.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
+    "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
     "load_plan": "topoplan.plans.plan_file",
     "lowest_tree": "topoplan.schedules.lowest_tree",
+    "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
+    "slow_links": "topoplan.degraded",
     "verify": "topoplan.plans.verify",
+    "without_devices": "topoplan.degraded",
+    "without_gpus": "topoplan.degraded",
+    "without_links": "topoplan.degraded",
 }
 
 __all__ = [
@@ -65,21 +76,28 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProbeError",
+    "Server",
     "SizePlans",
     "Topology",
     "TopologyError",
     "TopoplanError",
     "UsageError",
+    "cluster",
     "double_binary_tree",
     "load",
     "load_plan",
     "lowest_tree",
+    "nvswitch_cluster",
     "one_hop",
     "plan",
     "plan_by_size",
     "ring",
     "simulate",
+    "slow_links",
     "verify",
+    "without_devices",
+    "without_gpus",
+    "without_links",
 ]
 
 

@@ -9,8 +9,9 @@ they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1`` (
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import index
 
 from topoplan.errors import TopologyError, UsageError
@@ -197,13 +198,16 @@ class Topology:
     notes: tuple[str, ...] = ()
     source: str = ""
     peer_access: tuple[tuple[int, float], ...] = ()
+    # For `device`; follows from devices, so it takes no part in comparisons.
+    _by_name: dict[str, Device] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_peer_access(self.peer_access)
-        names = {device.name for device in self.devices}
+        names = {device.name: device for device in self.devices}
         if len(names) != len(self.devices):
-            repeated = sorted(n for n in names if sum(d.name == n for d in self.devices) > 1)
-            raise TopologyError(f"device name {repeated[0]!r} is used twice; names must be unique")
+            repeated, _ = min(item for item in Counter(d.name for d in self.devices).items() if item[1] > 1)
+            raise TopologyError(f"device name {repeated!r} is used twice; names must be unique")
+        object.__setattr__(self, "_by_name", names)
         seen = set()
         for link in self.links:
             for end in (link.src, link.dst):
@@ -231,10 +235,9 @@ class Topology:
 
     def device(self, name: str) -> Device:
         """The device of this name; TopologyError if there is none."""
-        for device in self.devices:
-            if device.name == name:
-                return device
-        raise TopologyError(f"topology {self.name} has no device {name!r}")
+        if name not in self._by_name:
+            raise TopologyError(f"topology {self.name} has no device {name!r}")
+        return self._by_name[name]
 
     def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
         """GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
@@ -264,7 +267,8 @@ class Topology:
         for gpu in chosen:
             if not 0 <= gpu < total:
                 raise UsageError(f"GPU {gpu} is out of range: {self.name} has GPUs 0 to {total - 1}")
-            if chosen.count(gpu) > 1:
+        for gpu, times in Counter(chosen).items():
+            if times > 1:
                 raise UsageError(f"GPU {gpu} is named twice; name each GPU once")
         return tuple(sorted(chosen))
 
@@ -279,8 +283,8 @@ class Topology:
         >>> topoplan.load("dgx-1v").subset([4, 5, 7]).gpus
         ('gpu4', 'gpu5', 'gpu7')
         """
-        keep = {self.gpus[gpu] for gpu in self.select(gpus)}
-        out = {device.name for device in self.devices if device.kind == "gpu"} - keep
+        every = self.gpus
+        out = set(every) - {every[gpu] for gpu in self.select(gpus)}
         if not out:
             return self
         return replace(

@@ -79,6 +79,31 @@ def parse_size(text: str) -> int:
     return round(float(match[1]) * 1024.0**power)
 
 
+def parse_gpu_list(text: str) -> tuple[int, ...]:
+    """GPU numbers from ``1,4,5,7`` or ``0-3,6``.
+
+    Raises
+    ------
+    UsageError
+        The text is no such list.
+
+    Examples
+    --------
+    >>> parse_gpu_list("0-2,5")
+    (0, 1, 2, 5)
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
+        if match is None:
+            raise UsageError(f"{text!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"the range {part.strip()} runs backwards; write {last}-{first}")
+        numbers.extend(range(first, last + 1))
+    return tuple(numbers)
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 

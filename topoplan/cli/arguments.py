@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES
-from topoplan.units import format_size, parse_sizes
+from topoplan.units import format_size, parse_gpu_list, parse_sizes
 
 LARGEST_SIZE = 1 << 50
 """Largest buffer in bytes that is accepted, 1024 TB: beyond it a size is a slip of the keyboard."""
@@ -47,16 +47,10 @@ def gpu_list(text: str) -> tuple[int, ...]:
     >>> gpu_list("0-2,5")
     (0, 1, 2, 5)
     """
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise argparse.ArgumentTypeError(f"the range {part.strip()} runs backwards; write {last}-{first}")
-        numbers.extend(range(first, last + 1))
-    return tuple(numbers)
+    try:
+        return parse_gpu_list(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def gpu_number(text: str) -> int:
@@ -128,7 +122,7 @@ def add_machine(parser: OneLineParser, *, or_plan: bool = False) -> None:
         metavar="PLAN.json|TOPO" if or_plan else "TOPO",
         help=("a plan file, " if or_plan else "")
         + "a library machine (topoplan list), a file, or - for stdin; "
-        + "topology JSON and the text of nvidia-smi topo -m are recognised by content",
+        + "topology JSON, cluster JSON and the text of nvidia-smi topo -m are recognised by content",
     )
     parser.add_argument(
         "--nvlink-gbps",
@@ -188,8 +182,9 @@ def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None
         "--channels",
         default=default,
         metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together), nvlink, pcie, "
-        "nvlink+network, or nvlink+pcie: the buffer divided between a forest over each (default: auto)",
+        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together, else PCIe and "
+        "the network), nvlink, pcie, nvlink+network, pcie+network, or nvlink+pcie: the buffer divided between a forest "
+        "over each (default: auto)",
     )
     parser.add_argument(
         "--size",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
@@ -32,6 +35,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_channels(parser)
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,15 +49,17 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu_counts is not None and not options.all_allocations:
         raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
     check_plot(options.plot)
-    topology = read_machine(options)
+    machine = read_machine(options)
+    topology = machine.whole
     with progress_line() as progress:
         if options.all_allocations:
-            rows = compare_all(topology, collective, sizes=options.gpu_counts, progress=progress)
+            found = compare_all(machine.topology, collective, sizes=options.gpu_counts, progress=progress)
+            rows = tuple(replace(row, gpus=tuple(machine.left[gpu] for gpu in row.gpus)) for row in found)
         else:
             one = compare(
                 topology,
                 collective,
-                gpus=options.gpus,
+                gpus=machine.allocation(options.gpus),
                 root=options.root,
                 channels=options.channels,
                 nbytes=options.size,

@@ -6,6 +6,8 @@ import argparse
 import math
 
 from topoplan.cli import arguments, plan_sizes
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_machine
@@ -54,6 +56,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     plan_sizes.add_option(parser)
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,10 +72,11 @@ def run(options: argparse.Namespace) -> int:
     if options.sizes is not None:
         return plan_sizes.run(options)
     with progress_line() as progress:
+        machine = read_machine(options)
         made = make_plan(
-            read_machine(options),
+            machine.whole,
             options.collective,
-            gpus=options.gpus,
+            gpus=machine.allocation(options.gpus),
             root=options.root,
             method=options.method,
             channels=options.channels,

@@ -73,12 +73,15 @@ def run(options: argparse.Namespace) -> int:
             f"--sizes tries every order of the trees, so --order {options.order} does not go with it; "
             "leave one of them out"
         )
+    if options.size is not None:
+        raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
+    machine = read_machine(options)
     started = time.perf_counter()
     with progress_line() as progress:
         choice = choose_by_size(
-            read_machine(options),
+            machine.whole,
             options.collective,
-            gpus=options.gpus,
+            gpus=machine.allocation(options.gpus),
             root=options.root,
             channels=options.channels,
             sizes=options.sizes,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plot
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import print_json, print_notes, table
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
+from topoplan.clusters import alike, excerpt
+from topoplan.degraded import nic_name
 from topoplan.formats.matrix import relation_matrix
 from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
@@ -19,6 +24,8 @@ from topoplan.units import exact
 def add_options(parser: OneLineParser) -> None:
     """Add the options of ``show``."""
     add_machine(parser)
+    add_cluster(parser)
+    add_damage(parser)
     add_plot(parser, "the machine")
     add_json(parser)
 
@@ -26,7 +33,7 @@ def add_options(parser: OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
     check_plot(options.plot)
-    topology = read_machine(options)
+    topology = read_machine(options).topology
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.machine import draw_topology
@@ -54,8 +61,9 @@ def link_summary(topology: Topology) -> str:
     kinds: Counter[tuple[str, Fraction]] = Counter()
     seen = set()
     for link in topology.links:
-        if link.channel in ("nvlink", "network") and (link.dst, link.src, link.channel) not in seen:
-            seen.add((link.src, link.dst, link.channel))
+        src, dst = nic_name(link.src), nic_name(link.dst)
+        if link.channel in ("nvlink", "network") and (dst, src, link.channel) not in seen:
+            seen.add((src, dst, link.channel))
             kinds[link.channel, exact(link.bandwidth) / link.count] += link.count
     parts = [
         f"{number} {channel} of {float(rate):g} GB/s" for (channel, rate), number in sorted(kinds.items())
@@ -64,9 +72,18 @@ def link_summary(topology: Topology) -> str:
 
 
 def _print_parts(topology: Topology) -> None:
-    kinds = Counter(device.kind for device in topology.devices)
+    kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
-    names, cells = relation_matrix(topology)
+    if len(topology.servers) > 1:
+        groups = alike(topology)
+        print("servers: " + ", ".join(_group_text(group) for group in groups))
+        if len(groups) < len(topology.servers):
+            topology = excerpt(topology)
+    plugged = {end for link in topology.links if link.channel != "network" for end in (link.src, link.dst)}
+    on_pcie = any(device.kind == "nic" and device.name in plugged for device in topology.devices)
+    alone = not any(link.channel == "network" for link in topology.links)
+    # NICs that are wired straight to GPUs would fill the matrix with NET and say nothing; the links below do.
+    names, cells = relation_matrix(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",))
     print()
     print(table(("", *names), [(name, *row) for name, row in zip(names, cells, strict=True)]))
     print()
@@ -79,6 +96,13 @@ def _print_parts(topology: Topology) -> None:
     if topology.source:
         print(f"\nsource: {topology.source}")
     print_notes(*topology.notes)
+
+
+def _group_text(group: Sequence[str]) -> str:
+    """Such as ``s0 (stands for 16 alike, s0 to s15)``."""
+    if len(group) == 1:
+        return group[0]
+    return f"{group[0]} (shown for {len(group)} that are alike, up to {group[-1]})"
 
 
 def _link_rows(topology: Topology) -> list[tuple[str, ...]]:

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from topoplan.cli import arguments
+from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
+from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot, check_target, write_whole
-from topoplan.cli.sources import read_plan_or_machine
+from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
@@ -21,7 +23,11 @@ from topoplan.simulation.trace import chrome_trace
 from topoplan.topology import Topology
 from topoplan.units import format_size
 
-OF_A_MACHINE = ("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps")
+OF_A_MACHINE = (
+    *("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps"),
+    *CLUSTER_OPTIONS,
+    *DAMAGE_OPTIONS,
+)
 """Options that a plan file has settled already."""
 
 
@@ -38,6 +44,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_plot(parser, "algorithm bandwidth over size")
     arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,10 +111,11 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
             option = f"--{given[0].replace('_', '-')}"
             raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
         return source
+    machine = as_asked(options, source)
     return make_plan(
-        source,
+        machine.whole,
         options.collective or "allreduce",
-        gpus=options.gpus,
+        gpus=machine.allocation(options.gpus),
         root=options.root,
         channels=options.channels or "auto",
         nbytes=options.size,

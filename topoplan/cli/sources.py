@@ -8,8 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from topoplan.cli.cluster_options import as_cluster
+from topoplan.cli.damage_options import Machine, damaged
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import decode_text, library, load
+from topoplan.formats.load import decode_text, library, load, load_text
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_file import parse_plan_file
 from topoplan.plans.size_plans import SizePlans, verify_all
@@ -20,8 +22,20 @@ _CLOSED = "stdin is closed; give a file"
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
-def read_machine(options: argparse.Namespace) -> Topology:
-    """The topology that TOPO names; errors as `topoplan.load`."""
+def read_machine(options: argparse.Namespace) -> Machine:
+    """The machine that TOPO and the options of clusters and broken machines ask for; errors as `topoplan.load`."""
+    return as_asked(options, _read_topology(options))
+
+
+def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
+    """A machine as the options of clusters and broken machines change it."""
+    gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
+    gpus = getattr(options, "gpus", None)
+    used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
+    return damaged(options, as_cluster(options, topology, gpus=used))
+
+
+def _read_topology(options: argparse.Namespace) -> Topology:
     if options.topo == "-" and sys.stdin is None:
         raise UsageError(_CLOSED)
     return _printable(load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps))
@@ -44,24 +58,20 @@ def read_plan(path: str) -> Plan | SizePlans:
 
 
 def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topology:
-    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
+    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content; no option is applied.
 
     Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
     """
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
-        return read_machine(options)
+        return _read_topology(options)
     text = _read_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
         return _verified(_parse_plan(text, options.topo), options.topo)
     where = _where(options.topo)
-    try:
-        topology = load(text + "\n", nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps)
-    except (TopologyError, UsageError) as error:
-        raise type(error)(f"{where}: {error}") from None
-    if not text.lstrip().startswith("{"):
-        topology = replace(topology, name=Path(where).stem)
-    return _printable(topology)
+    speeds = {"nvlink_gbps": options.nvlink_gbps, "pcie_gbps": options.pcie_gbps}
+    folder = "" if options.topo == "-" else str(path.parent)
+    return _printable(load_text(text, where, Path(where).stem, folder=folder, **speeds))
 
 
 def _parse_plan(text: str, path: str) -> Plan | SizePlans:

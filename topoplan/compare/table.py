@@ -123,12 +123,13 @@ def format_table(rows: Sequence[Comparison]) -> str:
     4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x    50.00
     """
     wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
+    channel = max([7, *(len(row.channel or "none") for row in rows)])
     lines = [
-        f"{'GPUs':<{wide}}  members  channel  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
+        f"{'GPUs':<{wide}}  members  {'channel':<{channel}}  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
         f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  {'binary':>7}"
     ]
     lines += [
-        f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<7}  {_rate(row.trees):>7}  "
+        f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<{channel}}  {_rate(row.trees):>7}  "
         f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
         f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
         f"{_times(row.relay_ratio):>6}  {_rate(row.double_tree):>7}"

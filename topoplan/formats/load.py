@@ -1,7 +1,7 @@
 """A machine from whatever names it: a library name, a file, ``-`` for stdin, or the text itself.
 
-Files are recognised by content, never by extension: topology JSON begins with ``{``, XML with ``<``, and
-anything else is read as the output of ``nvidia-smi topo -m``.
+Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, XML with ``<``,
+and anything else is read as the output of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.cluster_json import cluster_from_object, is_cluster
 from topoplan.formats.nvidia_smi import parse_nvidia_smi
-from topoplan.formats.topology_json import parse_topology_json
+from topoplan.formats.topology_json import decode_json, topology_from_object
 from topoplan.topology import Topology
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
@@ -55,24 +56,74 @@ def load(
     """
     if isinstance(source, str):
         if source == "-":
-            return _parse(decode_text(_read_stdin()), "stdin", "stdin", nvlink_gbps, pcie_gbps)
+            text = decode_text(_read_stdin())
+            return load_text(text, "stdin", "stdin", nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
         if "\n" in source or source.lstrip().startswith(("{", "<")):
-            return _parse(source, "", "", nvlink_gbps, pcie_gbps)
+            return load_text(source, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
         if source in library():
-            entry = library_path() / f"{source}.json"
-            return _parse(entry.read_text(encoding="utf-8"), source, source, nvlink_gbps, pcie_gbps)
+            text = (library_path() / f"{source}.json").read_text(encoding="utf-8")
+            return load_text(text, source, source, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
     path = os.fspath(source)
     if not os.path.exists(path):
         raise UsageError(_unknown(path))
+    folder = os.path.dirname(path)
+    return load_text(
+        _read(path), path, Path(path).stem, folder=folder, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
+    )
+
+
+def load_text(
+    text: str,
+    where: str = "",
+    name: str = "",
+    *,
+    folder: str = "",
+    single: bool = False,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+) -> Topology:
+    """Read a machine from its text.
+
+    Parameters
+    ----------
+    text : str
+        Topology or cluster JSON, or the output of ``nvidia-smi topo -m``.
+    where : str
+        Begins an error.
+    name : str
+        Of a machine whose text has none.
+    folder : str
+        Paths in cluster JSON are relative to it.
+    single : bool
+        Refuse cluster JSON.
+    nvlink_gbps, pcie_gbps : float, optional
+        As `load`.
+
+    Raises
+    ------
+    UsageError, TopologyError
+        As `load`.
+    """
+    start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
-    try:
-        text = decode_text(content)
-    except TopologyError as error:
-        raise TopologyError(f"{path}: {error}") from None
-    return _parse(text, path, Path(path).stem, nvlink_gbps, pcie_gbps)
+        if not start:
+            raise TopologyError(
+                "the content is empty; give topology JSON or the output of nvidia-smi topo -m"
+            )
+        if start == "<":
+            raise TopologyError(
+                "NCCL XML is not read yet by this version; give topology JSON or nvidia-smi topo -m text"
+            )
+        if start == "{":
+            if nvlink_gbps is not None or pcie_gbps is not None:
+                raise UsageError(
+                    "topology JSON states its own bandwidths; leave out --nvlink-gbps and --pcie-gbps"
+                )
+            return _from_json(text, folder, single)
+        topology = parse_nvidia_smi(text, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+    return replace(topology, name=name) if name else topology
 
 
 def library() -> tuple[str, ...]:
@@ -143,25 +194,45 @@ def decode_text(content: bytes) -> str:
     return text
 
 
-def _parse(text: str, where: str, name: str, nvlink_gbps: float | None, pcie_gbps: float | None) -> Topology:
-    """Parse by content; ``where`` begins an error, ``name`` names a machine whose text has no name."""
-    start = text.lstrip("\ufeff \t\r\n")[:1]
+def _from_json(text: str, folder: str, single: bool) -> Topology:
+    value = decode_json(text)
+    if not (isinstance(value, dict) and is_cluster(value)):
+        topology = topology_from_object(value)
+        _check_ports(topology)
+        return topology
+    if single:
+        raise TopologyError("it is a cluster; a server of a cluster must be a single machine")
+
+    def load_machine(name: str, nvlink_gbps: float | None, pcie_gbps: float | None) -> Topology:
+        if name in library():
+            return load(name, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            raise UsageError(_unknown(name))
+        return load_text(
+            _read(path), name, Path(path).stem, single=True, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
+        )
+
+    return cluster_from_object(value, load_machine)
+
+
+def _check_ports(topology: Topology) -> None:
+    """Refuse a switch that nothing is plugged into: a link to it has been forgotten."""
+    linked = {end for link in topology.links for end in (link.src, link.dst)}
+    for device in topology.devices:
+        if device.kind in ("nvswitch", "switch") and device.name not in linked:
+            raise TopologyError(
+                f"{device.name} is a switch without ports: no link names it; add its links, or leave it out"
+            )
+
+
+def _read(path: str) -> str:
+    """The text of a file; an error begins with its name."""
     try:
-        if not start:
-            raise TopologyError(
-                "the content is empty; give topology JSON or the output of nvidia-smi topo -m"
-            )
-        if start == "<":
-            raise TopologyError(
-                "NCCL XML is not read yet by this version; give topology JSON or nvidia-smi topo -m text"
-            )
-        if start == "{":
-            if nvlink_gbps is not None or pcie_gbps is not None:
-                raise UsageError(
-                    "topology JSON states its own bandwidths; leave out --nvlink-gbps and --pcie-gbps"
-                )
-            return parse_topology_json(text)
-        topology = parse_nvidia_smi(text, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
-    except (TopologyError, UsageError) as error:
-        raise type(error)(f"{where}: {error}" if where else str(error)) from None
-    return replace(topology, name=name) if name else topology
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
+    try:
+        return decode_text(content)
+    except TopologyError as error:
+        raise TopologyError(f"{path}: {error}") from None

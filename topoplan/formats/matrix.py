@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from topoplan.topology import Link, Topology
 
 
-def relation_matrix(topology: Topology) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Names of GPUs and NICs, and for each pair how they are joined.
+def relation_matrix(
+    topology: Topology, kinds: Sequence[str] = ("gpu", "nic")
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Names of GPUs and NICs, or of devices of other kinds, and for each pair how they are joined.
 
     Returns
     -------
     names : tuple of str
     cells : tuple of tuple of str
         ``NV#`` for # NVLinks, direct or into a common switch; ``PIX`` at most one PCIe switch, ``PXB`` several, ``PHB``
-        through one CPU, ``SYS`` through several, ``NET`` over a network, ``-`` no path, ``X`` itself.
+        through one CPU, ``SYS`` through several, ``NET`` over a network where there is no other path, ``-`` no path,
+        ``X`` itself.
 
     Examples
     --------
@@ -25,16 +28,17 @@ def relation_matrix(topology: Topology) -> tuple[tuple[str, ...], tuple[tuple[st
     >>> cells[0][:8]
     ('X', 'NV1', 'NV1', 'NV2', 'NV2', 'SYS', 'SYS', 'SYS')
     """
-    names = tuple(device.name for device in topology.devices if device.kind in ("gpu", "nic"))
-    kinds = {device.name: device.kind for device in topology.devices}
+    names = tuple(device.name for device in topology.devices if device.kind in kinds)
+    kind_of = {device.name: device.kind for device in topology.devices}
     nvlinks = nvlink_counts(topology)
     leaving: dict[str, list[Link]] = {}
     for link in topology.links:
         if link.channel != "nvlink":
             leaving.setdefault(link.src, []).append(link)
+    inside = {name: [link for link in links if link.channel != "network"] for name, links in leaving.items()}
     cells = []
     for name in names:
-        paths = _paths(name, leaving, kinds)
+        paths = _paths(name, leaving, kind_of) | _paths(name, inside, kind_of)
         row = []
         for other in names:
             if other == name:

@@ -68,11 +68,16 @@ def parse_topology_json(text: str) -> Topology:
     Traceback (most recent call last):
     topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
     """
+    return topology_from_object(decode_json(text))
+
+
+def decode_json(text: str) -> object:
+    """The value that JSON text stands for; TopologyError if it is none."""
     try:
-        value = json.loads(text)
+        value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TopologyError(f"the topology is no JSON: {error}") from None
-    return topology_from_object(value)
+    return value
 
 
 def topology_from_object(value: object) -> Topology:

@@ -23,10 +23,11 @@ CHANNEL_LINKS = {
 """Which links of the topology each channel of a plan is made of."""
 
 CHANNEL_CHOICES = {
-    "auto": (("nvlink",), ("pcie",), ("nvlink", "network")),
+    "auto": (("nvlink",), ("pcie",), ("nvlink", "network"), ("pcie", "network")),
     "nvlink": (("nvlink",),),
     "pcie": (("pcie",),),
     "nvlink+network": (("nvlink", "network"),),
+    "pcie+network": (("pcie", "network"),),
 }
 """What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
 
@@ -256,7 +257,7 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
         The allocation (see `Topology.subset`).
     channels : str
         ``auto`` takes NVLink where it connects all ranks, else PCIe, else NVLink and the network together (servers
-        whose NICs are wired to their GPUs); ``nvlink``, ``pcie`` and ``nvlink+network`` insist.
+        whose NICs are wired to their GPUs), else PCIe and the network; the other choices insist.
 
     Raises
     ------

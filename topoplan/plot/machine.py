@@ -7,9 +7,11 @@ machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
 from topoplan.plot.canvas import new_figure
 from topoplan.plot.edge_labels import label_places
@@ -40,7 +42,7 @@ _FOREST_RANK = {"switch": 0, "cpu": 1, "pcie": 2, "nvswitch": 3, "nic": 4, "gpu"
 
 
 def draw_topology(topology: Topology) -> Figure:
-    """Devices and links of a machine.
+    """Devices and links of a machine; of a cluster too large for a figure, one server of those that are alike.
 
     Upper panel: the NVLink graph, bundles labelled with their number of links. Lower panel: PCIe switches,
     CPUs, NICs and the network as a tree. The legend gives the bandwidth of every kind of wire in GB/s and
@@ -62,11 +64,9 @@ def draw_topology(topology: Topology) -> Figure:
     >>> [axes.get_title(loc="left") for axes in figure.axes]
     ['NVLink', 'PCIe']
     """
+    headline = _headline(topology)
     if len(topology.devices) > MAX_DEVICES:
-        raise UsageError(
-            f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a "
-            "figure can show; draw one server or a smaller allocation"
-        )
+        topology = _excerpt(topology)
     drawn = wires(topology)
     kinds = sorted({wire.kind for wire in drawn}, key=lambda kind: (list(STROKES).index(kind[0]), kind[1:]))
     panels = [panel for panel in (_nvlink_panel(topology, drawn), _tree_panel(topology, drawn)) if panel]
@@ -80,7 +80,7 @@ def draw_topology(topology: Topology) -> Figure:
     height = head + sum(heights) + _TITLE * len(panels) + legend + _MARGIN / 2
     figure = new_figure(width, height)
     left = _MARGIN / 2 / width
-    figure.suptitle(_headline(topology), x=left, y=1 - 0.1 / height, ha="left", va="top", fontsize=12)
+    figure.suptitle(headline, x=left, y=1 - 0.1 / height, ha="left", va="top", fontsize=12)
     figure.text(
         left, 1 - (0.1 + _TITLE) / height, "\n".join(notes), ha="left", va="top", fontsize=7, linespacing=1.2
     )
@@ -95,6 +95,17 @@ def draw_topology(topology: Topology) -> Figure:
         axes.set_ylim(-_MARGIN, own_height - _MARGIN)
     _draw_legend(figure, kinds, strokes, columns)
     return figure
+
+
+def _excerpt(topology: Topology) -> Topology:
+    part = excerpt(topology)
+    if len(part.devices) > MAX_DEVICES:
+        raise UsageError(
+            f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a "
+            "figure can show; draw one server or a smaller allocation"
+        )
+    note = f"drawn: {len(part.servers)} of {len(topology.servers)} servers; the others are wired alike"
+    return replace(part, notes=(*part.notes, note))
 
 
 def _headline(topology: Topology) -> str:

@@ -78,4 +78,6 @@ def kind_text(kind: tuple[str, float, float, int]) -> str:
     """
     channel, fast, slow, count = kind
     name = STROKES[channel].name + (f" ×{count}" if count > 1 else "")
+    if slow == 0:
+        return f"{name}: {fast:g} GB/s, one way"
     return f"{name}: {fast:g} GB/s" if fast == slow else f"{name}: {fast:g} and {slow:g} GB/s"

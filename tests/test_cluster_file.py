@@ -1,0 +1,194 @@
+"""Cluster files: what they build, where their machines come from, and what is refused with the key's name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from topoplan.clusters import Server, cluster
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.topology_json import dump_topology_json
+from topoplan.topology import Topology
+
+V100S = topoplan.load("dgx-1v")
+
+PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
+
+
+def cluster_json(**changes: object) -> dict[str, object]:
+    return {
+        "format": "topoplan.cluster/1",
+        "servers": [{"machine": "dgx-1v", "gpus": [0, 1, 2]}, {"machine": "dgx-1v", "gpus": "3-7"}],
+        "network": {"nic_gbps": 100},
+        **changes,
+    }
+
+
+def server_json(**changes: object) -> dict[str, object]:
+    return cluster_json(servers=[{"machine": "dgx-1v", **changes}])
+
+
+def network_json(**changes: object) -> dict[str, object]:
+    return cluster_json(network={"nic_gbps": 100, **changes})
+
+
+def test_a_file_builds_what_the_function_does() -> None:
+    """Allocations as list and as text, a server of its own count, NICs and speed, and every key of the network."""
+    text = json.dumps(
+        cluster_json(
+            name="two kinds",
+            servers=[
+                {"machine": "dgx-1v", "gpus": [0, 1, 2]},
+                {"machine": "dgx-1v", "gpus": "3-7", "count": 2, "nics": 1, "nic_gbps": 40},
+            ],
+            network={
+                "kind": "rail-optimised",
+                "nic_gbps": 100,
+                "nics": 2,
+                "rails": 2,
+                "oversubscription": 2.5,
+                "nic_access": "direct",
+            },
+        )
+    )
+    assert topoplan.load(text) == cluster(
+        [Server(V100S, [0, 1, 2]), Server(V100S, range(3, 8), nics=1, nic_gbps=40, count=2)],
+        nic_gbps=100,
+        nics=2,
+        network="rail-optimised",
+        rails=2,
+        oversubscription=2.5,
+        nic_access="direct",
+        name="two kinds",
+    )
+
+
+def test_a_fat_tree_from_a_file() -> None:
+    """Leaves of one server each."""
+    made = topoplan.load(json.dumps(network_json(kind="fat-tree", leaf_size=1)))
+    assert [device.name for device in made.devices if device.kind == "switch"] == ["leaf0", "leaf1", "spine0"]
+
+
+def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is relative to the cluster file, from wherever it is read; the text of nvidia-smi needs its speed."""
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes" / "pair.txt").write_text(PAIR)
+    (tmp_path / "boxes" / "eight.json").write_text(dump_topology_json(V100S))
+    file = tmp_path / "both.json"
+    servers = [
+        {"machine": "boxes/pair.txt", "nvlink_gbps": 50, "pcie_gbps": 24},
+        {"machine": "boxes/eight.json"},
+    ]
+    file.write_text(json.dumps(cluster_json(servers=servers)))
+    monkeypatch.chdir("/")
+    made = topoplan.load(file)
+    assert made.name == "pair + dgx-1v"
+    assert made.gpus == ("s0.gpu0", "s0.gpu1", *(f"s1.gpu{i}" for i in range(8)))
+    assert {link.bandwidth for link in made.links if link.src == "s0.gpu0" and link.channel == "nvlink"} == {
+        100.0
+    }
+
+
+def test_what_is_built_is_a_topology_file_like_any_other() -> None:
+    """Written as topology JSON it reads back equal."""
+    made = topoplan.load(json.dumps(cluster_json()))
+    assert topoplan.load(dump_topology_json(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            cluster_json(format="topoplan.cluster/2"),
+            "format 'topoplan.cluster/2' is not 'topoplan.cluster/1'",
+        ),
+        (cluster_json(servers=[]), "servers is an empty list"),
+        (cluster_json(servers={}), "the cluster: servers must be a list, not {}"),
+        (cluster_json(servers=[3]), "servers[0] must be an object, not 3"),
+        (cluster_json(network=[]), "the cluster: network must be an object, not []"),
+        (cluster_json(name=7), "the cluster: name must be a text, not 7"),
+        (cluster_json(nic_gbps=100), "the cluster: key 'nic_gbps' is unknown"),
+        (cluster_json(server=[]), "key 'server' is unknown; did you mean 'servers'?"),
+        (cluster_json(servers=[{"gpus": [0]}]), "servers[0] has no 'machine'"),
+        (server_json(gpu=[0]), "servers[0]: key 'gpu' is unknown; did you mean 'gpus'?"),
+        (
+            server_json(gpus=0),
+            "servers[0]: gpus must be a list of whole numbers, or a text such as '0-3', not 0",
+        ),
+        (server_json(gpus=[0, "1"]), "servers[0]: gpus must be a list of whole numbers"),
+        (server_json(gpus="0-"), "servers[0]: '0-' is no list of GPU numbers"),
+        (server_json(gpus=[9]), "servers[0]: GPU 9 is out of range: dgx-1v has GPUs 0 to 7"),
+        (server_json(gpus=[]), "servers[0]: the GPU list is empty"),
+        (server_json(count=True), "servers[0]: count must be a whole number, not True"),
+        (server_json(count=0), "servers[0]: count 0 must be a whole number from 1"),
+        (server_json(count=10**400), "servers[0]: count of more than 18 digits"),
+        (server_json(count=10**9), "1,000,000,000 servers are 22,000,000,000 devices"),
+        (server_json(nics=0), "servers[0]: nics 0"),
+        (server_json(nic_gbps="fast"), "servers[0]: nic_gbps must be a number, not 'fast'"),
+        (server_json(nic_gbps=0), "servers[0]: nic_gbps 0 must be a number of Gb/s above zero"),
+        (server_json(nvlink_gbps=25), "servers[0]: dgx-1v: topology JSON states its own bandwidths"),
+        (
+            server_json(machine="dgx1v"),
+            "no machine 'dgx1v' in the library, and no such file; did you mean dgx-1v?",
+        ),
+        (network_json(kind="ring"), "network 'ring' is unknown; use one of switch, rail-optimised, fat-tree"),
+        (network_json(speed=3), "network: key 'speed' is unknown"),
+        (network_json(rails=2), "rails belongs to the network rail-optimised"),
+        (network_json(kind="fat-tree", leaf_size=1.5), "network: leaf_size must be a whole number, not 1.5"),
+        (network_json(nic_gbps=0), "nic_gbps 0 must be a number of Gb/s above zero"),
+        (cluster_json(network={"kind": "switch"}), "network has no 'nic_gbps', and neither has servers[0]"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line_that_names_the_key(value: dict[str, object], says: str) -> None:
+    """Unknown keys, wrong types, numbers that make no sense."""
+    with pytest.raises((TopologyError, UsageError)) as caught:
+        topoplan.load(json.dumps(value))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_is_no_server_of_a_cluster(tmp_path: Path) -> None:
+    """Not even of itself."""
+    file = tmp_path / "self.json"
+    file.write_text(json.dumps(server_json(machine="self.json")))
+    with pytest.raises(TopologyError, match=r"servers\[0\]: self\.json: it is a cluster"):
+        topoplan.load(file)
+
+
+def test_bandwidths_of_nvidia_smi_text_belong_to_a_server() -> None:
+    """Given for the whole cluster they are refused."""
+    with pytest.raises(UsageError, match="states its own bandwidths"):
+        topoplan.load(json.dumps(cluster_json()), nvlink_gbps=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_mutated_file_is_read_or_refused(data: st.DataObject) -> None:
+    """Any value in place of any field raises nothing but the two errors."""
+    value = json.loads(json.dumps(network_json(kind="rail-optimised", rails=2, oversubscription=2, nics=3)))
+    odd = st.sampled_from(
+        [None, True, -1, 0, 1, 1.5, 10**30, float("nan"), "", "0-1", "dgx-2", [], [0], {}, [{}]]
+    )
+    where = data.draw(st.sampled_from([value, value["network"], value["servers"][0], value["servers"][1]]))
+    where[data.draw(st.sampled_from([*where, "other"]))] = data.draw(odd)
+    with contextlib.suppress(TopologyError, UsageError):
+        assert isinstance(topoplan.load(json.dumps(value)), Topology)
+
+
+def test_a_switch_without_ports_is_refused() -> None:
+    """In topology JSON: a link has been forgotten."""
+    text = json.dumps(
+        {
+            "format": "topoplan.topology/1",
+            "devices": [{"name": "gpu0", "kind": "gpu"}, {"name": "spine0", "kind": "switch"}],
+            "links": [],
+        }
+    )
+    with pytest.raises(TopologyError, match="spine0 is a switch without ports"):
+        topoplan.load(text)

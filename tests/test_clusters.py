@@ -1,0 +1,396 @@
+"""Clusters as topologies: known fabrics, what NICs may carry over PCIe, networks, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from topoplan.clusters import NETWORKS, Server, alike, cluster, excerpt, nvswitch_cluster
+from topoplan.clusters.memory import estimated_bytes
+from topoplan.clusters.nic_wiring import wire_server
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.formats.load import library
+from topoplan.formats.pcie_tree import both_ways
+from topoplan.plans.fabric import usable_fabric
+from topoplan.topology import Device, Link, Topology
+
+V100S = topoplan.load("dgx-1v")
+A100S = topoplan.load("dgx-a100")
+PLAIN = topoplan.load("pcie-x8")
+
+
+def speeds(topology: Topology, channel: str = "network") -> dict[tuple[str, str], float]:
+    return {(link.src, link.dst): link.bandwidth for link in topology.links if link.channel == channel}
+
+
+def test_a_cluster_of_nvswitch_servers_is_the_known_fabric(answers_dir: Path) -> None:
+    """Two and four servers of the DGX A100 shape have the links of the answer fabrics, but for the switches' names."""
+    for number in (2, 4):
+        known = topoplan.load(answers_dir / "fabrics" / f"a100-x{number}.json")
+        made = nvswitch_cluster(number)
+
+        def wires(topology: Topology) -> list[tuple[str, str, str, float]]:
+            names = {"fabric.switch0": "rail0", "fabric.switch1": "rail1"}
+            return sorted(
+                (names.get(e.src, e.src), names.get(e.dst, e.dst), e.channel, e.bandwidth)
+                for e in topology.links
+            )
+
+        assert wires(made) == wires(known)
+        assert made.gpus == known.gpus
+
+
+def test_sixteen_thousand_gpus_are_counted_right() -> None:
+    """2,048 servers of 8 GPUs: 17 devices each and two rails; 24 wires each."""
+    made = nvswitch_cluster(2048)
+    assert len(made.gpus) == 16_384
+    assert len(made.devices) == 2048 * 17 + 2
+    assert len(made.links) == 2048 * 24 * 2
+    assert made.device("s2047.nic7").server == "s2047"
+
+
+@pytest.mark.parametrize(("gbps", "rate"), [(40, 5.0), (100, 12.5), (400, 37.5)])
+def test_blinks_projection_of_figure_19b(gbps: float, rate: float) -> None:
+    """3 + 5 GPUs of two DGX-1V, one NIC each at its full rate: the NIC limits, at 400 Gb/s NVLink does.
+
+    Blink reads 5.0, 12.3 and 34.7 GB/s.
+    """
+    pair = cluster(
+        [Server(V100S, [0, 1, 2]), Server(V100S, range(3, 8))], nic_gbps=gbps, nics=1, nic_access="direct"
+    )
+    plan = topoplan.plan(pair, "allreduce")
+    assert (plan.rate, plan.gap) == (rate, 0)
+    assert plan.channels == ("nvlink", "network")
+
+
+def test_gpus_do_not_talk_to_each_other_through_their_nic() -> None:
+    """GPUs 1 and 4 have no NVLink: what they share is the NIC's 50 GB/s, and a broadcast enters it for each of them."""
+    pair = cluster([Server(V100S, [1, 4], count=2)], nic_gbps=400, nics=1, nic_access="direct")
+    assert topoplan.plan(pair, "broadcast").bound == 25
+    with pytest.raises(InfeasibleError, match=r"s0\.gpu1"):
+        usable_fabric(topoplan.without_devices(pair, ["switch0"]).subset([0, 1]), channels="nvlink+network")
+
+
+@pytest.mark.parametrize(("gbps", "carried"), [(40, 5.0), (96, 12.0), (100, 12.0), (400, 12.0)])
+def test_a_nic_carries_what_its_slot_and_its_port_do(gbps: float, carried: float) -> None:
+    """A DGX-1V has PCIe of 12 GB/s: a NIC of 96 Gb/s fills it, a faster one says that PCIe is the limit."""
+    pair = cluster([Server(V100S, count=2)], nic_gbps=gbps)
+    assert set(speeds(pair).values()) == {carried}
+    assert any(f"NICs of {gbps} Gb/s sit in PCIe slots of 12 GB/s" in note for note in pair.notes) == (
+        gbps > 96
+    )
+
+
+def test_each_nic_of_a_dgx_1v_serves_the_two_gpus_of_its_switch() -> None:
+    """NIC i sends for GPUs 2i and 2i + 1, and its plug into the PCIe switch is gone; the GPUs' plugs stay."""
+    one = cluster([Server(V100S)], nic_gbps=100)
+    senders = {(src, dst) for src, dst in speeds(one) if dst.endswith(".tx")}
+    assert senders == {(f"s0.gpu{i}", f"s0.nic{i // 2}.tx") for i in range(8)}
+    assert not any("nic" in src + dst for src, dst in speeds(one, "pcie"))
+    assert ("s0.gpu0", "s0.pcie0") in speeds(one, "pcie")
+
+
+def test_nics_beside_the_same_gpus_share_them_out() -> None:
+    """A PCIe switch of a DGX A100 holds two GPUs and two NICs: each GPU has one, or its slot would count twice."""
+    one = cluster([Server(A100S)], nic_gbps=200)
+    assert {(src, dst) for src, dst in speeds(one) if dst.startswith("s0.nic")} == {
+        (sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")
+    }
+
+
+def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
+    """Three NICs in one switch whose uplink of 24 GB/s leads to the GPUs carry 8 GB/s each, not 24."""
+    gpus = [f"gpu{i}" for i in range(3)]
+    devices = [Device(gpu, "gpu") for gpu in gpus] + [Device(f"nic{i}", "nic") for i in range(3)]
+    devices += [Device("cpu0", "cpu"), Device("pcie0", "pcie")]
+    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
+    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", "pcie0", "pcie", 24.0)]
+    links += [*both_ways("pcie0", "cpu0", "pcie", 24.0), *both_ways("gpu0", "gpu1", "nvlink", 50.0)]
+    wired = wire_server(
+        Topology("box", tuple(devices), tuple(links)), None, nics=None, rate=25.0, access="pcie"
+    )
+    assert [(port.out, port.back) for port in wired.ports] == [(8.0, 8.0)] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.DataObject) -> None:
+    """On every library machine with NVLink, for any allocation and number of NICs that it has."""
+    name = data.draw(st.sampled_from([one for one in library() if one not in ("pcie-x8", "v100x4")]))
+    machine = topoplan.load(name)
+    gpus = data.draw(st.sets(st.integers(0, len(machine.gpus) - 1), min_size=1))
+    listed = sum(device.kind == "nic" for device in machine.devices)
+    nics = data.draw(st.none() | st.integers(1, listed))
+    wired = wire_server(machine, sorted(gpus), nics=nics, rate=1000.0, access="pcie")
+    assert wired.ports
+    for gpu in machine.subset(sorted(gpus)).gpus:
+        slot = sum(e.bandwidth for e in machine.links if e.src == gpu and e.channel == "pcie")
+        assert sum(e.bandwidth for e in wired.links if e.src == gpu and e.channel == "network") <= slot
+    for port in wired.ports:
+        served = [link for link in wired.links if link.dst == port.sender]
+        assert served
+        assert port.out <= sum(link.bandwidth for link in served)
+
+
+@pytest.mark.parametrize("name", [one for one in library() if one not in ("pcie-x8", "v100x4")])
+def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
+    """As long as a NIC serves one of its GPUs, building for an allocation and cutting down afterwards agree."""
+    machine = topoplan.load(name)
+    whole = cluster([Server(machine, count=2)], nic_gbps=100)
+    for gpus in ([1], [0, 1], [1, 3]):
+        small = cluster([Server(machine, gpus, count=2)], nic_gbps=100)
+        both = [*gpus, *(len(machine.gpus) + gpu for gpu in gpus)]
+        fabrics = [usable_fabric(one, channels="nvlink+network") for one in (small, whole.subset(both))]
+        rates = [topoplan.plan(fabric.topology, "allgather").bound for fabric in fabrics]
+        assert rates[0] == rates[1]
+
+
+def test_an_allocation_far_from_all_nics_is_served_across_the_sockets() -> None:
+    """GPUs 2 and 3 of nvlink-x4 reach its NIC over the 10 GB/s between its CPUs."""
+    pair = cluster([Server(topoplan.load("nvlink-x4"), [2, 3], count=2)], nic_gbps=200)
+    assert set(speeds(pair).values()) == {10.0}
+    assert topoplan.plan(pair, "broadcast").rate == 10
+
+
+def test_an_allocation_whose_nics_hang_on_other_gpus_is_served_through_one_of_them() -> None:
+    """The NICs of mi250x are plugged into its odd dies; die 0 reaches one over the CPU."""
+    wired = wire_server(topoplan.load("mi250x"), [0], nics=None, rate=50.0, access="pcie")
+    assert [(port.sender, port.out) for port in wired.ports] == [("nic0", 24.0)]
+
+
+def test_a_nic_that_no_pcie_path_joins_to_the_allocation_is_wired_straight() -> None:
+    """The GPU that is used has no PCIe at all in the description."""
+    box = Topology(
+        "islands",
+        (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("nic0", "nic"), Device("cpu0", "cpu")),
+        (
+            *both_ways("gpu0", "cpu0", "pcie", 12.0),
+            *both_ways("nic0", "cpu0", "pcie", 12.0),
+            *both_ways("gpu0", "gpu1", "nvlink", 25.0),
+        ),
+    )
+    wired = wire_server(box, [1], nics=None, rate=25.0, access="pcie")
+    assert [(link.src, link.dst) for link in wired.links if link.channel == "network"] == [
+        ("gpu1", "nic0"),
+        ("nic0", "gpu1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "nics", "served"),
+    [
+        ("v100x4", None, [("nic0.tx", 4)]),
+        ("v100x4", 2, [("nic0.tx", 2), ("nic1.tx", 2)]),
+        ("v100x4", 4, [("nic0", 1), ("nic1", 1), ("nic2", 1), ("nic3", 1)]),
+        ("nvlink-x4", 3, [("nic0.tx", 2), ("nic1", 1), ("nic2", 1)]),
+        ("dgx-1v", 2, [("nic0.tx", 2), ("nic1.tx", 2)]),
+        ("mi250x", None, [("nic0", 1), ("nic1", 1), ("nic2", 1), ("nic3", 1)]),
+    ],
+)
+def test_nics_that_a_machine_lacks_are_spread_over_its_gpus(
+    name: str, nics: int | None, served: list[tuple[str, int]]
+) -> None:
+    """Those without a NIC first; fewer NICs than the machine has are its first."""
+    wired = wire_server(topoplan.load(name), None, nics=nics, rate=25.0, access="pcie")
+    assert [
+        (port.sender, sum(link.dst == port.sender for link in wired.links)) for port in wired.ports
+    ] == served
+
+
+def test_an_assumed_nic_is_said() -> None:
+    """v100x4 lists no NIC."""
+    pair = cluster([Server(topoplan.load("v100x4"), count=2)], nic_gbps=100)
+    assert any("v100x4 lists no NIC" in note for note in pair.notes)
+
+
+def test_a_machine_without_nvlink_keeps_its_pcie_tree() -> None:
+    """Its NIC stays plugged in, only the network's wire is new, and plans run over PCIe and network."""
+    pair = cluster([Server(PLAIN, count=2)], nic_gbps=100)
+    assert len(speeds(pair, "pcie")) == 2 * len(speeds(PLAIN, "pcie"))
+    assert speeds(pair) == {
+        ends: 12.5 for i in (0, 1) for ends in ((f"s{i}.nic0", "switch0"), ("switch0", f"s{i}.nic0"))
+    }
+    plan = topoplan.plan(pair, "broadcast", gpus=[0, 4, 8, 12])
+    assert (plan.channels, plan.rate) == (("pcie", "network"), 10)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "channels"),
+    [([0, 1], ("nvlink",)), ([0, 5], ("pcie",)), ([0, 8], ("nvlink", "network")), ([8, 9], ("nvlink",))],
+)
+def test_an_allocation_takes_the_network_only_where_it_must(
+    gpus: list[int], channels: tuple[str, ...]
+) -> None:
+    """Inside a server NVLink, else PCIe; across servers NVLink and network."""
+    pair = cluster([Server(V100S, count=2)], nic_gbps=100)
+    assert topoplan.plan(pair, "allreduce", gpus=gpus).channels == channels
+
+
+def test_different_servers_keep_their_names_and_say_their_own() -> None:
+    """8 + 4 GPUs of different machines: names, servers, rates, and notes under the machine's name."""
+    mixed = cluster([Server(A100S), Server(V100S, range(4), nic_gbps=40, nics=1)], nic_gbps=200, name="mixed")
+    assert (mixed.name, len(mixed.gpus), mixed.servers) == ("mixed", 12, ("s0", "s1"))
+    assert mixed.gpus[8:] == tuple(f"s1.gpu{i}" for i in range(4))
+    assert speeds(mixed)["s1.nic0.tx", "switch0"] == 5
+    assert any(note.startswith("dgx-a100: NICs of 200 Gb/s") for note in mixed.notes)
+
+
+class TestNetworks:
+    """Switches and what joins them."""
+
+    def test_rails(self) -> None:
+        """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
+        for rails, number in ((None, 8), (2, 2), (3, 3)):
+            made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", rails=rails)
+            switches = [device.name for device in made.devices if device.kind == "switch"]
+            assert switches == [f"rail{i}" for i in range(number)]
+            assert all(
+                int(dst[4:]) == int(src[-1]) % number
+                for src, dst in speeds(made)
+                if src.startswith("s") and dst.startswith("rail")
+            )
+
+    @pytest.mark.parametrize(("ratio", "uplink"), [(1, 48.0), (2, 24.0), (3, 16.0), (1.5, 32.0)])
+    def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
+        self, ratio: float, uplink: float
+    ) -> None:
+        """Two servers of 24 GB/s on each rail."""
+        made = cluster(
+            [Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", oversubscription=ratio
+        )
+        assert {speed for (src, dst), speed in speeds(made).items() if "spine0" in (src, dst)} == {uplink}
+
+    def test_a_fat_tree_fills_its_leaves_in_order(self) -> None:
+        """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast."""
+        made = cluster(
+            [Server(A100S, count=5)], nic_gbps=200, network="fat-tree", leaf_size=2, oversubscription=4
+        )
+        assert {dst for (src, dst) in speeds(made) if src.startswith("s3.")} >= {"leaf1"}
+        assert [speeds(made)[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
+
+    def test_one_leaf_needs_no_spine(self) -> None:
+        """All servers on one leaf are on one switch."""
+        made = cluster([Server(A100S, count=2)], nic_gbps=200, network="fat-tree", leaf_size=4)
+        assert [device.name for device in made.devices if device.kind == "switch"] == ["leaf0"]
+
+    def test_oversubscription_is_the_bound_between_leaves(self) -> None:
+        """Two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed: a broadcast has 48 GB/s."""
+        made = cluster(
+            [Server(A100S, count=2)], nic_gbps=200, network="fat-tree", leaf_size=1, oversubscription=4
+        )
+        assert topoplan.plan(made, "broadcast", gpus=[0, 1, 2, 8]).bound == 24
+        assert speeds(made)["leaf0", "spine0"] == 48
+
+
+class TestAlike:
+    """Servers that are wired alike."""
+
+    def test_one_that_is_broken_stands_apart(self) -> None:
+        """Of four servers the third lacks a link."""
+        made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
+        assert alike(made) == (("s0", "s1", "s3"), ("s2",))
+        assert excerpt(made).servers == ("s0", "s2")
+
+    def test_a_machine_is_its_own_excerpt(self) -> None:
+        """Nothing is left out where there is one server."""
+        assert excerpt(V100S) == V100S
+
+    @pytest.mark.parametrize("network", NETWORKS)
+    def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
+        """One server, its switches, and the spine above them."""
+        settings = {"leaf_size": 2} if network == "fat-tree" else {}
+        settings |= {} if network == "switch" else {"oversubscription": 2}
+        made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
+        part = excerpt(made)
+        assert part.servers == ("s0",)
+        assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+
+
+def box(**changes: object) -> dict[str, object]:
+    return {"servers": [Server(V100S, count=2)], "nic_gbps": 100, **changes}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (box(nic_gbps=0), "nic_gbps 0 must be a number of Gb/s above zero"),
+        (box(nic_gbps=-5), "nic_gbps -5"),
+        (box(nic_gbps=float("nan")), "nic_gbps nan"),
+        (box(nic_gbps=10**400), "nic_gbps of more than 18 digits"),
+        (box(nic_gbps=True), "nic_gbps True"),
+        (box(nic_gbps=None), "nic_gbps is not given"),
+        (box(servers=[]), "at least one server"),
+        (box(nics=0), "nics 0 must be a whole number from 1 to 1,024"),
+        (box(nics=2000), "nics 2000"),
+        (box(network="torus"), "network 'torus' is unknown"),
+        (box(rails=2), "rails belongs to the network rail-optimised, not to switch"),
+        (box(leaf_size=2, network="rail-optimised"), "leaf_size belongs to the network fat-tree"),
+        (box(network="fat-tree"), "a fat tree needs leaf_size"),
+        (box(network="fat-tree", leaf_size=0), "leaf_size 0"),
+        (box(network="rail-optimised", rails=5), "rail4 would be a switch without ports"),
+        (box(network="rail-optimised", oversubscription=0.5), "oversubscription 0.5 must be a number from 1"),
+        (box(network="rail-optimised", oversubscription=float("inf")), "oversubscription inf"),
+        (box(nic_access="magic"), "nic_access 'magic' is unknown"),
+        (
+            box(servers=[Server(V100S, [0]), Server(V100S, [2])], network="rail-optimised"),
+            "s0 and s1 cannot reach each other: s0 has NICs on rail0, s1 on rail1",
+        ),
+        (box(servers=[Server(V100S, count=10**8)]), "100,000,000 servers are 2,200,000,000 devices"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(settings: dict[str, object], says: str) -> None:
+    """Before anything is built; the message names the field and the value."""
+    with pytest.raises(UsageError) as caught:
+        cluster(**settings)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"machine": nvswitch_cluster(1)}, "has a network of its own"),
+        ({"machine": V100S, "gpus": [8]}, "GPU 8 is out of range"),
+        ({"machine": V100S, "count": 0}, "count 0"),
+        ({"machine": V100S, "nics": 1.5}, "nics 1.5"),
+        ({"machine": Topology("empty", (), ())}, "has no GPU"),
+    ],
+)
+def test_a_server_that_is_none_is_refused(settings: dict[str, object], says: str) -> None:
+    """A cluster, a GPU that is not there, a number that is none."""
+    with pytest.raises(UsageError, match=says):
+        Server(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"servers": 0}, {"nvlink": 0.0}, {"nic": float("nan")}, {"rails": 9}])
+def test_shapes_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
+    """The message names the field."""
+    with pytest.raises(UsageError, match=next(iter(settings))):
+        nvswitch_cluster(**{"servers": 2, **settings})  # type: ignore[arg-type]
+
+
+def test_the_estimate_of_memory_grows_with_devices_and_links() -> None:
+    """A device and a link take a few hundred bytes each."""
+    assert 100 < estimated_bytes(devices=1, links=0) < 1000
+    assert 100 < estimated_bytes(devices=0, links=1) < 1000
+
+
+def test_rails_of_servers_that_share_no_rail_may_be_joined_by_a_third() -> None:
+    """s0 on rail 0, s2 on rail 1, s1 on both: the chain of switches joins them all."""
+    chain = [Server(V100S, [0]), Server(V100S, [0, 2]), Server(V100S, [2])]
+    made = cluster(chain, nic_gbps=100, network="rail-optimised")
+    assert topoplan.plan(made, "broadcast").rate == 12
+
+
+def test_links_of_a_server_keep_count_and_latency() -> None:
+    """Only the names change."""
+    fast = Topology(
+        "pair",
+        (Device("a", "gpu"), Device("b", "gpu")),
+        (Link("a", "b", "nvlink", 50.0, 2, 1e-6), Link("b", "a", "nvlink", 50.0, 2, 1e-6)),
+    )
+    assert Link("s0.a", "s0.b", "nvlink", 50.0, 2, 1e-6) in cluster([Server(fast)], nic_gbps=100).links

@@ -1,0 +1,147 @@
+"""``--servers`` and what goes with it: a machine that is named on the command line as a cluster of several."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from topoplan.cli.arguments import OneLineParser
+from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster
+from topoplan.errors import UsageError
+from topoplan.topology import Topology
+
+NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access")
+
+CLUSTER_OPTIONS = ("servers", *NETWORK_OPTIONS)
+"""All of them, as argparse stores them; None where an option was not given."""
+
+
+def add_cluster(parser: OneLineParser) -> None:
+    """Servers, NICs and network."""
+    group = parser.add_argument_group("a cluster", "so many servers of TOPO, joined by a network")
+    group.add_argument(
+        "--servers",
+        type=_count,
+        metavar="N",
+        help="servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)",
+    )
+    group.add_argument(
+        "--nic-gbps",
+        type=_gigabits,
+        metavar="Gb/s",
+        help="Gb/s of one NIC in one direction, as NICs are sold",
+    )
+    group.add_argument(
+        "--nics",
+        type=_count,
+        metavar="K",
+        help="NICs of each server (default: those that the machine lists)",
+    )
+    group.add_argument("--network", metavar="KIND", help=f"{', '.join(NETWORKS)} (default: {NETWORKS[0]})")
+    group.add_argument(
+        "--rails",
+        type=_count,
+        metavar="R",
+        help="with rail-optimised, NIC i is on rail i mod R (default: a rail for each NIC)",
+    )
+    group.add_argument(
+        "--oversubscription",
+        type=_ratio,
+        metavar="F",
+        help="downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not joined)",
+    )
+    group.add_argument(
+        "--leaf-size", type=_count, metavar="L", help="with fat-tree, servers on each leaf switch"
+    )
+    group.add_argument(
+        "--nic-access",
+        metavar="HOW",
+        help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
+        f"(default: {NIC_ACCESS[0]})",
+    )
+
+
+def as_cluster(
+    options: argparse.Namespace, machine: Topology, *, gpus: tuple[int, ...] | None = None
+) -> Topology:
+    """The machine, or the cluster of it that the options ask for.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    machine : Topology
+        One server.
+    gpus : tuple of int or None
+        The GPUs of the cluster that will be used, for which NICs are chosen; all GPUs are there in any case.
+
+    Raises
+    ------
+    UsageError
+        An option that does not go with the others, or as `topoplan.clusters.cluster`.
+    """
+    given = [name for name in NETWORK_OPTIONS if getattr(options, name) is not None]
+    if options.servers is None:
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"{option} belongs to a cluster; add --servers, or leave {option} out")
+        return machine
+    if options.nic_gbps is None:
+        raise UsageError("--servers needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
+    return cluster(
+        _servers(machine, options.servers, gpus or ()),
+        nic_gbps=options.nic_gbps,
+        nics=options.nics,
+        network=options.network or NETWORKS[0],
+        rails=options.rails,
+        oversubscription=options.oversubscription,
+        leaf_size=options.leaf_size,
+        nic_access=options.nic_access or NIC_ACCESS[0],
+        name=f"{options.servers} x {machine.name}",
+    )
+
+
+def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]:
+    """So many servers, those with GPUs that are used apart from those without."""
+    size = len(machine.select(None))
+    used: dict[int, list[int]] = {}
+    for gpu in sorted(set(gpus)):
+        # What is out of range is refused where the allocation is checked.
+        if gpu < size * count:
+            used.setdefault(gpu // size, []).append(gpu % size)
+    servers: list[Server] = []
+    following = 0
+    for server, local in used.items():
+        servers += [Server(machine, count=server - following)] if server > following else []
+        servers.append(Server(machine, served=local))
+        following = server + 1
+    return [*servers, Server(machine, count=count - following)] if count > following else servers
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9][0-9]{0,14}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _gigabits(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of Gb/s above zero, such as 100")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = _number(text)
+    if not value >= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no number of 1 (no oversubscription) or more, such as 2"
+        )
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

@@ -1,0 +1,166 @@
+"""A cluster as one topology: servers s0, s1, … with their NICs, and the network between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from topoplan.clusters.memory import check_memory
+from topoplan.clusters.network import Network, join_servers
+from topoplan.clusters.nic_wiring import WiredServer, wire_server
+from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate
+from topoplan.errors import UsageError
+from topoplan.topology import Device, Link, Topology
+
+
+def cluster(
+    servers: Sequence[Server],
+    *,
+    nic_gbps: float | None = None,
+    nics: int | None = None,
+    network: str = "switch",
+    rails: int | None = None,
+    oversubscription: float | None = None,
+    leaf_size: int | None = None,
+    nic_access: str = "pcie",
+    name: str = "",
+) -> Topology:
+    """Join servers by a network.
+
+    Devices of server i are called ``s<i>.<name>``, and their ``server`` is ``s<i>``. Switches are devices of kind
+    switch: ``switch0``, or ``rail<i>``, or ``leaf<i>``, and ``spine0``. GPU numbers run through all servers.
+
+    Parameters
+    ----------
+    servers : sequence of Server
+        At least one; each may stand for several that are alike, and may say its own ``nics`` and ``nic_gbps``.
+    nic_gbps : float
+        Gb/s of each NIC in each direction, as NICs are sold.
+    nics : int or None
+        NICs of each server: the first so many of the machine, those near its allocation first; where it has fewer, NICs
+        without a place on PCIe are added. None takes the machine's NICs, or one where it has none.
+    network : str
+        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.clusters.network`).
+    rails, oversubscription, leaf_size : number or None
+        Of the network, where they belong to it.
+    nic_access : str
+        ``pcie``: NICs serve the GPUs that are nearest, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of
+        its server, and its rate alone limits, which is the projection of Blink's figure 19b.
+    name : str
+        Of the cluster; made from its machines if empty.
+
+    Returns
+    -------
+    Topology
+        The module `topoplan.clusters.nic_wiring` says what stands for PCIe in it. Channels ``nvlink+network`` use it as
+        it is meant; on machines with NVLink ``pcie+network`` counts the PCIe slot of a GPU twice.
+
+    Raises
+    ------
+    UsageError
+        A number makes no sense, no server is given, servers cannot reach each other, or the cluster does not fit into
+        memory, which is estimated first.
+
+    References
+    ----------
+    Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, section 3.4 and figure 19.
+
+    Examples
+    --------
+    Blink's two DGX-1V with 3 and 5 GPUs:
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> pair = cluster([Server(machine, [0, 1, 2]), Server(machine, [3, 4, 5, 6, 7])], nic_gbps=40, nics=1)
+    >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
+    ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
+    """
+    joined = Network(network, rails, oversubscription, leaf_size)
+    check_count("nics", nics, most=MOST_NICS)
+    if not servers:
+        raise UsageError("a cluster needs at least one server")
+    wired: dict[Server, WiredServer] = {}
+    for server in servers:
+        if server not in wired:
+            gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
+            if gbps is None:
+                raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
+            wired[server] = wire_server(
+                server.machine,
+                server.gpus,
+                served=server.served,
+                nics=server.nics or nics,
+                rate=nic_rate(gbps),
+                access=nic_access,
+            )
+    _check_memory(servers, wired)
+    every = [wired[server] for server in servers for _ in range(server.count)]
+    devices: list[Device] = []
+    links: list[Link] = []
+    for number, one in enumerate(every):
+        devices += _renamed_devices(one.devices, f"s{number}")
+        links += _renamed_links(one.links, f"s{number}")
+    switches, wires = join_servers(
+        joined,
+        [(f"s{number}", one.ports) for number, one in enumerate(every)],
+        nics=max(one.nics for one in wired.values()),
+    )
+    return Topology(
+        name or _name(servers),
+        (*devices, *switches),
+        (*links, *wires),
+        _notes(wired),
+        "; ".join(dict.fromkeys(server.machine.source for server in servers if server.machine.source)),
+    )
+
+
+def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
+    check_memory(
+        servers=sum(server.count for server in servers),
+        devices=sum(server.count * len(wired[server].devices) for server in servers),
+        links=sum(
+            server.count * (len(wired[server].links) + 2 * len(wired[server].ports)) for server in servers
+        ),
+    )
+
+
+def _renamed_devices(devices: Sequence[Device], server: str) -> list[Device]:
+    return [replace(device, name=f"{server}.{device.name}", server=server) for device in devices]
+
+
+def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
+    return [
+        Link(
+            f"{server}.{link.src}",
+            f"{server}.{link.dst}",
+            link.channel,
+            link.bandwidth,
+            link.count,
+            link.latency,
+        )
+        for link in links
+    ]
+
+
+def _name(servers: Sequence[Server]) -> str:
+    """Such as ``2 x dgx-1v + dgx-2``."""
+    parts = [
+        server.machine.name if server.count == 1 else f"{server.count} x {server.machine.name}"
+        for server in servers
+    ]
+    return " + ".join(parts if len(parts) <= 4 else [*parts[:3], f"{len(parts) - 3} more"])
+
+
+def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
+    """Notes on machines and NICs, each once; where machines differ, those of one machine under its name."""
+    notes: dict[str, list[str]] = {}
+    for server, one in wired.items():
+        for note in (*server.machine.notes, *one.notes):
+            names = notes.setdefault(note, [])
+            if server.machine.name not in names:
+                names.append(server.machine.name)
+    machines = {server.machine.name for server in wired}
+    return tuple(
+        note if len(names) == len(machines) else f"{', '.join(names)}: {note}"
+        for note, names in notes.items()
+    )

@@ -1,0 +1,171 @@
+"""The network between servers: switches, and the wires to them and among them.
+
+- ``switch``: all NICs on one switch.
+- ``rail-optimised``: NIC i of every server on switch ``rail<i>``; with R rails on ``rail<i mod R>``. The rails are not
+  joined to each other, or, where an oversubscription is given, joined by a spine.
+- ``fat-tree``: the NICs of so many servers on each switch ``leaf<i>``, and the leaves on a spine.
+
+One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as all its downlinks together,
+divided by the oversubscription.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from topoplan.clusters.nic_wiring import Port
+from topoplan.clusters.server import check_count
+from topoplan.errors import UsageError
+from topoplan.topology import Device, Link
+from topoplan.units import exact, nearest_float
+
+NETWORKS = ("switch", "rail-optimised", "fat-tree")
+
+SPINE = "spine0"
+
+MOST_OVERSUBSCRIPTION = 1000.0
+
+_BELONGS = {
+    "rails": ("rail-optimised",),
+    "oversubscription": ("rail-optimised", "fat-tree"),
+    "leaf_size": ("fat-tree",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How the NICs of servers are joined.
+
+    Parameters
+    ----------
+    kind : str
+        One of `NETWORKS`.
+    rails : int or None
+        Of a rail-optimised network; None makes one for each NIC of the server with most.
+    oversubscription : float or None
+        Downlinks over uplinks of a leaf or rail, 1 or more. None is 1 for a fat tree; rails stay unjoined.
+    leaf_size : int or None
+        Servers on each leaf of a fat tree.
+
+    Raises
+    ------
+    UsageError
+        An unknown kind, a field that does not belong to it or makes no sense, a fat tree without leaf_size.
+    """
+
+    kind: str = "switch"
+    rails: int | None = None
+    oversubscription: float | None = None
+    leaf_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in NETWORKS:
+            raise UsageError(f"network {self.kind!r} is unknown; use one of {', '.join(NETWORKS)}")
+        for name, kinds in _BELONGS.items():
+            if getattr(self, name) is not None and self.kind not in kinds:
+                raise UsageError(
+                    f"{name} belongs to the network {' or '.join(kinds)}, not to {self.kind}; leave it out"
+                )
+        check_count("rails", self.rails)
+        check_count("leaf_size", self.leaf_size)
+        ratio = self.oversubscription
+        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
+            raise UsageError(
+                f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
+            )
+        if self.kind == "fat-tree" and self.leaf_size is None:
+            raise UsageError(
+                "a fat tree needs leaf_size (--leaf-size), the number of servers on each leaf switch"
+            )
+
+    @property
+    def has_spine(self) -> bool:
+        """True when leaves or rails may be joined by a spine."""
+        return self.kind == "fat-tree" or self.oversubscription is not None
+
+
+def join_servers(
+    network: Network, servers: Sequence[tuple[str, Sequence[Port]]], *, nics: int
+) -> tuple[list[Device], list[Link]]:
+    """Switches, and the links to and among them.
+
+    Parameters
+    ----------
+    network : Network
+    servers : sequence of (str, sequence of Port)
+        Name of each server, which is also the prefix of its devices, and its ports.
+    nics : int
+        NICs of the server with most, whether they serve anybody or not.
+
+    Raises
+    ------
+    UsageError
+        More rails than NICs, or servers that cannot reach each other.
+    """
+    most = max(nics, *(port.number + 1 for _, ports in servers for port in ports))
+    rails = network.rails or most
+    if rails > most:
+        raise UsageError(
+            f"{rails} rails, but no server has more than {most} NICs: rail{most} would be a switch without ports; "
+            f"use {most} rails or fewer"
+        )
+    links: list[Link] = []
+    down: dict[str, Counter[tuple[float, float]]] = {}
+    homes: list[tuple[str, ...]] = []
+    for number, (server, ports) in enumerate(servers):
+        home = tuple(_switch(network, number, port.number, rails) for port in ports)
+        homes.append(home)
+        for port, switch in zip(ports, home, strict=True):
+            links.append(Link(f"{server}.{port.sender}", switch, "network", port.out))
+            links.append(Link(switch, f"{server}.{port.receiver}", "network", port.back))
+            down.setdefault(switch, Counter())[port.out, port.back] += 1
+    switches = sorted(down, key=lambda name: (len(name), name))
+    if network.has_spine and len(switches) > 1:
+        ratio = exact(network.oversubscription or 1.0)
+        for switch in switches:
+            links += _uplinks(switch, down[switch], ratio)
+        switches.append(SPINE)
+    else:
+        _check_reach([name for name, _ in servers], homes)
+    return [Device(switch, "switch") for switch in switches], links
+
+
+def _switch(network: Network, server: int, nic: int, rails: int) -> str:
+    if network.kind == "switch":
+        return "switch0"
+    if network.kind == "rail-optimised":
+        return f"rail{nic % rails}"
+    assert network.leaf_size is not None, "a fat tree has it"
+    return f"leaf{server // network.leaf_size}"
+
+
+def _uplinks(switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction) -> tuple[Link, Link]:
+    up = sum(exact(out) * number for (out, _), number in down.items()) / ratio
+    back = sum(exact(back) * number for (_, back), number in down.items()) / ratio
+    return (
+        Link(switch, SPINE, "network", nearest_float(Fraction(up))),
+        Link(SPINE, switch, "network", nearest_float(Fraction(back))),
+    )
+
+
+def _check_reach(servers: Sequence[str], homes: Sequence[Sequence[str]]) -> None:
+    """Refuse servers that no chain of common switches joins."""
+    reached = set(homes[0])
+    missing = [number for number, home in enumerate(homes) if not reached & set(home)]
+    grown = True
+    while missing and grown:
+        before = len(reached)
+        reached.update(*(home for home in homes if reached & set(home)))
+        grown = len(reached) > before
+        missing = [number for number in missing if not reached & set(homes[number])]
+    if missing:
+        first = missing[0]
+        raise UsageError(
+            f"{servers[0]} and {servers[first]} cannot reach each other: {servers[0]} has NICs on "
+            f"{', '.join(dict.fromkeys(homes[0]))}, {servers[first]} on {', '.join(dict.fromkeys(homes[first]))}, and "
+            "the rails are not joined; give an oversubscription, which joins them by a spine, or one switch"
+        )

@@ -1,0 +1,105 @@
+"""One server of a cluster, or several that are alike: a machine, the GPUs that are used, and its NICs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topoplan.errors import UsageError
+from topoplan.topology import FASTEST, SLOWEST, Topology
+from topoplan.units import gigabytes_from_gigabits
+
+MOST_NICS = 1024
+"""Most NICs of one server: beyond it a number is a slip of the keyboard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A machine as a server of a cluster.
+
+    Parameters
+    ----------
+    machine : Topology
+        One server, not a cluster.
+    gpus : sequence of int or None
+        GPU numbers of the allocation on this server; None takes all. Devices keep their names.
+    nics : int or None
+        NICs of this server; None takes the number that the cluster says.
+    nic_gbps : float or None
+        Gb/s of each NIC in each direction; None takes what the cluster says.
+    count : int
+        Servers of this kind.
+    served : sequence of int or None
+        The GPUs for which NICs are chosen, where only some of those that are there will be used; None for all.
+
+    Raises
+    ------
+    UsageError
+        The machine is a cluster already; a GPU is not there; a number makes no sense.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> Server(topoplan.load("dgx-1v"), gpus=[2, 0, 1], count=2).gpus
+    (0, 1, 2)
+    """
+
+    machine: Topology
+    gpus: Sequence[int] | None = None
+    nics: int | None = None
+    nic_gbps: float | None = None
+    count: int = 1
+    served: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        machine = self.machine
+        if len(machine.servers) > 1 or any(link.channel == "network" for link in machine.links):
+            raise UsageError(f"{machine.name} has a network of its own; build a cluster from single servers")
+        for name in ("gpus", "served"):
+            chosen = machine.select(getattr(self, name))
+            object.__setattr__(self, name, None if getattr(self, name) is None else chosen)
+        check_count("nics", self.nics, most=MOST_NICS)
+        check_count("count", self.count)
+        if self.nic_gbps is not None:
+            nic_rate(self.nic_gbps)
+
+
+def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
+    """Refuse what is no whole number from 1 to ``most``; None stands for "not given" and passes.
+
+    Raises
+    ------
+    UsageError
+        The message names the field and the value.
+    """
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= most:
+        raise UsageError(f"{name} {_shown(value)} must be a whole number from 1 to {most:,}")
+
+
+def nic_rate(gbps: float) -> float:
+    """GB/s of a NIC that is sold as so many Gb/s.
+
+    Raises
+    ------
+    UsageError
+        It is zero, negative, not finite or beyond what links have.
+
+    Examples
+    --------
+    >>> nic_rate(200)
+    25.0
+    """
+    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
+    if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
+        raise UsageError(f"nic_gbps {_shown(gbps)} must be a number of Gb/s above zero, for example 100")
+    return gigabytes_from_gigabits(gbps)
+
+
+def _shown(value: object) -> str:
+    """A value for a message: whatever it is, no longer than a line can bear."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "of more than 18 digits"
+    return repr(value)[:40]

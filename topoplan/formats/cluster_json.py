@@ -1,0 +1,177 @@
+"""Cluster JSON, format ``topoplan.cluster/1``: which servers, and what network joins them, written by hand.
+
+::
+
+    {"format": "topoplan.cluster/1", "name": "two boxes",
+     "servers": [{"machine": "dgx-1v", "gpus": [0, 1, 2]},
+                 {"machine": "dgx-1v", "gpus": "3-7", "count": 1, "nics": 1, "nic_gbps": 40}],
+     "network": {"kind": "rail-optimised", "nic_gbps": 100, "oversubscription": 2}}
+
+``machine`` is a name of the library, or a file: its path is relative to the cluster file. What the keys of a server
+and of the network mean is said in `topoplan.clusters`; every key but ``format``, ``servers``, ``machine``, ``network``
+and ``nic_gbps`` may be left out. Keys that are not known are refused: a misspelled option must not be ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypedDict, cast
+
+from topoplan.clusters import Server, cluster
+from topoplan.errors import TopologyError, UsageError
+from topoplan.topology import Topology
+from topoplan.units import parse_gpu_list
+
+CLUSTER_FORMAT = "topoplan.cluster/1"
+
+_TYPES: dict[str, Callable[[object], bool]] = {
+    "a text": lambda field: isinstance(field, str) and field.isprintable(),
+    "a whole number": lambda field: _is_whole(field),
+    "a number": lambda field: _is_whole(field) or isinstance(field, float),
+    "a list of whole numbers, or a text such as '0-3'": lambda field: (
+        isinstance(field, str) or (isinstance(field, list) and all(_is_whole(one) for one in field))
+    ),
+    "a list": lambda field: isinstance(field, list),
+    "an object": lambda field: isinstance(field, dict),
+}
+"""What a field may be, in words, and how that is told."""
+
+_TEXT, _WHOLE, _NUMBER, _GPUS, _LIST, _OBJECT = _TYPES
+
+_CLUSTER_KEYS = {"format": _TEXT, "name": _TEXT, "servers": _LIST, "network": _OBJECT}
+
+_SERVER_KEYS = {
+    "machine": _TEXT,
+    "gpus": _GPUS,
+    "count": _WHOLE,
+    "nics": _WHOLE,
+    "nic_gbps": _NUMBER,
+    "nvlink_gbps": _NUMBER,
+    "pcie_gbps": _NUMBER,
+}
+
+_NETWORK_KEYS = {
+    "kind": _TEXT,
+    "nic_gbps": _NUMBER,
+    "nics": _WHOLE,
+    "rails": _WHOLE,
+    "oversubscription": _NUMBER,
+    "leaf_size": _WHOLE,
+    "nic_access": _TEXT,
+}
+
+LoadMachine = Callable[[str, float | None, float | None], Topology]
+"""Reads a machine by name or path, with the GB/s of one NVLink and one PCIe link where its text leaves them open."""
+
+
+class _NetworkFields(TypedDict, total=False):
+    nic_gbps: float
+    nics: int
+    rails: int
+    oversubscription: float
+    leaf_size: int
+    nic_access: str
+
+
+def is_cluster(value: object) -> bool:
+    """True for decoded JSON that says it is a cluster, of whatever version."""
+    return isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")
+
+
+def cluster_from_object(value: Mapping[str, object], load_machine: LoadMachine) -> Topology:
+    """Build the cluster that decoded JSON describes.
+
+    Parameters
+    ----------
+    value : mapping
+        `is_cluster`.
+    load_machine : callable
+        Reads the machine of a server.
+
+    Raises
+    ------
+    TopologyError
+        Another version, or a key that is unknown, missing or of a wrong type.
+    UsageError
+        A machine cannot be read, or a number makes no sense.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> two = {"format": "topoplan.cluster/1", "servers": [{"machine": "dgx-2", "count": 2}],
+    ...        "network": {"nic_gbps": 100}}
+    >>> len(cluster_from_object(two, lambda name, *speeds: topoplan.load(name)).gpus)
+    32
+    """
+    if value.get("format") != CLUSTER_FORMAT:
+        raise TopologyError(
+            f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
+        )
+    _check(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
+    listed = cast("list[object]", value["servers"])
+    if not listed:
+        raise TopologyError("the cluster: servers is an empty list; list at least one")
+    network = cast("Mapping[str, object]", value["network"])
+    _check(network, _NETWORK_KEYS, (), "network")
+    servers = []
+    for number, item in enumerate(listed):
+        where = f"servers[{number}]"
+        fields = cast("Mapping[str, object]", item)
+        _check(fields, _SERVER_KEYS, ("machine",), where)
+        if "nic_gbps" not in fields and "nic_gbps" not in network:
+            raise TopologyError(
+                f"network has no 'nic_gbps', and neither has {where}; say how fast a NIC is, in Gb/s"
+            )
+        try:
+            servers.append(_server(fields, load_machine))
+        except (TopologyError, UsageError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    given = cast("_NetworkFields", {key: field for key, field in network.items() if key != "kind"})
+    return cluster(
+        servers,
+        network=cast("str", network.get("kind", "switch")),
+        name=cast("str", value.get("name", "")),
+        **given,
+    )
+
+
+def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
+    machine = load_machine(
+        cast("str", fields["machine"]),
+        cast("float | None", fields.get("nvlink_gbps")),
+        cast("float | None", fields.get("pcie_gbps")),
+    )
+    gpus = fields.get("gpus")
+    chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else cast("list[int] | None", gpus)
+    server = Server(
+        machine, chosen, cast("int | None", fields.get("nics")), cast("float | None", fields.get("nic_gbps"))
+    )
+    return replace(server, count=cast("int", fields.get("count", 1)))
+
+
+def _check(fields: object, known: Mapping[str, str], required: tuple[str, ...], where: str) -> None:
+    """Refuse what is no object, and keys that are unknown, missing or of a wrong type."""
+    if not isinstance(fields, dict):
+        raise TopologyError(f"{where} must be an object, not {_shown(fields)}")
+    for key in fields:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+            raise TopologyError(f"{where}: key {_shown(key)} is unknown; {hint}")
+    for key in required:
+        if key not in fields:
+            raise TopologyError(f"{where} has no {key!r}; add it")
+    for key, field in fields.items():
+        if not _TYPES[known[key]](field):
+            raise TopologyError(f"{where}: {key} must be {known[key]}, not {_shown(field)}")
+
+
+def _is_whole(field: object) -> bool:
+    return isinstance(field, int) and not isinstance(field, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
