@@ -6,8 +6,8 @@ and the oracle answers with the cheapest trees under them. The first bound comes
 copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
 
 Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
-height is the lowest possible wherever the oracle prices limited heights exactly (up to 9 ranks); on larger machines
-the trees are as peeling (`topoplan.packing.peeling`) or the unlimited packing gives them, and the plan says so.
+height is the lowest possible. The oracle prices limited heights exactly up to 9 ranks, on switches that only forward;
+for everything else see `topoplan.packing.exact_orbits`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from fractions import Fraction
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.column_generation import ColumnGeneration, Progress
 from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.peeling import Peeler
 from topoplan.packing.stream import Stream
 from topoplan.packing.thinning import thin
@@ -41,13 +40,10 @@ class ExactPacking:
     weights : dict of TreeColumn to Fraction
         Rate of each column in units of 1 / scale GB/s.
     certificate : Certificate
-    notes : tuple of str
-        What could not be proved.
     """
 
     weights: dict[TreeColumn, Fraction]
     certificate: Certificate
-    notes: tuple[str, ...] = ()
 
 
 def pack_exact(
@@ -63,7 +59,7 @@ def pack_exact(
     Parameters
     ----------
     fabric : Fabric
-        At least two connected ranks.
+        2 to 9 connected ranks; switches only forward.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
@@ -85,31 +81,15 @@ def pack_exact(
     target = certified_bound(certificate, fabric, collective, root) * packing.scale
     tight = certificate
     generator = ColumnGeneration(packing, progress=progress)
-    peeler = Peeler(packing)
-    if peeler.applies and not generator.oracle.exact_heights:
-        # With this many ranks heights are not priced anyway, and peeling is many times quicker than the program.
-        peeled = peeler.peel(
-            target, Stream(1), candidates=PEELING_CANDIDATES, fewer_than=len(packing.limits) + fabric.size
-        )
-        if peeled is not None:
-            return ExactPacking(peeled, certificate, (_heights_as_found(fabric),))
-    notes: tuple[str, ...] = ()
     if not generator.run(target, None):
         target = generator.value
-        tight = generator.lengths()
-        if fabric.in_network:
-            notes = (
-                "switches that copy or add are used as plain switches; the bound allows for what they could do",
-            )
-        else:
-            certificate = tight
+        certificate = tight = generator.lengths()
     if order == "height":
-        generator, doubts = _lowest(packing, target, generator, progress)
-        notes += doubts
+        generator = _lowest(packing, target, generator, progress)
     weights = thin(generator, generator.row_lengths(tight))
     if order == "trees":
         weights = _peeled(packing, target, weights)
-    return ExactPacking(weights, certificate, notes)
+    return ExactPacking(weights, certificate)
 
 
 def _peeled(
@@ -127,23 +107,17 @@ def _peeled(
 
 def _lowest(
     packing: Packing, target: Fraction, generator: ColumnGeneration, progress: Progress | None
-) -> tuple[ColumnGeneration, tuple[str, ...]]:
+) -> ColumnGeneration:
     """Column generation at the lowest height that reaches the target."""
-    if not generator.oracle.exact_heights:
-        return generator, (_heights_as_found(packing.fabric),)
     tallest = max(packing.height(column) for column in generator.used())
     pool = generator.columns
     for height in range(1, tallest):
         limited = ColumnGeneration(packing, height=height, progress=progress)
         limited.add([column for column in pool if packing.height(column) <= height])
         if limited.run(target, target):
-            return limited, ()
+            return limited
         pool = sorted({*pool, *limited.columns})
     limited = ColumnGeneration(packing, height=tallest, progress=progress)
     limited.add([column for column in pool if packing.height(column) <= tallest])
     limited.run(target, None)
-    return limited, ()
-
-
-def _heights_as_found(fabric: Fabric) -> str:
-    return f"heights are proved lowest up to {LARGEST} ranks; with {fabric.size} the trees are as found"
+    return limited

@@ -35,6 +35,9 @@ FIRST_HEIGHTS = 3
 LATER_HEIGHTS = 12
 """Heights that are tried for a rate that only trees of any height have reached."""
 
+MOST_AGAIN = 64
+"""Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
+
 MOST_EDGES = 20_000
 """Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
 
@@ -74,6 +77,8 @@ def pack_on_orbits(
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
+    order : str
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
     progress : callable or None
         Called with a line of text now and then.
 
@@ -84,15 +89,48 @@ def pack_on_orbits(
     >>> len(forest.shards), forest.notes
     (16, ())
     """
-    generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
-    folded = collective == "allreduce" and fabric.direct and fabric.symmetric
-    packing = OrbitPacking(Orbits(fabric, generators, folded), collective, root)
-    search = _Search(packing, progress)
-    search.run()
-    assert search.best is not None
-    images = packing.images(search.best.weights())
+    known: _Found | None = None
+    for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
+        generators = tuple(
+            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
+        )
+        folded = collective == "allreduce" and fabric.direct and fabric.symmetric
+        orbits = Orbits(fabric, generators, folded)
+        if known is not None and len(orbits.elements) == known.elements:
+            continue
+        if known is not None and (known.trees <= fabric.size or fabric.size > MOST_AGAIN):
+            break
+        search = _Search(OrbitPacking(orbits, collective, root), progress)
+        search.run(order)
+        found = _Found(search, len(orbits.elements))
+        if known is None or found.rank(order) < known.rank(order):
+            known = found
+    assert known is not None, "the first group is always tried"
+    images = known.images
     edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
-    return OrbitForest(images if edges > MOST_EDGES else tuple(images), search.certificate, search.notes())
+    return OrbitForest(
+        images if edges > MOST_EDGES else tuple(images), known.search.certificate, known.search.notes()
+    )
+
+
+class _Found:
+    """A finished search, and its forest with few trees."""
+
+    def __init__(self, search: _Search, elements: int) -> None:
+        assert search.best is not None, "at least one height has been tried"
+        self.search = search
+        self.elements = elements
+        packing = search.packing
+        weights = search.best.fewer_trees(packing.fabric.size if packing.shared else 1)
+        self.images = packing.images(weights)
+        self.trees = len(self.images)
+        self.height = max(tree.height for tree in weights)
+        self.value = search.best.value
+
+    def rank(self, order: str) -> tuple[Fraction, int, int]:
+        """Smaller is better."""
+        behind = -self.value / self.search.packing.scale
+        return (behind, self.height, self.trees) if order == "height" else (behind, self.trees, self.height)
 
 
 @dataclass
@@ -113,8 +151,13 @@ class _Search:
         self.lowest = _lowest_height(packing)
         self.refuted = self.lowest - 1
 
-    def run(self) -> None:
-        """Find the lowest height that reaches the optimum."""
+    def run(self, order: str) -> None:
+        """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
+        if order == "trees" and self.packing.fabric.size <= SMALL:
+            self.best = OrbitGeneration(self.packing, progress=self.progress)
+            if not self.best.run(self.target):
+                self._prove(self.packing.certificate(self.best.duals()))
+            return
         for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
             if self._try(height):
                 return
@@ -168,7 +211,7 @@ class _Search:
         best = self.best
         assert best is not None, "at least one height has been tried"
         height = max(tree.height for tree in best.weights())
-        if height <= self.refuted + 1:
+        if best.height is None or height <= self.refuted + 1:
             return ()
         return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)
 

@@ -15,12 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.packing.arborescence import cheapest_arborescence
+from topoplan.packing.corners import Corner, cheapest_corner
 from topoplan.packing.low_trees import EFFORT, low_arborescences
 from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
 from topoplan.packing.route_table import RouteTable
 from topoplan.packing.simplex import PackingSimplex
+from topoplan.packing.stream import Stream
 
 Progress = Callable[[str], None]
+
+WALKS = 12
+"""Walks along the optimal face in search of fewer trees."""
 
 _LONGEST = 1 << 20
 """Lengths of rows are rounded to whole numbers up to this one for pricing; what a tree costs is then exact."""
@@ -110,6 +115,22 @@ class OrbitGeneration:
         """Weight of every tree in use."""
         solution = self.program.solution()
         return {self.trees[j - self.offset]: x for j, x in solution.items() if j >= self.offset}
+
+    def fewer_trees(self, least: int) -> dict[OrbitTree, Fraction]:
+        """Weights of the same value with few trees, all their images counted; ``least`` is enough."""
+        best = self.weights()
+        random = Stream(0)
+        found = cheapest_corner(
+            self.program, random, offset=self.offset, least=least, cost=self._images, walks=WALKS
+        )
+        if found is None:
+            return best
+        fewer = {self.trees[j - self.offset]: x for j, x in found.items()}
+        count = self.packing.image_count
+        return fewer if sum(map(count, fewer)) < sum(map(count, best)) else best
+
+    def _images(self, corner: Corner) -> int:
+        return sum(self.packing.image_count(self.trees[j - self.offset]) for j in corner)
 
     def _first_lengths(self) -> list[int]:
         """Lengths to start with: inverse capacities."""

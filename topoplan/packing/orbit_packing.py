@@ -147,6 +147,20 @@ class OrbitPacking:
                 usage[int(self.orbits.row_of_link[number])] += 1
         return tuple(usage)
 
+    def image_count(self, tree: OrbitTree) -> int:
+        """Number of different trees that the symmetries make of one."""
+        known = self._image_counts.get(tree)
+        if known is None:
+            stages = tuple(self._stage(op, tree) for op in stage_order(self.collective))
+            shard = Shard(Fraction(1), stages)
+            one = ImageShards(self.fabric.nodes, self.fabric.size, self.orbits.generators, (shard,))
+            known = self._image_counts[tree] = len(one)
+        return known
+
+    @cached_property
+    def _image_counts(self) -> dict[OrbitTree, int]:
+        return {}
+
     def images(self, weights: Mapping[OrbitTree, Fraction]) -> ImageShards:
         """The shards of a plan: every tree with all its images, largest shares first among those of one root."""
         groups = self.orbits

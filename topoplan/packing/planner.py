@@ -1,7 +1,8 @@
 """`topoplan.plan`: choose the links, pack the trees, prove the rate.
 
 Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
-height; everything else goes to column generation. Whatever built the forest, rate and bound are recomputed from the
+height. Up to nine ranks column generation proves the lowest height too; beyond, and where switches copy or add, trees
+are packed on the orbits of the fabric's symmetries. Whatever built the forest, rate and bound are recomputed from the
 finished plan.
 """
 
@@ -176,8 +177,7 @@ def _plan_exact(
             notes=forest.notes,
         )
     packed = pack_exact(fabric, collective, root=root, order=order, progress=progress)
-    made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
-    return replace(made, notes=packed.notes)
+    return _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:

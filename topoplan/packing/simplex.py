@@ -71,6 +71,11 @@ class PackingSimplex:
         """Number of rows."""
         return len(self._basis)
 
+    @property
+    def columns(self) -> int:
+        """Number of columns, slacks apart."""
+        return int(self._columns.shape[1])
+
     def add(self, columns: Sequence[Sequence[int]], costs: Sequence[int]) -> None:
         """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:

@@ -1,11 +1,8 @@
 """Fewer trees at the same rate.
 
-The optimal packings of a program are a face of a polytope; its corners use different numbers of trees. The corner
-with the fewest is NP-hard to find, so many corners are visited: each walk starts towards a random corner, or towards
-a neighbour of the best one, and is then drawn on by the reweighting of sparse recovery (Candès, Wakin, Boyd 2008),
-which makes large weights cheap and small ones dear. Trees to choose from are the cheapest ones under the certificate's
-lengths, since no other tree is in any optimal packing. The walks end early when the number of trees meets a lower
-bound that the certificate implies.
+Among the corners of the optimal face (`topoplan.packing.corners`) one with few trees is looked for. Trees to choose
+from are the cheapest ones under the certificate's lengths, since no other tree is in any optimal packing. The search
+ends early when the number of trees meets a lower bound that the certificate implies.
 """
 
 from __future__ import annotations
@@ -13,17 +10,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topoplan.packing.column_generation import ColumnGeneration
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.corners import WORK, cheapest_corner
 from topoplan.packing.oracle import Oracle
 from topoplan.packing.stream import Stream
 
-WALKS = 60
-WORK = 12_000_000
-"""Effort after which no further walk is started, as `PackingSimplex.work` counts it."""
-STEPS_PER_WALK = 10
 POOL = 200
 """Trees to look for, apart from those that the packing already knows."""
 STALE = 16
@@ -48,38 +41,14 @@ def thin(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fract
     """
     best = master.weights()
     least = fewest_possible(master.packing, lengths)
-    if len(best) <= least:
+    if len(best) <= least or master.program.work > WORK:
         return best
     random = Stream(0)
-    program = master.program
-    if program.work > WORK:
-        return best
     master.add(_tight_columns(master, lengths, random))
-    program.keep_optimal()
-    count = len(master.columns)
-    limit = program.work + WORK
-    kept: dict[int, Fraction] = {}
-    for walk in range(WALKS):
-        if program.work > limit:
-            break
-        weights = random.whole(count, _NOISE)
-        if walk % 2 and kept:
-            weights = _without_some(kept, master.offset, weights, random)
-        previous = count + 1
-        for _ in range(STEPS_PER_WALK):
-            program.prefer(np.concatenate([np.zeros(master.offset, dtype=np.int64), weights]))
-            used = {j: x for j, x in program.solution().items() if j >= master.offset}
-            if not kept or len(used) <= len(kept):
-                kept = used
-            if len(used) < len(best):
-                best = master.weights()
-                if len(best) <= least:
-                    return best
-            if len(used) >= previous:
-                break
-            previous = len(used)
-            weights = _reweighted(used, master.offset, count) + random.whole(count, _NOISE // 40)
-    return best
+    found = cheapest_corner(master.program, random, offset=master.offset, least=least, cost=len)
+    if found is None or len(found) >= len(best):
+        return best
+    return {master.columns[j - master.offset]: weight for j, weight in found.items()}
 
 
 def fewest_possible(packing: Packing, lengths: list[int]) -> int:
@@ -136,23 +105,3 @@ def _tight_columns(master: ColumnGeneration, lengths: list[int], random: Stream)
         if stale == STALE or len(found) >= POOL:
             break
     return sorted(found)
-
-
-def _reweighted(used: dict[int, Fraction], offset: int, count: int) -> NDArray[np.int64]:
-    """Rewards that draw weight away from columns that have little of it."""
-    total = float(sum(used.values()))
-    rewards = np.zeros(count, dtype=np.int64)
-    for j, x in used.items():
-        rewards[j - offset] = _NOISE - int(_NOISE / (1 + 50 * float(x) / total))
-    return rewards
-
-
-def _without_some(
-    kept: dict[int, Fraction], offset: int, noise: NDArray[np.int64], random: Stream
-) -> NDArray[np.int64]:
-    """Rewards that keep to a packing but for one or two of its trees, to walk to a neighbour of it."""
-    rewards = _reweighted(kept, offset, len(noise)) + noise // 8
-    trees = sorted(kept)
-    for place in random.whole(2, len(trees)).tolist():
-        rewards[trees[place] - offset] = -_NOISE
-    return rewards

@@ -1,0 +1,100 @@
+"""Corners of the optimal face of a packing program, in search of one with few trees.
+
+The optimal packings of a program are a face of a polytope; its corners use different numbers of trees. The corner
+with the fewest is NP-hard to find, so many corners are visited: each walk starts towards a random corner, or towards
+a neighbour of the best one, and is then drawn on by the reweighting of sparse recovery (Candès, Wakin, Boyd 2008),
+which makes large weights cheap and small ones dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.packing.simplex import PackingSimplex
+from topoplan.packing.stream import Stream
+
+WALKS = 60
+WORK = 12_000_000
+"""Effort after which no further walk is started, as `PackingSimplex.work` counts it."""
+STEPS_PER_WALK = 10
+_NOISE = 1000
+
+Corner = dict[int, Fraction]
+"""Weight of each column that is in use."""
+
+
+def cheapest_corner(
+    program: PackingSimplex,
+    random: Stream,
+    *,
+    offset: int,
+    least: int,
+    cost: Callable[[Corner], int],
+    walks: int = WALKS,
+) -> Corner | None:
+    """The corner of lowest cost that is met, or None where there was no time for any.
+
+    Parameters
+    ----------
+    program : PackingSimplex
+        At an optimum; it stays on the optimal face from now on.
+    random : Stream
+        Where the walks go.
+    offset : int
+        Columns before the first tree, which are no trees.
+    least : int
+        A cost at which the search ends.
+    cost : callable
+        For example the number of trees.
+    walks : int
+        Most walks.
+    """
+    program.keep_optimal()
+    count = program.columns - offset
+    limit = program.work + WORK
+    kept: Corner = {}
+    best: Corner | None = None
+    for walk in range(walks):
+        if program.work > limit:
+            break
+        weights = random.whole(count, _NOISE)
+        if walk % 2 and kept:
+            weights = _without_some(kept, offset, weights, random)
+        previous: int | None = None
+        for _ in range(STEPS_PER_WALK):
+            program.prefer(np.concatenate([np.zeros(offset, dtype=np.int64), weights]))
+            used = {j: x for j, x in program.solution().items() if j >= offset}
+            price = cost(used)
+            if not kept or price <= cost(kept):
+                kept = used
+            if best is None or price < cost(best):
+                best = used
+                if price <= least:
+                    return best
+            if previous is not None and price >= previous:
+                break
+            previous = price
+            weights = _reweighted(used, offset, count) + random.whole(count, _NOISE // 40)
+    return best
+
+
+def _reweighted(used: Corner, offset: int, count: int) -> NDArray[np.int64]:
+    """Rewards that draw weight away from columns that have little of it."""
+    total = float(sum(used.values()))
+    rewards = np.zeros(count, dtype=np.int64)
+    for j, x in used.items():
+        rewards[j - offset] = _NOISE - int(_NOISE / (1 + 50 * float(x) / total))
+    return rewards
+
+
+def _without_some(kept: Corner, offset: int, noise: NDArray[np.int64], random: Stream) -> NDArray[np.int64]:
+    """Rewards that keep to a packing but for one or two of its trees, to walk to a neighbour of it."""
+    rewards = _reweighted(kept, offset, len(noise)) + noise // 8
+    trees = sorted(kept)
+    for place in random.whole(2, len(trees)).tolist():
+        rewards[trees[place] - offset] = -_NOISE
+    return rewards
