@@ -5,8 +5,9 @@
   Dinkelbach's method on flows from a super source.
 - Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
-- Allreduce elsewhere: the better of two sets of lengths that are cheap to write down and a cut; the exact optimum
-  needs the dual values of a packing (`topoplan.packing.exact`). Where switches copy or add, only the cut holds.
+- Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or on
+  the links into parts that look alike (`topoplan.packing.repeated_cuts`). The exact optimum may need the dual values
+  of a packing. Where switches copy or add, the lengths of ports do not hold.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from fractions import Fraction
 from functools import lru_cache
 from math import lcm
 
+from topoplan.errors import PlanError
 from topoplan.packing.maxflow import FlowNetwork
 from topoplan.packing.quotient import Quotient, look_alikes
+from topoplan.packing.repeated_cuts import repeated_cut
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
 from topoplan.plans.fabric import Fabric
 
@@ -63,10 +66,13 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
-    candidates: list[Certificate] = [*_rank_cuts(fabric)]
+    candidates: list[tuple[Fraction, Certificate]] = [
+        (certified_bound(cut, fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+    ]
     if not fabric.in_network:
-        candidates += [_port_lengths(fabric, leaving=True), _port_lengths(fabric, leaving=False)]
-    return min(candidates, key=lambda c: certified_bound(c, fabric, collective, root))
+        candidates += [_port_lengths(fabric, leaving=way) for way in (True, False)]
+    candidates += _server_lengths(fabric)
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
@@ -197,18 +203,42 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
     return parts
 
 
-def _port_lengths(fabric: Fabric, leaving: bool) -> Lengths:
+def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
     """Length 1 on all links that leave ranks (or enter them): N - 1 such links per tree, two trees per byte."""
-    return Lengths(
-        tuple(
-            (link.src, link.dst, Fraction(1))
-            for link, (s, d) in zip(fabric.links, fabric.ends, strict=True)
-            if (s if leaving else d) < fabric.size
-        )
-    )
+    ports = [
+        (link, capacity)
+        for link, (s, d), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True)
+        if (s if leaving else d) < fabric.size
+    ]
+    lengths = Lengths(tuple((link.src, link.dst, Fraction(1)) for link, _ in ports))
+    return sum((capacity for _, capacity in ports), Fraction(0)) / (2 * (fabric.size - 1)), lengths
+
+
+def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, Certificate]]:
+    """Lengths on the links into all parts that look like the one behind the tightest cut, and on those out of them."""
+    found: list[tuple[Fraction, Certificate]] = []
+    for entering in (True,) if fabric.symmetric else (True, False):
+        side = set(_gather_cut(fabric, forward=entering).side)
+        part = [node for node, name in enumerate(fabric.nodes) if name not in side]
+        candidate = repeated_cut(fabric, part, entering=entering)
+        if candidate is not None and _provable(candidate[1], fabric):
+            found.append(candidate)
+    return found
+
+
+def _provable(lengths: Lengths, fabric: Fabric) -> bool:
+    """False where a switch that copies or adds makes lengths prove nothing."""
+    if not fabric.in_network:
+        return True
+    try:
+        certified_bound(lengths, fabric, "allreduce", None)
+    except PlanError:
+        return False
+    return True
 
 
 def _rank_cuts(fabric: Fabric) -> list[Cut]:
     """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
     capacity, _ = whole_capacities(fabric)
-    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in (True, False)]
+    ways = (True,) if fabric.symmetric else (True, False)
+    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]

@@ -3,6 +3,9 @@
 This is what makes a bound of any lengths (`topoplan.plans.certificate`): distances between ranks over any devices
 (Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967). Devices that are at distance
 zero from each other both ways are one: a server whose inner links have no length counts as a single vertex.
+
+Beyond `MOST_VERTICES` vertices the sum of the distances from the nearest other rank stands for the length of an
+arborescence: it is never longer, so the bound holds, and it is equal where all ranks are alike.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
+from operator import add, mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +23,9 @@ from topoplan.plans.fabric import Fabric
 
 _WORD = 1 << 61
 """Sums up to here are computed in machine words, larger ones in Python integers."""
+
+MOST_VERTICES = 512
+"""Ranks, those at distance zero being one, beyond which a forest's length is bounded from below, not computed."""
 
 Arcs = dict[int, dict[int, int]]
 
@@ -60,6 +67,8 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
         counts[place[part[rank]]] += 1
     if len(where) == 1:
         return Fraction(0)
+    if len(where) > MOST_VERTICES:
+        return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
     table = [_distances(arcs, start, where) for start in where]
     for start, row in zip(where, table, strict=True):
         if -1 in row:
@@ -68,6 +77,48 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
                 f"rank {ranks[1]} does not reach rank {ranks[0]} on the plan's channels", rank=ranks[1]
             )
     return cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
+
+
+def _forest_at_least(
+    arcs: Arcs, where: Sequence[int], counts: Sequence[int], collective: str, root: int | None
+) -> Fraction:
+    """A length that no forest undercuts: every vertex but the root is entered from the nearest one, or left to it."""
+    backwards: Arcs = {}
+    for src, row in arcs.items():
+        for dst, y in row.items():
+            backwards.setdefault(dst, {})[src] = y
+    entered, left = _nearest(arcs, where), _nearest(backwards, where)
+    if collective == "broadcast":
+        return Fraction(sum(entered) - entered[_known(root)])
+    if collective == "reduce":
+        return Fraction(sum(left) - left[_known(root)])
+    if collective == "allreduce":
+        return Fraction(sum(entered) + sum(left) - max(map(add, entered, left)))
+    near = entered if collective == "allgather" else left
+    return sum(near) - Fraction(sum(map(mul, near, counts)), sum(counts))
+
+
+def _nearest(arcs: Arcs, where: Sequence[int]) -> list[int]:
+    """Distance of every vertex from the nearest other one of a set: one search that keeps two sources per node."""
+    known: dict[int, dict[int, int]] = {}
+    heap = [(0, start, start) for start in where]
+    heapq.heapify(heap)
+    while heap:
+        reach, node, source = heapq.heappop(heap)
+        sources = known.setdefault(node, {})
+        if source in sources or len(sources) == 2:
+            continue
+        sources[source] = reach
+        for dst, y in arcs.get(node, {}).items():
+            if len(known.get(dst, ())) < 2:
+                heapq.heappush(heap, (reach + y, dst, source))
+    near = []
+    for start in where:
+        others = [reach for source, reach in known[start].items() if source != start]
+        if not others:
+            raise PlanError("a rank reaches no other, or is reached by none, on the plan's channels")
+        near.append(min(others))
+    return near
 
 
 def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
