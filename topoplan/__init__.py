@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from topoplan.formats.load import load
     from topoplan.packing.planner import plan
+    from topoplan.packing.upper_bound import bound
     from topoplan.plans.plan import Plan
     from topoplan.plans.plan_file import load_plan
     from topoplan.plans.size_plans import SizePlans
@@ -50,6 +51,7 @@ _HOME = {
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
+    "bound": "topoplan.packing.upper_bound",
     "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
@@ -82,6 +84,7 @@ __all__ = [
     "TopologyError",
     "TopoplanError",
     "UsageError",
+    "bound",
     "cluster",
     "double_binary_tree",
     "load",

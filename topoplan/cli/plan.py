@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
@@ -15,9 +16,10 @@ from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
+from topoplan.packing.upper_bound import bound
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import plan_to_object
+from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_object
 from topoplan.units import format_seconds
 
 
@@ -54,6 +56,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="write the plan file; - prints it in place of the summary",
     )
     plan_sizes.add_option(parser)
+    parser.add_argument(
+        "--bound-only",
+        action="store_true",
+        help="prove what no plan can exceed, and make none: thousands of GPUs",
+    )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     add_cluster(parser)
@@ -69,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     check_target(options.output, "-o")
     check_plot(options.plot)
+    if options.bound_only:
+        return _run_bound(options)
     if options.sizes is not None:
         return plan_sizes.run(options)
     with progress_line() as progress:
@@ -103,6 +112,38 @@ def run(options: argparse.Namespace) -> int:
         for place in (options.output, options.plot):
             if place:
                 print(f"written: {place}")
+    return 0
+
+
+def _run_bound(options: argparse.Namespace) -> int:
+    for name in ("output", "plot", "sizes", "size", "order"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--bound-only makes no plan, so {'-o' if name == 'output' else f'--{name}'} does not go with it"
+            )
+    started = time.perf_counter()
+    machine = read_machine(options)
+    gpus = machine.allocation(options.gpus)
+    proved = bound(machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels)
+    seconds = time.perf_counter() - started
+    if options.json:
+        print_json(
+            {
+                "collective": proved.collective,
+                "machine": proved.topology.name,
+                "ranks": list(proved.ranks),
+                "channels": list(proved.channels),
+                "bound": finite(proved.rate),
+                "certificate": certificate_to_object(proved.certificate),
+                "seconds": seconds,
+            }
+        )
+        return 0
+    count = counted(len(proved.ranks), "GPU")
+    print(f"{proved.collective} on {proved.topology.name}, {count}, over {' and '.join(proved.channels)}")
+    print(f"bound  {proved.rate:.6g} GB/s: {explain_certificate(proved)}")
+    print(f"proved in {format_seconds(seconds)}")
+    print_notes(*proved.topology.notes)
     return 0
 
 

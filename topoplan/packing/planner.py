@@ -121,7 +121,9 @@ def plan(
         raise UsageError(
             f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
         )
-    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    fabric = usable_fabric(
+        topology.subset(chosen), channels=channels, collective=collective, root=rank_of_root
+    )
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=rank_of_root, method=method)
     elif method == "mwu":

@@ -70,13 +70,19 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     if len(where) > MOST_VERTICES:
         return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
     table = [_distances(arcs, start, where) for start in where]
+    # A broadcast or reduce may do without a way between two ranks: such an arc is dearer than any tree.
+    dear = (sum(length) + 1) * len(where)
     for start, row in zip(where, table, strict=True):
-        if -1 in row:
+        if -1 in row and collective not in ("broadcast", "reduce"):
             ranks = [part.index(where[row.index(-1)]), part.index(start)]
             raise PlanError(
                 f"rank {ranks[1]} does not reach rank {ranks[0]} on the plan's channels", rank=ranks[1]
             )
-    return cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
+        row[:] = [dear if reach < 0 else reach for reach in row]
+    found = cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
+    if found >= dear:
+        raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
+    return found
 
 
 def _forest_at_least(

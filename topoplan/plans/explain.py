@@ -6,19 +6,42 @@ Every sentence states a capacity in GB/s and how often a byte of the buffer uses
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from fractions import Fraction
+from typing import Protocol
 
-from topoplan.plans.certificate import Channels, Cut, Lengths, OneFabric, Partition, certified_bound
+from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, certified_bound
 from topoplan.plans.fabric import Fabric
-from topoplan.plans.plan import Plan
-from topoplan.topology import Link
+from topoplan.topology import Link, Topology
 
 _LISTED = 8
 
 
-def explain_certificate(plan: Plan) -> str:
-    """One sentence that names the bottleneck which the certificate proves.
+class Proved(Protocol):
+    """A plan, or a bound alone: something that carries a certificate, and what it speaks of."""
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Channels that the bound speaks of."""
+
+    @property
+    def collective(self) -> str:
+        """The collective."""
+
+    @property
+    def root(self) -> int | None:
+        """Root rank of a broadcast or reduce."""
+
+    @property
+    def certificate(self) -> Certificate:
+        """The proof."""
+
+
+def explain_certificate(plan: Proved) -> str:
+    """One sentence that names the bottleneck which the certificate of a plan, or of a bound alone, proves.
 
     Raises
     ------
@@ -33,41 +56,40 @@ def explain_certificate(plan: Plan) -> str:
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2]))
     'the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways, and every byte crosses them 4 times'
     """
-    certificate = plan.certificate
-    fabric = Fabric(plan.topology, plan.channels)
+    return _explain(plan.certificate, Fabric(plan.topology, plan.channels), plan.collective, plan.root)
+
+
+def _explain(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> str:
     if isinstance(certificate, Cut):
-        return _explain_cut(certificate, fabric, plan)
+        return _explain_cut(certificate, fabric, collective)
     if isinstance(certificate, Partition):
         return _explain_partition(certificate, fabric)
     if isinstance(certificate, Lengths):
-        bound = certified_bound(certificate, fabric, plan.collective, plan.root)
+        bound = certified_bound(certificate, fabric, collective, root)
         return _explain_lengths(certificate, fabric, bound)
     if isinstance(certificate, Channels):
-        sums = " and ".join(_explain_channel(plan, channel, part) for channel, part in certificate.parts)
-        return f"{sums}, since every shard keeps to one of them"
+        sums = []
+        for channel, part in certificate.parts:
+            alone = Fabric(fabric.topology, (channel,))
+            bound = certified_bound(part, alone, collective, root)
+            sums.append(f"{_number(bound)} GB/s over {channel} ({_explain(part, alone, collective, root)})")
+        return f"{' and '.join(sums)}, since every shard keeps to one of them"
     return "one rank moves nothing"
 
 
-def _explain_channel(plan: Plan, channel: str, part: OneFabric) -> str:
-    """What bounds the part of the buffer that runs over one channel."""
-    alone = replace(plan, channels=(channel,), certificate=part)
-    bound = certified_bound(part, Fabric(plan.topology, (channel,)), plan.collective, plan.root)
-    return f"{_number(bound)} GB/s over {channel} ({explain_certificate(alone)})"
-
-
-def _explain_cut(cut: Cut, fabric: Fabric, plan: Plan) -> str:
+def _explain_cut(cut: Cut, fabric: Fabric, collective: str) -> str:
     side = set(cut.side)
     leaving = _capacity(fabric, lambda link: link.src in side and link.dst not in side)
     entering = _capacity(fabric, lambda link: link.src not in side and link.dst in side)
     inside = tuple(name for name in fabric.nodes if name in side)
     outside = tuple(name for name in fabric.nodes if name not in side)
-    outwards = plan.collective in ("broadcast", "allgather")
-    if plan.collective == "allreduce":
+    outwards = collective in ("broadcast", "allgather")
+    if collective == "allreduce":
         outwards = leaving <= entering
     verbs = ("leave", "enter") if outwards else ("enter", "leave")
     verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
     part = "every byte"
-    if plan.collective in ("allgather", "reduce_scatter"):
+    if collective in ("allgather", "reduce_scatter"):
         part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
     return f"only {_number(leaving if outwards else entering)} GB/s {verb} {_braced(names)}, and {part} must"
 

@@ -222,17 +222,23 @@ class Fabric:
                 return channel
         return "network"
 
-    def unreachable(self) -> tuple[str, ...]:
-        """Devices that some rank can reach where that leaves out a rank: a cut that no link crosses; else ()."""
+    def unreachable(self, collective: str = "allreduce", root: int | None = None) -> tuple[str, ...]:
+        """A cut that no link leaves and that a collective has to cross, as the devices in it; () if there is none.
+
+        A broadcast needs ways from its root, a reduce ways to it, every other collective ways between all ranks.
+        """
         ranks = set(range(self.size))
-        reached = self._reached_from(0, forward=True)
-        if reached >= ranks:
-            # Every rank must also reach rank 0; one that does not is cut off with all that it reaches.
-            lost = ranks - self._reached_from(0, forward=False)
-            if not lost:
-                return ()
-            reached = self._reached_from(min(lost), forward=True)
-        return tuple(self.nodes[node] for node in sorted(reached))
+        start = root if root is not None else 0
+        if collective != "reduce":
+            reached = self._reached_from(start, forward=True)
+            if not reached >= ranks:
+                return tuple(self.nodes[node] for node in sorted(reached))
+        if collective != "broadcast":
+            lost = ranks - self._reached_from(start, forward=False)
+            if lost:
+                reached = self._reached_from(min(lost), forward=True)
+                return tuple(self.nodes[node] for node in sorted(reached))
+        return ()
 
     def _reached_from(self, start: int, *, forward: bool) -> set[int]:
         following: dict[int, list[int]] = {}
@@ -248,7 +254,9 @@ class Fabric:
         return reached
 
 
-def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
+def usable_fabric(
+    topology: Topology, *, channels: str = "auto", collective: str = "allreduce", root: int | None = None
+) -> Fabric:
     """The fabric that a plan for this allocation runs on.
 
     Parameters
@@ -258,6 +266,9 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
     channels : str
         ``auto`` takes NVLink where it connects all ranks, else PCIe, else NVLink and the network together (servers
         whose NICs are wired to their GPUs), else PCIe and the network; the other choices insist.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce, which need ways from or to it only.
 
     Raises
     ------
@@ -270,19 +281,19 @@ def usable_fabric(topology: Topology, *, channels: str = "auto") -> Fabric:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
     for choice in CHANNEL_CHOICES[channels]:
         fabric = Fabric(topology, choice)
-        if not fabric.unreachable():
+        if not fabric.unreachable(collective, root):
             return fabric
-    raise _no_path(topology, channels)
+    raise _no_path(topology, channels, collective, root)
 
 
-def _no_path(topology: Topology, channels: str) -> InfeasibleError:
+def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:
     """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
     mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
-    cut = mixed.unreachable()
+    cut = mixed.unreachable(collective, root)
     wires = {"auto": "NVLink, PCIe or network", "nvlink": "NVLink", "pcie": "PCIe"}.get(channels, channels)
     hint = "" if channels == "auto" else "; try --channels auto"
     if not cut:
-        cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable()
+        cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable(collective, root)
         wires = "NVLink"
         hint = ", and PCIe or network alone do not connect the GPUs either; plan each part alone with --gpus"
     gpus = [name for name in cut if name in topology.gpus]

@@ -127,7 +127,7 @@ def _check_header(plan: Plan) -> Fabric:
     if plan.collective not in ROOTED and plan.root is not None:
         raise PlanError(f"{plan.collective} has no root, but the plan names rank {plan.root}")
     fabric = Fabric(plan.topology, plan.channels)
-    if fabric.unreachable():
+    if fabric.unreachable(plan.collective, plan.root):
         raise PlanError(f"the ranks are not connected over {', '.join(plan.channels)}")
     return fabric
 
