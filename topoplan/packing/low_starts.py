@@ -19,8 +19,8 @@ from topoplan.packing.facilities import cheapest_open, opened_ranks
 from topoplan.packing.hop_limited import UNREACHABLE
 from topoplan.packing.rehanging import Costs, Trees, arc_costs, shape_of
 
-TURNS = 3
-"""Times that the ranks of the upper part are chosen anew, by what the last upper part charges for them."""
+TURNS = 2
+"""Times that the ranks of an upper part are chosen."""
 
 TreeFinder = Callable[[Costs, int, int], NDArray[np.int64]]
 """Parents of a tree, from costs, root and height."""
@@ -104,6 +104,21 @@ def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
     return forest.parent
 
 
+def leaves_rehung(cost: Costs, parent: Trees, height: int) -> Trees:
+    """The trees with every leaf below the cheapest rank that is no leaf and not too deep.
+
+    Examples
+    --------
+    >>> cost = np.array([[99.0, 1, 9, 9], [99, 99, 5, 2], [99, 1, 99, 7], [99, 1, 1, 99]])
+    >>> leaves_rehung(cost, np.array([[0, 0, 0, 1]]), 2).tolist()
+    [[0, 0, 1, 1]]
+    """
+    shape = shape_of(parent)
+    inner = (shape.below > 0) & (shape.depth < height)
+    cheapest = np.where(inner[:, :, None], cost, np.inf).argmin(axis=1)
+    return np.where(shape.below == 0, cheapest, parent)
+
+
 def spliced(parent: Sequence[int], low: Sequence[int], height: int) -> list[int]:
     """A tree that follows ``parent`` as far as the height allows, and the paths of ``low`` beyond.
 
@@ -155,14 +170,22 @@ class _Forest:
                 self.parent[v] = up
 
 
-def two_part_tree(cost: Costs, root: int, height: int, finder: TreeFinder) -> NDArray[np.int64]:
+def two_part_tree(
+    cost: Costs, root: int, height: int, ways: Sequence[int], finder: TreeFinder
+) -> NDArray[np.int64]:
     """A tree of ``height - 1`` over a few ranks, and every other rank below the cheapest of these.
+
+    Which ranks are few is a matter of facility location: at first the fee of a rank is the cost of a given way to it,
+    later that of the cheapest arc to it from the last upper part.
 
     Parameters
     ----------
     cost : (N, N) float64
     root, height : int
-        Where every rank can be reached in two hops, and 3 or more.
+        Height 3 or more.
+    ways : sequence of N int
+        Parents of a tree of at most ``height - 1`` edges; the root's is itself. Arcs that do not exist are never
+        followed, but every rank must be one arc from a rank that the others lead to.
     finder : callable
         Finds the upper tree.
 
@@ -170,19 +193,35 @@ def two_part_tree(cost: Costs, root: int, height: int, finder: TreeFinder) -> ND
     -------
     (N,) int64
     """
-    at_root = np.array([root])
-    fees = cost[at_root]
-    best, least = np.full(len(cost), root), np.inf
+    way = np.array([ways])
+    fees = path_lengths(cost, way)
+    best, least = way[0], np.inf
     for _ in range(TURNS):
-        opened = opened_ranks(cost, at_root, fees)
-        upper = np.flatnonzero(opened[0])
-        place = int(np.searchsorted(upper, root))
-        found = finder(cost[np.ix_(upper, upper)], place, height - 1)
-        tree = cheapest_open(cost, opened)[0]
-        tree[upper] = upper[found]
-        total = float(arc_costs(cost, tree[None]).sum())
+        opened = opened_ranks(cost, np.array([root]), fees)
+        # The ranks on the ways to them belong to the upper part too.
+        upper = np.flatnonzero(shape_of(way).above[0][:, opened[0]].any(axis=1))
+        found = finder(cost[np.ix_(upper, upper)], int(np.searchsorted(upper, root)), height - 1)
+        inner = np.zeros((1, len(cost)), dtype=bool)
+        inner[0, upper] = True
+        tree = cheapest_open(cost, inner)
+        tree[0, upper] = upper[found]
+        total = float(arc_costs(cost, tree).sum())
         if total < least:
-            best, least = tree, total
-        inner = upper[shape_of(found[None]).depth[0] < height - 1]
-        fees = cost[inner].min(axis=0)[None]
-    return best
+            best, least = tree[0], total
+        inner[0, upper[shape_of(found[None]).depth[0] >= height - 1]] = False
+        way = np.where(inner, tree, cheapest_open(cost, inner))
+        fees = arc_costs(cost, way)
+    return np.asarray(best)
+
+
+def path_lengths(cost: Costs, parent: Trees) -> Costs:
+    """(trees, N): cost of the path from the root to every rank.
+
+    Examples
+    --------
+    >>> path_lengths(np.array([[99.0, 5, 9], [9, 99, 1], [9, 1, 99]]), np.array([[0, 0, 1]])).tolist()
+    [[0.0, 5.0, 6.0]]
+    """
+    above = shape_of(parent).above.astype(np.float64)
+    lengths: Costs = np.einsum("tv,tvw->tw", arc_costs(cost, parent), above)
+    return lengths
