@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import read_machine
+from topoplan.cli.tree_table import named_ranks, tree_table
 from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
@@ -123,7 +123,7 @@ def print_plan(plan: Plan) -> None:
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
         f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
-        f"({' '.join(plan.ranks)}), over {' and '.join(plan.channels)}"
+        f"({named_ranks(plan.ranks)}), over {' and '.join(plan.channels)}"
     )
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
@@ -133,33 +133,8 @@ def print_plan(plan: Plan) -> None:
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
         print(f"trees  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
         print()
-        print(_tree_table(plan))
+        print(tree_table(plan))
         print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
     print_notes(*plan_notes(plan))
-
-
-def _tree_table(plan: Plan) -> str:
-    split = len({edge.channel for shard in plan.shards for stage in shard.stages for edge in stage.edges}) > 1
-    rows = []
-    for number, shard in enumerate(plan.shards):
-        stage = shard.stages[-1]
-        down = stage.op == "broadcast"
-        arrow = ">" if down else "<"
-        edges = " ".join(f"{plan.ranks[e.parent]}{arrow}{plan.ranks[e.child]}" for e in stage.top_down())
-        weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
-        over = (stage.edges[0].channel,) if split else ()
-        rows.append(
-            (
-                str(number),
-                *over,
-                str(shard.share),
-                f"{weight:.4g}",
-                plan.ranks[stage.root],
-                str(stage.height),
-                edges,
-            )
-        )
-    channel = ("channel",) if split else ()
-    return table(("shard", *channel, "share", "GB/s", "root", "height", "edges"), rows)

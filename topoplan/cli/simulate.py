@@ -11,6 +11,7 @@ from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.sources import as_asked, read_plan_or_machine
+from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    gpus = f"{counted(len(plan.ranks), 'GPU')} ({' '.join(plan.ranks)})"
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({named_ranks(plan.ranks)})"
     print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
     for line in _describe(plan):
         print(f"# plan: {line}")
