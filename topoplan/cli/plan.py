@@ -7,8 +7,9 @@ import argparse
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.cli.tree_table import named_ranks, tree_table
 from topoplan.errors import UsageError
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     check_plot(options.plot)
     if options.sizes is not None:
         return plan_sizes.run(options)
-    with progress_line() as progress:
+    with progress_line("planning") as progress:
         machine = read_machine(options)
         made = make_plan(
             machine.whole,
