@@ -63,7 +63,9 @@ def tree_table(plan: Plan) -> str:
                 _edges(plan, stage),
             )
         )
-    text = table(("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "edges"), rows)
+    text = table(
+        ("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "edges"), rows
+    )
     more = len(plan.shard_counts) - len(listed)
     return f"{text}\n… and {counted(more, 'shard')} more: -o and --json write all" if more else text
 

@@ -89,7 +89,9 @@ def starters(flow: Dataflow) -> Starters:
         copies = [flow.counts[hop.shard] / size for hop, (_, size) in found]
     number: dict[tuple[object, ...], int] = {}
     route = tuple(number.setdefault(key, len(number)) for key in keys)
-    narrowest = {at: min(links[link].count for link in hop.links) for at, hop in zip(route, flow.hops, strict=True)}
+    narrowest = {
+        at: min(links[link].count for link in hop.links) for at, hop in zip(route, flow.hops, strict=True)
+    }
     return Starters(route, tuple(narrowest[at] for at in range(len(number))), tuple(copies))
 
 
