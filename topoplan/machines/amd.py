@@ -55,7 +55,8 @@ def mi250x() -> Topology:
     die = GpuGeneration("MI250X GCD", links=8, nvlink=50.0, pcie=36.0, socket=0.0)
     host = HostSide({f"gpu{i}": "cpu0" for i in range(8)}, die.pcie, die.socket, "EPYC 7A53")
     source = (
-        f"{FABRIC_SOURCE}; 4 links in a package, 2 or 1 between packages, 36 GB/s to the CPU: OLCF Frontier User Guide; "
+        f"{FABRIC_SOURCE}; 4 links in a package, 2 or 1 between packages, 36 GB/s to the CPU: OLCF Frontier User "
+        "Guide; "
         "neighbours from RCCL, tools/topo_expl/models/topo_8p_90a_1.xml; 0-1 has 4, 0-6 has 2, 0-2 has 1: "
         "Pearson, arXiv 2302.14827; other counts from the eight ports of a die (even: 4+2+1 and the CPU; "
         "odd: 4+1+1, the CPU and a NIC, at PCIe generation 4 x16, effective 24 GB/s)"

@@ -105,7 +105,7 @@ def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[
             image = elements[:, hop.src]
             to_first[hop.src] = np.flatnonzero(image == image.min())
         route = [hop.src, *(ends[link][1] for link in hop.links)]
-        distinct = {tuple(row) for row in elements[np.ix_(to_first[hop.src], route)].tolist()}
+        distinct = {tuple(row) for row in elements[to_first[hop.src]][:, route].tolist()}
         size = len(elements) // len(to_first[hop.src]) * len(distinct)
         found.append((hop, (min(distinct), size)))
     return found
