@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import networkx
 import pytest
 
 from topoplan.formats.load import library, library_path, load
@@ -27,10 +28,10 @@ def named(pairs: list[str]) -> set[frozenset[str]]:
     return {frozenset(f"gpu{digit}" for digit in pair) for pair in pairs}
 
 
-def test_the_library_holds_the_ten_machines() -> None:
+def test_the_library_holds_the_eleven_machines() -> None:
     """The names are those of the generators, and nothing else lies in the folder."""
     assert list(library()) == NAMES
-    assert len(NAMES) == 10
+    assert len(NAMES) == 11
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,3 +137,26 @@ def test_every_mi250x_die_uses_its_eight_ports() -> None:
         if link.src.startswith("gpu"):
             ports[link.src] += link.count
     assert ports == {f"gpu{i}": 8 for i in range(8)}
+
+
+def test_every_mi250_die_has_seven_links_to_others_and_four_of_them_to_its_twin() -> None:
+    """Of the 16 dies no two packages need be wired alike: a die has three or four neighbours."""
+    pairs = nvlink_pairs(load("mi250"))
+    wires = Counter(gpu for pair, count in pairs.items() for gpu in pair for _ in range(count))
+    assert wires == {f"gpu{i}": 7 for i in range(16)}
+    assert {pair for pair, count in pairs.items() if count == 4} == {
+        frozenset({f"gpu{2 * i}", f"gpu{2 * i + 1}"}) for i in range(8)
+    }
+    assert set(Counter(gpu for pair in pairs for gpu in pair).values()) == {3, 4}
+
+
+def test_mi250_is_the_machine_of_the_known_answers(answers_dir: Path) -> None:
+    """Another description of it, numbered differently, has the same graph of the same rates."""
+    graphs = []
+    for machine in (load("mi250"), load(str(answers_dir / "fabrics" / "mi250-x1.json"))):
+        graph = networkx.Graph()
+        for link in machine.links:
+            if link.channel == "nvlink":
+                graph.add_edge(link.src, link.dst, rate=link.bandwidth)
+        graphs.append(graph)
+    assert networkx.is_isomorphic(*graphs, edge_match=lambda one, other: one == other)

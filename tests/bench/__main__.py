@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, hybrid, loopback, planning
+from tests.bench import allocations, fabrics, hybrid, loopback, planning
 
 
 def main() -> int:
     """Run every benchmark, or those named on the command line."""
     benchmarks = {
         "allocations": allocations.main,
+        "fabrics": fabrics.main,
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "planning": planning.main,

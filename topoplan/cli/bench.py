@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan)
     _check_memory(max(options.sizes), len(plan.ranks))
     rows = []
-    with Communicator(plan, options.backend) as communicator, progress_line() as progress:
+    with Communicator(plan, options.backend) as communicator, progress_line("running") as progress:
         for nbytes in options.sizes:
             if progress:
                 progress(f"{format_size(nbytes)} …")

@@ -9,8 +9,9 @@ from dataclasses import replace
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import print_json, print_notes, progress_line
+from topoplan.cli.output import print_json, print_notes
 from topoplan.cli.output_files import check_plot
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare import compare, compare_all, format_table, summary, to_object
 from topoplan.errors import UsageError
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     check_plot(options.plot)
     machine = read_machine(options)
     topology = machine.whole
-    with progress_line() as progress:
+    with progress_line("comparing") as progress:
         if options.all_allocations:
             found = compare_all(machine.topology, collective, sizes=options.gpu_counts, progress=progress)
             rows = tuple(replace(row, gpus=tuple(machine.left[gpu] for gpu in row.gpus)) for row in found)

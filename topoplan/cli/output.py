@@ -1,12 +1,10 @@
-"""What commands print: JSON, tables with stable columns, progress on a terminal."""
+"""What commands print: JSON, notes, errors, tables with stable columns."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -79,21 +77,3 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return cell in ("", "-")
     return True
-
-
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None] | None]:
-    """A callback that shows progress on one line of a terminal, wiped at the end; None without a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield None
-        return
-    width = shutil.get_terminal_size().columns - 1
-
-    def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text[:width]}")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        show("")

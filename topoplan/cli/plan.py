@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
+from topoplan.cli.tree_table import named_ranks, tree_table
 from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_bound(options)
     if options.sizes is not None:
         return plan_sizes.run(options)
-    with progress_line() as progress:
+    with progress_line("planning") as progress:
         machine = read_machine(options)
         made = make_plan(
             machine.whole,
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan_object(made))
     else:
-        print_plan(made)
+        print_plan(made, options.order or "height")
         for place in (options.output, options.plot):
             if place:
                 print(f"written: {place}")
@@ -158,13 +159,13 @@ def plan_object(plan: Plan) -> dict[str, object]:
     }
 
 
-def print_plan(plan: Plan) -> None:
-    """The plan for a person: rate against bound, the bottleneck, and the trees."""
+def print_plan(plan: Plan, order: str) -> None:
+    """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, and the trees."""
     towards = "to" if plan.collective == "reduce" else "from"
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
         f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
-        f"({' '.join(plan.ranks)}), over {' and '.join(plan.channels)}"
+        f"({named_ranks(plan.ranks)}), over {' and '.join(plan.channels)}"
     )
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
@@ -173,34 +174,23 @@ def print_plan(plan: Plan) -> None:
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
         print(f"trees  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        if plan.method == "exact":
+            print(f"order  {_order_text(plan, order)}")
         print()
-        print(_tree_table(plan))
+        print(tree_table(plan))
         print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
     print_notes(*plan_notes(plan))
 
 
-def _tree_table(plan: Plan) -> str:
-    split = len({edge.channel for shard in plan.shards for stage in shard.stages for edge in stage.edges}) > 1
-    rows = []
-    for number, shard in enumerate(plan.shards):
-        stage = shard.stages[-1]
-        down = stage.op == "broadcast"
-        arrow = ">" if down else "<"
-        edges = " ".join(f"{plan.ranks[e.parent]}{arrow}{plan.ranks[e.child]}" for e in stage.top_down())
-        weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
-        over = (stage.edges[0].channel,) if split else ()
-        rows.append(
-            (
-                str(number),
-                *over,
-                str(shard.share),
-                f"{weight:.4g}",
-                plan.ranks[stage.root],
-                str(stage.height),
-                edges,
-            )
-        )
-    channel = ("channel",) if split else ()
-    return table(("shard", *channel, "share", "GB/s", "root", "height", "edges"), rows)
+def _order_text(plan: Plan, order: str) -> str:
+    """What came first among forests of this rate, and how to ask for the other."""
+    if order == "trees":
+        return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
+    lowest = f"none below {plan.height} reaches this rate"
+    if any(note.startswith("height") for note in plan.notes):
+        lowest = f"{plan.height} is the lowest found"
+    elif plan.height == 1:
+        lowest = "1, the lowest there is"
+    return f"lowest height first: {lowest}; --order trees looks for fewer trees"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
 from topoplan.cli.output_files import write_whole
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.plans.explain import explain_certificate
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
     machine = read_machine(options)
     started = time.perf_counter()
-    with progress_line() as progress:
+    with progress_line("planning") as progress:
         choice = choose_by_size(
             machine.whole,
             options.collective,

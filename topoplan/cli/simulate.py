@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
+from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
@@ -52,13 +54,14 @@ def run(options: argparse.Namespace) -> int:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
     check_target(options.trace, "--trace")
     check_plot(options.plot)
-    with progress_line() as progress:
-        plan = _plan(options, progress)
-    rival, notes = _ring(plan)
     sizes = options.sizes
-    rows = sweep(plan, sizes)
-    rival_rows = sweep(rival, sizes) if rival else ()
-    crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
+    with progress_line("planning") as progress:
+        plan = _plan(options, progress)
+        rival, notes = _ring(plan)
+    with progress_line("timing"):
+        rows = sweep(plan, sizes)
+        rival_rows = sweep(rival, sizes) if rival else ()
+        crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.sweep import draw_sweep
@@ -70,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
         title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
         save_figure(draw_sweep(curves, title=title), options.plot)
     if options.trace:
-        write_whole(options.trace, chrome_trace(run_events(plan_at(plan, max(sizes)), nbytes=max(sizes))))
+        with progress_line("running events"):
+            events = run_events(plan_at(plan, max(sizes)), nbytes=max(sizes))
+        write_whole(options.trace, chrome_trace(events))
     notes = (*plan_notes(plan), *notes)
     if options.json:
         print_json(
@@ -85,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    gpus = f"{counted(len(plan.ranks), 'GPU')} ({' '.join(plan.ranks)})"
+    gpus = f"{counted(len(plan.ranks), 'GPU')} ({named_ranks(plan.ranks)})"
     print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
     for line in _describe(plan):
         print(f"# plan: {line}")

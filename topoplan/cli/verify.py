@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file
 from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes
+from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_claimed_plan
 from topoplan.errors import PlanError
 from topoplan.plans.explain import explain_certificate
@@ -24,9 +25,11 @@ def add_options(parser: OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Recompute trees, postcondition, link loads, rate and bound of a plan file from the file alone."""
-    plans = read_claimed_plan(options.plan)
+    with progress_line("reading"):
+        plans = read_claimed_plan(options.plan)
     try:
-        reports = verify_all(plans)
+        with progress_line("checking"):
+            reports = verify_all(plans)
     except PlanError as error:
         if options.json:
             print_json(

@@ -48,22 +48,26 @@ class HopLimitedTrees:
     def __init__(self, cost: NDArray[np.int64], height: int) -> None:
         self._cost = cost
         size = cost.shape[0]
-        self._levels = [_empty_level(size)]
+        level = _empty_level(size)
+        # Trees are read from the tables entry by entry, which lists answer faster.
+        self._below: list[list[list[int]]] = [level.tolist()]
+        self._hung: list[list[list[int]]] = [[]]
         for _ in range(height):
-            previous = self._levels[-1]
-            level = _next_level(cost, previous)
-            self._levels.append(level)
+            previous = level
+            level, hung = _next_level(cost, previous)
+            self._below.append(level.tolist())
+            self._hung.append(hung.tolist())
             if np.array_equal(level, previous):
                 break
         everything = (1 << size) - 1
         roots = np.arange(size)
-        self.costs: NDArray[np.int64] = self._levels[-1][roots, everything ^ (1 << roots)]
+        self.costs: NDArray[np.int64] = level[roots, everything ^ (1 << roots)]
 
     def tree(self, root: int) -> tuple[tuple[int, int], ...]:
         """Edges (parent, child) of a cheapest tree from ``root``, in ascending order."""
         everything = (1 << self._cost.shape[0]) - 1
         edges: list[tuple[int, int]] = []
-        pending = [(root, everything ^ (1 << root), len(self._levels) - 1)]
+        pending = [(root, everything ^ (1 << root), len(self._below) - 1)]
         while pending:
             v, rest, h = pending.pop()
             while rest:
@@ -75,19 +79,18 @@ class HopLimitedTrees:
 
     def _first_block(self, v: int, rest: int, h: int) -> tuple[int, int]:
         """The ranks below v that hang with the lowest of ``rest``, and which of them is v's child."""
-        here, below = self._levels[h], self._levels[h - 1]
+        here, hung = self._below[h][v], self._hung[h][v]
         low = rest & -rest
         others = rest ^ low
         sub = others
-        while True:
-            block = sub | low
-            for child in range(self._cost.shape[0]):
-                if block >> child & 1:
-                    total = self._cost[v, child] + below[child, block ^ (1 << child)] + here[v, rest ^ block]
-                    if total == here[v, rest]:
-                        return block, child
+        while hung[sub | low] + here[others ^ sub] != here[rest]:
             assert sub, "the table holds the cost of some block"
             sub = (sub - 1) & others
+        block, deeper = sub | low, self._below[h - 1]
+        for child, reach in enumerate(self._cost[v].tolist()):
+            if block >> child & 1 and reach + deeper[child][block ^ (1 << child)] == hung[block]:
+                return block, child
+        raise AssertionError("the table holds the cost of some child")
 
 
 def _empty_level(size: int) -> NDArray[np.int64]:
@@ -96,7 +99,10 @@ def _empty_level(size: int) -> NDArray[np.int64]:
     return level
 
 
-def _next_level(cost: NDArray[np.int64], below: NDArray[np.int64]) -> NDArray[np.int64]:
+def _next_level(
+    cost: NDArray[np.int64], below: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The next table of trees, and that of ranks hung below a parent by one edge."""
     size = cost.shape[0]
     sets = np.arange(1 << size)
     hung = np.full((size, 1 << size), UNREACHABLE, dtype=np.int64)
@@ -108,7 +114,7 @@ def _next_level(cost: NDArray[np.int64], below: NDArray[np.int64]) -> NDArray[np
     for which, starts, blocks, rests in _subset_pairs(size):
         level[:, which] = np.minimum.reduceat(hung[:, blocks] + level[:, rests], starts, axis=1)
         np.minimum(level, UNREACHABLE, out=level)
-    return level
+    return level, hung
 
 
 @lru_cache(maxsize=LARGEST + 1)

@@ -60,7 +60,8 @@ class ImageShards(Sequence[Shard]):
     templates: tuple[Shard, ...]
 
     @cached_property
-    def _elements(self) -> NDArray[np.int32]:
+    def elements(self) -> NDArray[np.int32]:
+        """The group, one permutation of the nodes to a row, the identity first."""
         size = len(self.nodes)
         for generator in self.generators:
             if sorted(generator) != list(range(size)) or max(generator[: self.ranks]) >= self.ranks:
@@ -79,7 +80,7 @@ class ImageShards(Sequence[Shard]):
         rows: list[tuple[int, int, int]] = []
         counts = []
         for number, template in enumerate(self.templates):
-            roots = self._elements[:, _root_of(template, self.ranks)].tolist()
+            roots = self.elements[:, _root_of(template, self.ranks)].tolist()
             chosen = self._distinct(template, number) if len(set(roots)) < len(roots) else range(len(roots))
             rows += [(roots[element], number, element) for element in chosen]
             counts.append(len(chosen))
@@ -108,7 +109,7 @@ class ImageShards(Sequence[Shard]):
         still = np.arange(size, size + 1 + len(template.stages), dtype=np.int32)
         known: set[bytes] = set()
         chosen = []
-        for number_of_element, element in enumerate(self._elements):
+        for number_of_element, element in enumerate(self.elements):
             image = np.concatenate((element, still))[table]
             image = image[np.lexsort((image[:, 1], image[:, 0]))]
             key = blake2b(image.tobytes(), digest_size=16).digest()
@@ -135,7 +136,7 @@ class ImageShards(Sequence[Shard]):
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         which, element, _ = self._listed
-        return self._image(self.templates[which[number]], self._elements[element[number]])
+        return self._image(self.templates[which[number]], self.elements[element[number]])
 
     def __iter__(self) -> Iterator[Shard]:
         return (self[number] for number in range(len(self)))

@@ -204,14 +204,14 @@ def pipeline(flow: Dataflow) -> Pipeline:
     lanes = []
     for number, (name, start) in enumerate(flow.lanes):
         hops = np.flatnonzero(lane_of_hop == number)
-        shares = [x for x, lane in zip(flow.shares, flow.lane_of_shard, strict=True) if lane == number]
+        members = [i for i, lane in enumerate(flow.lane_of_shard) if lane == number]
         lanes.append(
             Lane(
                 name=name,
                 start=start,
                 hops=hops,
-                share=math.fsum(shares),
-                largest=max(shares),
+                share=math.fsum(flow.shares[i] * flow.counts[i] for i in members),
+                largest=max(flow.shares[i] for i in members),
                 chain=float(chains[hops].max(initial=0.0)),
                 pace=float(fullest[hops].max(initial=0.0)),
             )

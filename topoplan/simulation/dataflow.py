@@ -4,6 +4,9 @@ A hop carries one chunk of one shard from one rank to another. It may start when
 every hop of the same shard into that rank, in an earlier stage or the same one, has delivered it. For a
 reduce tree these are the children, for a broadcast tree the parent, and between two stages the handover at
 the root. Where the buffer is split between channels, each runs by itself, a *lane*, and may start later than others.
+
+All images of a tree under symmetries of the machine take the same time, so of a compact plan the templates alone
+become hops; what they share with their images, the links and the wires that start copies, is counted for all.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import edge_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.simulation.latency import device_kinds, link_latency
@@ -53,7 +57,11 @@ class Dataflow:
     ----------
     fabric : Fabric
     shares : tuple of float
-        Share of every shard.
+        Share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
+    counts : tuple of int
+        How many shards each of them stands for.
+    images : ImageShards or None
+        The symmetries of a compact plan.
     hops : tuple of Hop
         Every hop stands after the hops it waits for.
     followers : tuple of tuple of int
@@ -70,6 +78,8 @@ class Dataflow:
 
     fabric: Fabric
     shares: tuple[float, ...]
+    counts: tuple[int, ...]
+    images: ImageShards | None
     hops: tuple[Hop, ...]
     followers: tuple[tuple[int, ...], ...]
     seconds_per_byte: tuple[float, ...]
@@ -97,7 +107,7 @@ def dataflow(plan: Plan) -> Dataflow:
     kinds = device_kinds(plan.topology)
     alphas = [link_latency(link, kinds) for link in fabric.links]
     hops: list[Hop] = []
-    for number, shard in enumerate(plan.shards):
+    for number, (shard, _) in enumerate(plan.shard_counts):
         arriving: dict[int, list[int]] = {}
         for position, stage in enumerate(shard.stages):
             upwards = stage.op == "reduce"
@@ -125,7 +135,9 @@ def dataflow(plan: Plan) -> Dataflow:
     lanes, lane_of_shard = _lanes(plan, fabric)
     return Dataflow(
         fabric=fabric,
-        shares=tuple(float(shard.share) for shard in plan.shards),
+        shares=tuple(float(shard.share) for shard, _ in plan.shard_counts),
+        counts=tuple(count for _, count in plan.shard_counts),
+        images=plan.shards if isinstance(plan.shards, ImageShards) else None,
         hops=tuple(hops),
         followers=tuple(tuple(after) for after in followers),
         seconds_per_byte=tuple(
@@ -140,12 +152,12 @@ def dataflow(plan: Plan) -> Dataflow:
 def _lanes(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
     """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
     if not fabric.split:
-        return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shards)
+        return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shard_counts)
     starts = channel_starts(plan.topology, plan.channels)
     # A shard of several channels, which no valid split plan has, waits for the last of them.
     last = [
         max((plan.channels.index(edge.channel) for stage in shard.stages for edge in stage.edges), default=0)
-        for shard in plan.shards
+        for shard, _ in plan.shard_counts
     ]
     used = sorted(set(last))
     lanes = tuple((plan.channels[place], float(starts[plan.channels[place]])) for place in used)

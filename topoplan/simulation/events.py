@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
 from topoplan.plans.fabric import Fabric
@@ -100,9 +100,17 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     """
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
-    count = sum(len(hop.links) * chunks[hop.shard] for hop in flow.hops)
+    count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
     if count > MAX_TRANSFERS:
-        raise UsageError(f"{count} chunk transfers are more than {MAX_TRANSFERS}; give a larger chunk size")
+        raise UsageError(
+            f"{count} chunk transfers are more than {MAX_TRANSFERS} and are not run one by one; give fewer GPUs, a "
+            "smaller buffer or a larger chunk size"
+        )
+    if flow.images is not None:
+        # Events are those of single links, so every image is needed.
+        plan = replace(plan, shards=tuple(plan.shards))
+        flow = dataflow(plan)
+        chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
     transfers, seconds = _serve(flow, sizes, chunks)
     starts = tuple((name, LAUNCH + start) for name, start in flow.lanes if start)

@@ -53,7 +53,7 @@ class Timeline:
     seconds : float
         From the call until the last byte is in place.
     chunks : tuple of int
-        Chunks of every shard.
+        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`).
     latency_seconds : float
         What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
         buffer is split, the start of a later channel too.

@@ -3,6 +3,9 @@
 Several shards whose trees share a route therefore pay one alpha after another there, as one shard cut into as
 many chunks does; while one copy starts, others still move. Without this rule a forest of many trees would
 start all of them at once, and dividing a tree's shard would hide its start-ups.
+
+Of a compact plan the hops are those of templates. Images spread a hop evenly over the images of its route: with |T|
+images of the template and |R| of the route, each of these starts |T| / |R| copies of it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topoplan.simulation.dataflow import Dataflow
+from topoplan.plans.images import ImageShards
+from topoplan.simulation.dataflow import Dataflow, Hop
 from topoplan.simulation.levels import Floats, Indices
 
 
@@ -25,10 +29,13 @@ class Starters:
         For every hop, the number of its route.
     wires : tuple of int
         For every route, how many copies it can start at once: the wires of its narrowest link.
+    copies : tuple of float
+        For every hop, how many it stands for on one route.
     """
 
     route: tuple[int, ...]
     wires: tuple[int, ...]
+    copies: tuple[float, ...]
 
     def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
         """How long the route of every hop takes to start all its copies.
@@ -46,7 +53,8 @@ class Starters:
         """
         order, first = self._grouped()
         wires = np.array(self.wires, dtype=np.float64)[:, None]
-        busy = np.add.reduceat(starting[order], first, axis=0) / wires
+        every = starting * np.array(self.copies, dtype=np.float64)[:, None]
+        busy = np.add.reduceat(every[order], first, axis=0) / wires
         earliest, latest = (np.minimum.reduceat(time[order], first, axis=0) for time in (before, after))
         longest: Floats = (earliest + busy + latest)[list(self.route)]
         return longest
@@ -71,7 +79,33 @@ def starters(flow: Dataflow) -> Starters:
     >>> len(found.route), len(found.wires), found.route.count(0)
     (480, 240, 2)
     """
-    number: dict[tuple[int, int, tuple[int, ...]], int] = {}
-    route = tuple(number.setdefault((hop.src, hop.dst, hop.links), len(number)) for hop in flow.hops)
     links = flow.fabric.links
-    return Starters(route, tuple(min(links[link].count for link in path) for _, _, path in number))
+    if flow.images is None:
+        keys: list[tuple[object, ...]] = [(hop.src, hop.dst, hop.links) for hop in flow.hops]
+        copies = [1.0] * len(keys)
+    else:
+        found = _route_orbits(flow, flow.images)
+        keys = [(nodes, tuple(links[link].channel for link in hop.links)) for hop, (nodes, _) in found]
+        copies = [flow.counts[hop.shard] / size for hop, (_, size) in found]
+    number: dict[tuple[object, ...], int] = {}
+    route = tuple(number.setdefault(key, len(number)) for key in keys)
+    narrowest = {
+        at: min(links[link].count for link in hop.links) for at, hop in zip(route, flow.hops, strict=True)
+    }
+    return Starters(route, tuple(narrowest[at] for at in range(len(number))), tuple(copies))
+
+
+def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[tuple[int, ...], int]]]:
+    """Every hop with the least image of its route, as nodes from the first rank of an orbit on, and their number."""
+    elements, ends = images.elements, flow.fabric.ends
+    to_first: dict[int, Indices] = {}
+    found = []
+    for hop in flow.hops:
+        if hop.src not in to_first:
+            image = elements[:, hop.src]
+            to_first[hop.src] = np.flatnonzero(image == image.min())
+        route = [hop.src, *(ends[link][1] for link in hop.links)]
+        distinct = {tuple(row) for row in elements[to_first[hop.src]][:, route].tolist()}
+        size = len(elements) // len(to_first[hop.src]) * len(distinct)
+        found.append((hop, (min(distinct), size)))
+    return found

@@ -1,0 +1,83 @@
+"""The trees of a plan as a table, as long as a person reads.
+
+Of a plan for a thousand GPUs one row says how many shards look alike; long lists keep their beginning and say what is
+left out. The whole plan is in its file and in ``--json``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from topoplan.cli.output import counted, table
+from topoplan.plans.images import ImageShards
+from topoplan.plans.plan import Plan, Shard, Stage
+
+MOST_ROWS = 64
+"""Shards that are listed."""
+
+MOST_EDGES, FIRST_EDGES = 32, 24
+"""Edges up to which a tree is written in full, and how many are written of a larger one."""
+
+MOST_NAMES, FIRST_NAMES = 32, 8
+"""GPUs up to which all are named, and how many are named of more."""
+
+
+def named_ranks(names: Sequence[str]) -> str:
+    """The names of GPUs; of many the first ones and the last.
+
+    Examples
+    --------
+    >>> named_ranks(["gpu0", "gpu1"]), named_ranks([f"gpu{i}" for i in range(100)])[-17:]
+    ('gpu0 gpu1', 'gpu6 gpu7 … gpu99')
+    """
+    if len(names) > MOST_NAMES:
+        names = [*names[:FIRST_NAMES], "…", names[-1]]
+    return " ".join(names)
+
+
+def tree_table(plan: Plan) -> str:
+    """A row for each shard; for a plan of images under symmetries, a row for each set of shards that are alike.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:38])
+    1 of 512 alike  1/512  0.3968  s0.gpu0
+    """
+    listed = plan.shard_counts[:MOST_ROWS]
+    apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts}) > 1
+    alike = isinstance(plan.shards, ImageShards)
+    rows = []
+    for number, (shard, count) in enumerate(listed):
+        stage = shard.stages[-1]
+        weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
+        rows.append(
+            (
+                f"1 of {count} alike" if alike else str(number),
+                *((_channels(plan, shard),) if apart else ()),
+                str(shard.share),
+                f"{weight:.4g}",
+                plan.ranks[stage.root],
+                str(stage.height),
+                _edges(plan, stage),
+            )
+        )
+    text = table(
+        ("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "edges"), rows
+    )
+    more = len(plan.shard_counts) - len(listed)
+    return f"{text}\n… and {counted(more, 'shard')} more: -o and --json write all" if more else text
+
+
+def _channels(plan: Plan, shard: Shard) -> str:
+    crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
+    return "+".join(channel for channel in plan.channels if channel in crossed)
+
+
+def _edges(plan: Plan, stage: Stage) -> str:
+    arrow = ">" if stage.op == "broadcast" else "<"
+    edges = stage.top_down()
+    shown = edges if len(edges) <= MOST_EDGES else edges[:FIRST_EDGES]
+    text = " ".join(f"{plan.ranks[edge.parent]}{arrow}{plan.ranks[edge.child]}" for edge in shown)
+    return text if len(shown) == len(edges) else f"{text} … and {len(edges) - len(shown)} more"
