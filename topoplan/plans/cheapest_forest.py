@@ -298,7 +298,8 @@ def _arborescence(distance: Table, root: int) -> int:
     star = int(distance[root].sum() - distance[root, root])
     if star == _at_least(distance, root):
         return star
-    far = distance.sum() + 1
+    # Prices only fall, so this marks what is no arc; a sum of all prices could leave the machine words.
+    far = distance.max() + 1
     entering = distance.T.copy()
     np.fill_diagonal(entering, far)
     vertex = list(range(size))

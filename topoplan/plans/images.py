@@ -24,6 +24,12 @@ from topoplan.errors import PlanError
 from topoplan.plans.plan import Edge, Shard, Stage
 from topoplan.plans.symmetry import LARGEST_TABLE, group_elements
 
+MOST_ELEMENTS = 1 << 16
+"""Most permutations that the symmetries of a plan may generate; the planner uses four for each rank at most."""
+
+MOST_SYMMETRIES = 64
+"""Most symmetries that a plan may list; the planner uses a handful."""
+
 
 @dataclass(frozen=True)
 class ImageShards(Sequence[Shard]):
@@ -43,7 +49,8 @@ class ImageShards(Sequence[Shard]):
     Raises
     ------
     PlanError
-        On first use: a generator is no permutation that keeps ranks ranks, or the group is too large to list.
+        Too many symmetries. On first use: one is no permutation that keeps ranks ranks, their group is too large to
+        list, or a template names what is no rank.
 
     Examples
     --------
@@ -59,6 +66,12 @@ class ImageShards(Sequence[Shard]):
     generators: tuple[tuple[int, ...], ...]
     templates: tuple[Shard, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.generators) > MOST_SYMMETRIES:
+            raise PlanError(
+                f"{len(self.generators)} symmetries are more than the {MOST_SYMMETRIES} that a plan may list"
+            )
+
     @cached_property
     def elements(self) -> NDArray[np.int32]:
         """The group, one permutation of the nodes to a row, the identity first."""
@@ -68,10 +81,12 @@ class ImageShards(Sequence[Shard]):
                 raise PlanError("a symmetry is no permutation of the devices that takes ranks to ranks")
         if not self.generators:
             return np.arange(size, dtype=np.int32)[None, :]
-        limit = LARGEST_TABLE // size
+        limit = min(MOST_ELEMENTS, LARGEST_TABLE // size)
         elements = group_elements([np.array(generator) for generator in self.generators], limit)
         if elements is None:
-            raise PlanError(f"the symmetries generate more than {limit} permutations of {size} devices")
+            raise PlanError(
+                f"the symmetries generate more than {limit} permutations of {size} devices; list fewer of them"
+            )
         return elements
 
     @cached_property
@@ -80,7 +95,8 @@ class ImageShards(Sequence[Shard]):
         rows: list[tuple[int, int, int]] = []
         counts = []
         for number, template in enumerate(self.templates):
-            roots = self.elements[:, _root_of(template, self.ranks)].tolist()
+            self._check_ends(template, number)
+            roots = self.elements[:, owner_of(template)].tolist()
             chosen = self._distinct(template, number) if len(set(roots)) < len(roots) else range(len(roots))
             rows += [(roots[element], number, element) for element in chosen]
             counts.append(len(chosen))
@@ -88,15 +104,27 @@ class ImageShards(Sequence[Shard]):
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return table[:, 1], table[:, 2], tuple(counts)
 
+    def _check_ends(self, template: Shard, number: int) -> None:
+        """Every rank that a template names must be one: its images are looked up by these numbers."""
+        if not template.stages:
+            raise PlanError("has no stage", shard=number)
+        for position, stage in enumerate(template.stages):
+            for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
+                if not 0 <= rank < self.ranks:
+                    raise PlanError(
+                        f"is out of range 0 to {self.ranks - 1}", shard=number, stage=position, rank=rank
+                    )
+
     def _distinct(self, template: Shard, number: int) -> list[int]:
         """Elements that take a template to different shards: the first one for each of them."""
         size = len(self.nodes)
         longest = max((len(edge.route) for stage in template.stages for edge in stage.edges), default=0)
+        channels = sorted({edge.channel for stage in template.stages for edge in stage.edges})
         lines: list[list[int]] = []
         for position, stage in enumerate(template.stages):
-            # Stages are told apart by a column that no permutation moves: positions beyond the devices.
+            # Stages and channels are told apart by numbers that no permutation moves: positions beyond the devices.
             first = size + 1 + position
-            lines.append([first, stage.root, stage.root, *[size] * longest])
+            lines.append([first, stage.root, stage.root, size, *[size] * longest])
             for edge in stage.edges:
                 try:
                     route = [self._position[name] for name in edge.route]
@@ -104,9 +132,11 @@ class ImageShards(Sequence[Shard]):
                     raise PlanError(
                         f"crosses {error}, which is no device of this plan", shard=number
                     ) from None
-                lines.append([first, edge.child, edge.parent, *route, *[size] * (longest - len(route))])
+                channel = size + 1 + len(template.stages) + channels.index(edge.channel)
+                rest = [size] * (longest - len(route))
+                lines.append([first, edge.child, edge.parent, channel, *route, *rest])
         table = np.array(lines, dtype=np.int64)
-        still = np.arange(size, size + 1 + len(template.stages), dtype=np.int32)
+        still = np.arange(size, size + 1 + len(template.stages) + len(channels), dtype=np.int32)
         known: set[bytes] = set()
         chosen = []
         for number_of_element, element in enumerate(self.elements):
@@ -175,12 +205,7 @@ def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:
     return tuple((shard, 1) for shard in shards)
 
 
-def _root_of(shard: Shard, ranks: int) -> int:
-    """The rank where a reduce ends or a broadcast starts: the owner of the shard."""
-    if not shard.stages:
-        raise PlanError("a shard has no stage")
+def owner_of(shard: Shard) -> int:
+    """The rank by which images are ordered: where the last stage reduces to, or else where the first one starts."""
     last = shard.stages[-1]
-    root = last.root if last.op == "reduce" else shard.stages[0].root
-    if not 0 <= root < ranks:
-        raise PlanError(f"is out of range 0 to {ranks - 1}", rank=root)
-    return root
+    return last.root if last.op == "reduce" else shard.stages[0].root

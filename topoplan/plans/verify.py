@@ -19,7 +19,7 @@ from topoplan.errors import PlanError
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.channel_check import check_channels
 from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards
+from topoplan.plans.images import ImageShards, owner_of
 from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
 from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
 from topoplan.plans.symmetry import is_automorphism, orbits
@@ -80,7 +80,7 @@ def verify(plan: Plan) -> Verification:
     """
     fabric = _check_header(plan)
     if isinstance(plan.shards, ImageShards):
-        _check_symmetries(plan.shards, fabric)
+        _check_symmetries(plan, plan.shards, fabric)
     _check_shares(plan)
     for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, fabric.size)
@@ -132,13 +132,30 @@ def _check_header(plan: Plan) -> Fabric:
     return fabric
 
 
-def _check_symmetries(shards: ImageShards, fabric: Fabric) -> None:
-    """A symmetry must map the machine onto itself: then an image of a correct tree is one, and loads are even."""
+def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
+    """A symmetry must map the machine onto itself: then an image of a correct tree is one, and loads are even.
+
+    The root of a broadcast or reduce must stay, and images stand in the order of their owners.
+    """
     if shards.nodes != fabric.nodes or shards.ranks != fabric.size:
         raise PlanError("the symmetries do not speak of the devices of this plan")
     for number, generator in enumerate(shards.generators):
         if not is_automorphism(fabric, generator):
             raise PlanError(f"symmetry {number} does not map the machine's links onto equal links")
+        if plan.root is not None and generator[plan.root] != plan.root:
+            raise PlanError(
+                f"symmetry {number} moves the root of this {plan.collective}, rank {plan.root}, "
+                f"to rank {generator[plan.root]}"
+            )
+    for number, shard in enumerate(shards.templates):
+        _check_trees(shard, number, fabric.size)
+        gathers = plan.collective in ("allgather", "reduce_scatter")
+        if gathers and owner_of(shard) != _owner(plan, shard, number):
+            raise PlanError(
+                f"the images would be ordered by rank {owner_of(shard)}, not by their owner",
+                shard=number,
+                rank=_owner(plan, shard, number),
+            )
 
 
 def _check_shares(plan: Plan) -> None:
