@@ -85,16 +85,37 @@ def test_an_unreachable_gpu_is_named_with_its_cut(collective: str) -> None:
     islands = machine(4, both_ways({("gpu0", "gpu2"): 1.0, ("gpu1", "gpu3"): 1.0}))
     with pytest.raises(InfeasibleError) as caught:
         topoplan.plan(islands, collective)
-    assert caught.value.cut == ("gpu0", "gpu2")
-    assert "leads from {gpu0, gpu2} to {gpu1, gpu3}" in str(caught.value)
+    cut, rest = ("gpu0", "gpu2"), ("gpu1", "gpu3")
+    if collective == "reduce":
+        # What its root does not hear.
+        cut, rest = rest, cut
+    assert caught.value.cut == cut
+    assert f"leads from {{{', '.join(cut)}}} to {{{', '.join(rest)}}}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_wire_of_one_direction_connects_nothing() -> None:
-    """gpu1 hears and cannot answer: the cut is what it reaches, itself."""
-    with pytest.raises(InfeasibleError) as caught:
-        topoplan.plan(machine(2, {("gpu0", "gpu1"): 5.0}), "broadcast")
-    assert caught.value.cut == ("gpu1",)
+def test_a_wire_of_one_direction_serves_a_broadcast_and_nothing_that_needs_an_answer() -> None:
+    """gpu1 hears and cannot answer: a broadcast from gpu0 works, for a reduce the cut is what gpu1 reaches, itself."""
+    wire = machine(2, {("gpu0", "gpu1"): 5.0})
+    made = topoplan.plan(wire, "broadcast")
+    assert topoplan.verify(made).optimal
+    assert made.rate == 5
+    for collective in ("reduce", "allreduce", "allgather"):
+        with pytest.raises(InfeasibleError) as caught:
+            topoplan.plan(wire, collective)
+        assert caught.value.cut == ("gpu1",)
+
+
+@pytest.mark.parametrize("size", [5, 12])
+def test_a_chain_of_one_way_links_is_broadcast_at_its_cut(size: int) -> None:
+    """No rank reaches the root, and none needs to; the reduce of the reversed chain is the same."""
+    wires = {(f"gpu{i}", f"gpu{i + 1}"): 10.0 for i in range(size - 1)}
+    wires |= {("gpu0", f"gpu{i}"): 5.0 for i in range(2, size)}
+    back = {(dst, src): width for (src, dst), width in wires.items()}
+    for links, collective in ((wires, "broadcast"), (back, "reduce")):
+        made = topoplan.plan(machine(size, links), collective, root=0)
+        assert topoplan.verify(made).optimal
+        assert made.rate == 10
 
 
 def mixed() -> Topology:
