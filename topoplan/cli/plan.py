@@ -10,12 +10,14 @@ from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, progress_line, table
 from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.phase_table import phase_table
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.explain import explain_certificate
+from topoplan.plans.phases import phases
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import plan_to_object
 from topoplan.units import format_seconds
@@ -28,7 +30,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_root(parser)
     parser.add_argument(
-        "--method", default="exact", metavar="M", help=f"{' or '.join(METHODS)} (default: exact)"
+        "--method", default="exact", metavar="M", help=f"{', '.join(METHODS)} (default: exact)"
     )
     arguments.add_channels(parser)
     parser.add_argument(
@@ -108,11 +110,13 @@ def run(options: argparse.Namespace) -> int:
 
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
+    by_phase = phases(plan)
     return {
         **plan_to_object(plan),
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,
+        **({} if by_phase is None else {"phases": by_phase.to_object()}),
         "notes": plan_notes(plan),
     }
 
@@ -135,13 +139,17 @@ def print_plan(plan: Plan) -> None:
         print()
         print(_tree_table(plan))
         print()
+        by_phase = phases(plan)
+        if by_phase is not None:
+            print(phase_table(by_phase))
+            print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
     print_notes(*plan_notes(plan))
 
 
 def _tree_table(plan: Plan) -> str:
-    split = len({edge.channel for shard in plan.shards for stage in shard.stages for edge in stage.edges}) > 1
+    split = {"nvlink", "pcie"} <= set(plan.channels)
     rows = []
     for number, shard in enumerate(plan.shards):
         stage = shard.stages[-1]

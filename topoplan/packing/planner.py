@@ -22,6 +22,7 @@ from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.minimise import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
+from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
@@ -29,7 +30,7 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.topology import Topology
 
-METHODS = ("exact", "mwu")
+METHODS = ("exact", "mwu", THREE_PHASE)
 
 MOST_STARS = 64
 """Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
@@ -62,7 +63,8 @@ def plan(
     root : int or None
         GPU number of the root of a broadcast or reduce; None takes the first of the allocation.
     method : str
-        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink.
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
+        several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
         ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides
         the buffer between a forest over each (see `topoplan.packing.hybrid`).
@@ -127,6 +129,8 @@ def plan(
         made = _plan_mwu(fabric.forwarding_only(), collective, rank_of_root, epsilon, threshold)
         if fabric.in_network:
             made = _certified_in_network(made, fabric)
+    elif method == THREE_PHASE:
+        made = plan_three_phase(fabric, collective, root=rank_of_root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, rank_of_root, order, progress)
     return made.timed(time.perf_counter() - started)
