@@ -19,12 +19,12 @@ from topoplan.packing.exact_orbits import MOST_EDGES
 from topoplan.packing.orbit_generation import Progress
 from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
 from topoplan.packing.route_table import Orbits
-from topoplan.plans.servers import Servers
 from topoplan.packing.symmetry_search import find_symmetry
-from topoplan.plans.certificate import Certificate, certified_bound
+from topoplan.plans.certificate import Certificate, Lengths, certified_bound
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import shard_counts
 from topoplan.plans.plan import Shard
+from topoplan.plans.servers import Servers
 
 _GAINS = (10**3, 10**6, 10**9)
 """What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
@@ -38,13 +38,19 @@ class Composition:
     ----------
     shards : sequence of Shard
         All of them, or for large forests their templates with the symmetries.
-    certificates : tuple of Certificate
-        The bound on any plan for this fabric that was aimed at, and where the composition does not reach it, the dual
-        lengths of its program, which may prove a lower one, or nothing.
+    bound : Fraction
+        GB/s that no plan for this fabric exceeds, at which the search aimed.
+    certificate : Certificate
+        Its proof.
+    duals : Lengths or None
+        Where the composition does not reach the bound, the dual lengths of its program: they may prove a lower one, or
+        nothing, since they need to be long for composed trees only.
     """
 
     shards: Sequence[Shard]
-    certificates: tuple[Certificate, ...]
+    bound: Fraction
+    certificate: Certificate
+    duals: Lengths | None
 
 
 def compose(
@@ -89,15 +95,16 @@ def compose(
     kept = tuple(each for each in symmetries if servers.keeps(each))
     packing = OrbitPacking(Orbits(fabric, kept), collective, root)
     aim = best_bound(fabric, collective, root) if certificate is None else certificate
-    certificates: tuple[Certificate, ...] = (aim,)
+    bound = certified_bound(aim, fabric, collective, root)
+    duals = None
     best = ComposedGeneration(packing, progress=progress, servers=servers)
-    if not best.run(certified_bound(aim, fabric, collective, root) * packing.scale):
+    if not best.run(bound * packing.scale):
         if not best.trees:
             raise _no_star(servers)
-        certificates = (aim, packing.certificate(best.duals()))
+        duals = packing.certificate(best.duals())
     images = packing.images(_evened(_lowered(best)).weights())
     edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
-    return Composition(images if edges > MOST_EDGES else tuple(images), certificates)
+    return Composition(images if edges > MOST_EDGES else tuple(images), bound, aim, duals)
 
 
 def _lowered(best: ComposedGeneration) -> ComposedGeneration:

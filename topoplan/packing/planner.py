@@ -1,7 +1,8 @@
 """`topoplan.plan`: choose the links, pack the trees, prove the rate.
 
 Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
-height; everything else goes to column generation. Whatever built the forest, rate and bound are recomputed from the
+height, and for a broadcast over many servers three phases, since general trees take minutes there; everything else goes
+to column generation. Whatever built the forest, rate and bound are recomputed from the
 finished plan.
 """
 
@@ -22,7 +23,7 @@ from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.minimise import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
-from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
+from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
@@ -34,6 +35,9 @@ METHODS = ("exact", "mwu", THREE_PHASE)
 
 MOST_STARS = 64
 """Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+
+MOST_ROOTED = 64
+"""Ranks up to which a broadcast or reduce over servers is packed of any trees; of more, first of composed ones."""
 
 
 def plan(
@@ -167,6 +171,10 @@ def _plan_exact(
         one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
         if one_hop.gap == 0:
             return one_hop
+    if root is not None and fabric.size > MOST_ROOTED:
+        composed = composed_optimum(fabric, collective, root=root, progress=progress)
+        if composed is not None:
+            return replace(composed, method="exact")
     if fabric.size > LARGEST or fabric.in_network:
         forest = pack_on_orbits(fabric, collective, root=root, order=order, progress=progress)
         return build_plan(

@@ -6,11 +6,12 @@ on small fabrics, where neither is reached, the certificate of the exact method,
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.errors import PlanError
-from topoplan.packing.composition import compose
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.packing.composition import Composition, compose
 from topoplan.packing.exact import pack_exact
 from topoplan.packing.exact_orbits import pack_on_orbits
 from topoplan.packing.hop_limited import LARGEST
@@ -52,14 +53,10 @@ def plan_three_phase(
     composed = compose(fabric, collective, root=root, certificate=certificate, progress=progress)
     rate = forest_rate(composed.shards, fabric)
     assert rate is not None, "trees over two servers cross links"
-    bounds = [(_proved(one, fabric, collective, root), one) for one in composed.certificates]
-    bound, proof = min(((value, one) for value, one in bounds if value is not None), key=lambda pair: pair[0])
+    proof = composed.certificate
     notes: tuple[str, ...] = ()
-    if rate < bound and certificate is None:
-        if fabric.size <= MOST_RANKS:
-            proof = _exact_certificate(fabric, collective, root, progress)
-        else:
-            notes = (f"with more than {MOST_RANKS} GPUs the exact method was not run for a lower bound",)
+    if rate < composed.bound and certificate is None:
+        proof, notes = _lower_bound(composed, fabric, collective, root, rate, progress)
     made = build_plan(
         fabric,
         collective,
@@ -76,17 +73,47 @@ def plan_three_phase(
     return replace(made, notes=(lost, *notes))
 
 
-def _proved(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> Fraction | None:
-    """The bound of a certificate; None where it proves nothing, as dual lengths of composed trees alone may."""
+def composed_optimum(
+    fabric: Fabric, collective: str, *, root: int | None = None, progress: Progress | None = None
+) -> Plan | None:
+    """A plan of three phases where one reaches the bound from flows; None where none does, or none exists."""
     try:
-        return certified_bound(certificate, fabric, collective, root)
-    except PlanError:
+        composed = compose(fabric, collective, root=root, progress=progress)
+    except (UsageError, InfeasibleError):
         return None
+    if forest_rate(composed.shards, fabric) != composed.bound:
+        return None
+    return build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=composed.shards,
+        certificate=composed.certificate,
+        schedule=THREE_PHASE,
+        method=THREE_PHASE,
+        notes=("three phases reach the bound; lower trees were not looked for",),
+    )
 
 
-def _exact_certificate(
-    fabric: Fabric, collective: str, root: int | None, progress: Progress | None
-) -> Certificate:
+def _lower_bound(
+    composed: Composition,
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    rate: Fraction,
+    progress: Progress | None,
+) -> tuple[Certificate, tuple[str, ...]]:
+    """The best proof that is quickly had where the composition misses the first bound, and what was left out."""
+    proof, bound = composed.certificate, composed.bound
+    assert composed.duals is not None, "a program that misses its bound has been solved to its end"
+    with suppress(PlanError):
+        proved = certified_bound(composed.duals, fabric, collective, root)
+        if proved < bound:
+            proof, bound = composed.duals, proved
+    if rate == bound:
+        return proof, ()
+    if fabric.size > MOST_RANKS:
+        return proof, (f"with more than {MOST_RANKS} GPUs the exact method was not run for a lower bound",)
     if fabric.size > LARGEST or fabric.in_network:
-        return pack_on_orbits(fabric, collective, root=root, progress=progress).certificate
-    return pack_exact(fabric, collective, root=root, progress=progress).certificate
+        return pack_on_orbits(fabric, collective, root=root, progress=progress).certificate, ()
+    return pack_exact(fabric, collective, root=root, progress=progress).certificate, ()
