@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
     from topoplan.schedules.ring import ring
+    from topoplan.schedules.three_phase import three_phase
     from topoplan.simulation.model import simulate
     from topoplan.topology import Device, Link, Topology
 
@@ -64,6 +65,7 @@ _HOME = {
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
+    "three_phase": "topoplan.schedules.three_phase",
     "verify": "topoplan.plans.verify",
     "without_devices": "topoplan.degraded",
     "without_gpus": "topoplan.degraded",
@@ -97,6 +99,7 @@ __all__ = [
     "ring",
     "simulate",
     "slow_links",
+    "three_phase",
     "verify",
     "without_devices",
     "without_gpus",

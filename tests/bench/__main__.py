@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, fabrics, hybrid, loopback, planning
+from tests.bench import allocations, fabrics, hybrid, loopback, planning, three_phases
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "planning": planning.main,
+        "three_phases": three_phases.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)
     for name in chosen:

@@ -1,7 +1,8 @@
 """The plans that compete for message sizes: every schedule that an allocation has for a collective.
 
-Low optimal trees, few optimal trees, one hop, the double binary tree, the lowest tree, and rings, all on the same
-links. All carry the strongest proof that any of them found, so that each says how far below the optimum it stays.
+Low optimal trees, few optimal trees, three phases over servers, one hop, the double binary tree, the lowest tree, and
+rings, all on the same links. All carry the strongest proof that any of them found, so that each says how far below the
+optimum it stays.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from dataclasses import replace
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan
+from topoplan.packing.three_phase import plan_three_phase
+from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, check_collective
+from topoplan.plans.servers import Servers
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.one_hop import one_hop
@@ -22,7 +26,7 @@ WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
 """Collectives for which a double binary tree is defined."""
 
 MOST_RANKS = 64
-"""Ranks beyond which only the planner's trees compete: rings and one hop then have N trees of N - 1 edges each."""
+"""Ranks beyond which only the planner's trees and three phases compete: a ring has N trees of N - 1 edges there."""
 
 RING_KINDS = {"nvlink": ("nvlink", "relay"), "pcie": ("pcie",)}
 """Kinds of rings that run over the channels of a plan; elsewhere the ring chooses."""
@@ -79,6 +83,15 @@ def candidates(
             topology, collective, gpus=chosen, root=root, channels=channels, order="trees", progress=progress
         )
         made.append(few)
+    fabric = Fabric(best.topology, best.channels)
+    if len(Servers(fabric).names) > 1 and not fabric.split:
+        try:
+            proof = best.certificate
+            made.append(
+                plan_three_phase(fabric, collective, root=best.root, certificate=proof, progress=progress)
+            )
+        except InfeasibleError as error:
+            notes.append(f"no three phases: {_cause(error)}")
     if len(chosen) > MOST_RANKS:
         notes.append(f"rings, one hop and other regular schedules are not tried above {MOST_RANKS} GPUs")
         return _distinct(made), tuple(notes)

@@ -10,6 +10,7 @@ from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.phase_table import phase_table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.cli.tree_table import named_ranks, tree_table
@@ -19,6 +20,7 @@ from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
 from topoplan.packing.upper_bound import bound
 from topoplan.plans.explain import explain_certificate
+from topoplan.plans.phases import phases
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_object
 from topoplan.units import format_seconds
@@ -31,7 +33,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_root(parser)
     parser.add_argument(
-        "--method", default="exact", metavar="M", help=f"{' or '.join(METHODS)} (default: exact)"
+        "--method", default="exact", metavar="M", help=f"{', '.join(METHODS)} (default: exact)"
     )
     arguments.add_channels(parser)
     parser.add_argument(
@@ -150,11 +152,13 @@ def _run_bound(options: argparse.Namespace) -> int:
 
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
+    by_phase = phases(plan)
     return {
         **plan_to_object(plan),
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,
+        **({} if by_phase is None else {"phases": by_phase.to_object()}),
         "notes": plan_notes(plan),
     }
 
@@ -179,6 +183,10 @@ def print_plan(plan: Plan, order: str) -> None:
         print()
         print(tree_table(plan))
         print()
+        by_phase = phases(plan)
+        if by_phase is not None:
+            print(phase_table(by_phase))
+            print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
     print_notes(*plan_notes(plan))
@@ -186,6 +194,8 @@ def print_plan(plan: Plan, order: str) -> None:
 
 def _order_text(plan: Plan, order: str) -> str:
     """What came first among forests of this rate, and how to ask for the other."""
+    if plan.schedule == "three-phase":
+        return "three phases reach the bound at once; lower heights were not searched"
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"

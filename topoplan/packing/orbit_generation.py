@@ -33,12 +33,16 @@ _LONGEST = 1 << 20
 
 @dataclass
 class OrbitGeneration:
-    """The master program of one packing problem, and the trees it knows."""
+    """The master program of one packing problem, and the trees it knows.
+
+    ``gain`` is what a unit of rate counts in the objective, for programs that want something else beside it.
+    """
 
     packing: OrbitPacking
     height: int | None = None
     progress: Progress | None = None
     trees: list[OrbitTree] = field(default_factory=list)
+    gain: int = 1
 
     def __post_init__(self) -> None:
         packing = self.packing
@@ -49,7 +53,7 @@ class OrbitGeneration:
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
-            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [1])
+            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [self.gain])
             self.offset = 1
 
     @property
@@ -69,7 +73,7 @@ class OrbitGeneration:
             self.trees.append(tree)
             owners = [-int(tree.root == root) for root in packing.roots] if packing.shared else []
             vectors.append([*tree.usage, *owners])
-        self.program.add(vectors, [0 if packing.shared else 1] * len(vectors))
+        self.program.add(vectors, [0 if packing.shared else self.gain] * len(vectors))
         return len(vectors)
 
     def run(self, target: Fraction | None) -> bool:
@@ -100,7 +104,8 @@ class OrbitGeneration:
             if target is not None and self.value >= target:
                 return True
             duals, denominator = self.program.duals()
-            lengths, prices = duals[: self.rows], duals[self.rows :] if packing.shared else [denominator]
+            lengths = duals[: self.rows]
+            prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
             if self.progress is not None:
                 rate = float(self.value / packing.scale)
                 self.progress(
@@ -142,7 +147,7 @@ class OrbitGeneration:
     def _cheapest(self, lengths: list[int], effort: int) -> dict[int, OrbitTree]:
         """A cheap tree for every root that has one, by the position of the root."""
         packing = self.packing
-        routes = RouteTable(packing.orbits, _rounded(lengths))
+        routes = RouteTable(packing.orbits, rounded(lengths))
         nothing: list[Sequence[int] | None] = [()] * len(packing.roots)
         downs = self._trees(routes.cost, effort) if packing.uses("broadcast") else nothing
         if packing.orbits.folded:
@@ -168,7 +173,8 @@ def _length(tree: OrbitTree, lengths: list[int]) -> int:
     return sum(times * length for times, length in zip(tree.usage, lengths, strict=True))
 
 
-def _rounded(lengths: list[int]) -> tuple[int, ...]:
+def rounded(lengths: list[int]) -> tuple[int, ...]:
+    """Lengths small enough for pricing, in proportion as far as whole numbers go."""
     largest = max(lengths)
     if largest <= _LONGEST:
         return tuple(lengths)

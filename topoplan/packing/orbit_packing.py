@@ -20,7 +20,7 @@ from math import gcd, lcm
 import numpy as np
 
 from topoplan.packing.bounds import whole_capacities
-from topoplan.packing.route_table import Orbits, RouteTable
+from topoplan.packing.route_table import Orbits, Routes
 from topoplan.plans.build import stage_order
 from topoplan.plans.certificate import Lengths
 from topoplan.plans.fabric import Fabric
@@ -42,7 +42,7 @@ class OrbitTree:
         First rank of its orbit.
     up, down : tuple of int
         Parents in the reduce tree and in the broadcast tree.
-    routes : RouteTable
+    routes : Routes
         Gives the route of every edge.
     usage : tuple of int
         How often one byte crosses each orbit of links.
@@ -51,7 +51,7 @@ class OrbitTree:
     root: int
     up: Parents
     down: Parents
-    routes: RouteTable
+    routes: Routes
     usage: tuple[int, ...]
 
     @property
@@ -124,7 +124,7 @@ class OrbitPacking:
             limits[row] = c // common * counts[row]
         return tuple(limits)
 
-    def tree(self, root: int, up: Sequence[int], down: Sequence[int], routes: RouteTable) -> OrbitTree:
+    def tree(self, root: int, up: Sequence[int], down: Sequence[int], routes: Routes) -> OrbitTree:
         """A column: parents of every rank in both trees, -1 for the root."""
         made = OrbitTree(root, tuple(up), tuple(down), routes, ())
         return replace(made, usage=self._merged_usage(made) if self.fabric.in_network else self._usage(made))

@@ -2,7 +2,8 @@
 
 Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
 height. Up to nine ranks column generation proves the lowest height too; beyond, and where switches copy or add, trees
-are packed on the orbits of the fabric's symmetries. Whatever built the forest, rate and bound are recomputed from the
+are packed on the orbits of the fabric's symmetries. A broadcast over many servers is tried in three phases first, which
+are quick and often optimal there. Whatever built the forest, rate and bound are recomputed from the
 finished plan.
 """
 
@@ -23,6 +24,7 @@ from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.minimise import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
+from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
@@ -30,10 +32,13 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.topology import Topology
 
-METHODS = ("exact", "mwu")
+METHODS = ("exact", "mwu", THREE_PHASE)
 
 MOST_STARS = 64
 """Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+
+MOST_ROOTED = 64
+"""Ranks up to which a broadcast or reduce over servers is packed of any trees; of more, first of composed ones."""
 
 
 def plan(
@@ -63,7 +68,8 @@ def plan(
     root : int or None
         GPU number of the root of a broadcast or reduce; None takes the first of the allocation.
     method : str
-        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink.
+        ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
+        several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
         ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides
         the buffer between a forest over each (see `topoplan.packing.hybrid`).
@@ -130,6 +136,8 @@ def plan(
         made = _plan_mwu(fabric.forwarding_only(), collective, rank_of_root, epsilon, threshold)
         if fabric.in_network:
             made = _certified_in_network(made, fabric)
+    elif method == THREE_PHASE:
+        made = plan_three_phase(fabric, collective, root=rank_of_root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, rank_of_root, order, progress)
     return made.timed(time.perf_counter() - started)
@@ -166,6 +174,10 @@ def _plan_exact(
         one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
         if one_hop.gap == 0:
             return one_hop
+    if root is not None and fabric.size > MOST_ROOTED:
+        composed = composed_optimum(fabric, collective, root=root, progress=progress)
+        if composed is not None:
+            return replace(composed, method="exact")
     if fabric.size > LARGEST or fabric.in_network:
         forest = pack_on_orbits(fabric, collective, root=root, order=order, progress=progress)
         return build_plan(

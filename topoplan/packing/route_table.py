@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,18 @@ class Orbits:
         moved = self.elements[self.mover][:, :size]
         np.put_along_axis(table, moved.astype(np.int64), np.broadcast_to(columns, (size, size)), axis=1)
         return table
+
+
+class Routes(Protocol):
+    """One route from rank to rank, for the edges of trees."""
+
+    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+        ...
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        ...
 
 
 @dataclass(frozen=True)

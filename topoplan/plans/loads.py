@@ -115,11 +115,13 @@ def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
                 raise error.within(index, position) from None
             for number, times in Counter(crossed).items():
                 load[number] += shard.share * count * times
-    return _spread(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
+    return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
 
 
-def _spread(load: list[Fraction], fabric: Fabric, generators: tuple[tuple[int, ...], ...]) -> list[Fraction]:
-    """Every load replaced by the mean over the orbit of its link."""
+def spread_evenly(
+    load: Sequence[Fraction], fabric: Fabric, generators: Sequence[Sequence[int]]
+) -> list[Fraction]:
+    """Every load replaced by the mean over the orbit of its link under some automorphisms."""
     orbit = link_orbits(fabric, [np.array(generator) for generator in generators]).tolist()
     total: dict[int, Fraction] = {}
     for label, value in zip(orbit, load, strict=True):
