@@ -1,6 +1,6 @@
-"""Machines of 10 to 14 GPUs without a plan behind them: several switches, odd ports, servers that differ, dead wires.
+"""Machines of 10 to 16 GPUs without a plan behind them: several switches, odd ports, servers that differ, dead wires.
 
-Every machine follows from a seed alone, so that a failure can be named and repeated.
+Every random machine follows from a seed alone, so that a failure can be named and repeated.
 """
 
 from __future__ import annotations
@@ -141,6 +141,23 @@ def cubes(pick: Random) -> Topology:
     )
     wires = sorted(f"{link.src}-{link.dst}" for link in pair.links if link.channel == "nvlink")
     return topoplan.slow_links(pair, {pick.choice(wires): 9.4321})
+
+
+MI250_WIRES = {
+    200: "0-1 2-3 4-5 6-7 8-9 10-11 12-13 14-15",
+    100: "0-4 3-7 8-12 11-15",
+    50: "0-8 1-5 1-9 1-10 2-6 2-9 2-10 3-11 4-6 5-6 5-7 9-13 10-14 12-14 13-14 13-15",
+}
+"""GB/s of the direct links between the 16 halves of a server of eight MI250."""
+
+
+def mi250() -> Topology:
+    """Direct links of three widths, and five hops from end to end."""
+    wires: Wires = {}
+    for width, pairs in MI250_WIRES.items():
+        for a, b in (pair.split("-") for pair in pairs.split()):
+            wires[f"gpu{a}", f"gpu{b}"] = wires[f"gpu{b}", f"gpu{a}"] = float(width)
+    return _machine(16, 0, wires)
 
 
 KINDS: dict[str, Callable[[Random], Topology]] = {

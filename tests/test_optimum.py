@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from flow_program import flow_optimum
-from irregular_fabrics import KINDS, irregular
+from irregular_fabrics import KINDS, irregular, mi250
 from small_fabrics import COLLECTIVES, ROOTED, both_ways, machine, rate_by_flows
 
 import topoplan
@@ -17,24 +17,6 @@ from topoplan.topology import Device, Link, Topology
 
 CLOSE = 1e-6
 """What linprog's answers are good for."""
-
-MI250_WIRES = {
-    200: "0-1 2-3 4-5 6-7 8-9 10-11 12-13 14-15",
-    100: "0-4 3-7 8-12 11-15",
-    50: "0-8 1-5 1-9 1-10 2-6 2-9 2-10 3-11 4-6 5-6 5-7 9-13 10-14 12-14 13-14 13-15",
-}
-"""GB/s of the direct links between the 16 halves of a server of eight MI250."""
-
-
-def mi250() -> Topology:
-    """Direct links of three widths, and five hops from end to end."""
-    wires = {
-        (f"gpu{a}", f"gpu{b}"): float(width)
-        for width, pairs in MI250_WIRES.items()
-        for a, b in (pair.split("-") for pair in pairs.split())
-    }
-    return machine(16, both_ways(wires))
-
 
 def weak_port() -> Topology:
     """Eight GPUs on a switch with ports of 150 GB/s, but one of 125."""
