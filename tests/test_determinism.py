@@ -1,0 +1,60 @@
+"""The same plan file byte for byte from ten processes with different hash seeds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import hashlib, sys
+import topoplan
+from topoplan import Server, cluster, load, nvswitch_cluster, plan, without_devices, without_gpus
+from irregular_fabrics import irregular, mi250
+
+dgx = load("dgx-1v")
+def cluster_in_pieces():
+    pair = cluster([Server(dgx, [0, 1, 2]), Server(dgx, [3, 4, 5, 6, 7])], nic_gbps=100, nics=2)
+    return without_gpus(topoplan.without_links(pair, ["s1.gpu4-s1.gpu5"]), [6])
+
+made = {
+    "exact": lambda: plan(dgx, "allreduce"),
+    "mwu": lambda: plan(dgx, "allreduce", method="mwu"),
+    "few trees": lambda: plan(dgx, "broadcast", order="trees", gpus=[0, 1, 2, 3, 4]),
+    "two servers": lambda: plan(nvswitch_cluster(2), "allgather"),
+    "two servers, allreduce": lambda: plan(nvswitch_cluster(2), "allreduce"),
+    "1024 GPUs": lambda: plan(nvswitch_cluster(128), "allgather"),
+    "irregular": lambda: plan(mi250(), "allgather"),
+    "measured": lambda: plan(irregular("ports", 0), "allreduce"),
+    "broken": lambda: plan(cluster_in_pieces(), "reduce_scatter"),
+    "dead NIC": lambda: plan(without_devices(nvswitch_cluster(2), ["s0.nic3"]), "broadcast"),
+    "split": lambda: plan(dgx, "broadcast", gpus=[0, 1, 2, 3], channels="nvlink+pcie", nbytes=1 << 26),
+    "by size": lambda: topoplan.plan_by_size(dgx, "allreduce", gpus=[0, 1, 2]),
+}
+for name, make in made.items():
+    print(name, hashlib.sha256(make().to_json().encode()).hexdigest())
+"""
+
+
+def digests(seed: int) -> str:
+    environment = os.environ | {
+        "PYTHONHASHSEED": str(seed),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_plan_files_are_the_same_in_ten_processes() -> None:
+    """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size."""
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(digests, range(1, 11)))
+    assert len(outputs[0].splitlines()) == 12
+    assert [output for output in outputs if output != outputs[0]] == []
