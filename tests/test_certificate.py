@@ -17,7 +17,8 @@ from topoplan.errors import PlanError
 from topoplan.packing.bounds import best_bound
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
 from topoplan.plans.certificate import certified_bound, link_lengths
-from topoplan.plans.cheapest_forest import cheapest_forest, rank_distances
+from topoplan.plans.cheapest_forest import cheapest_forest
+from topoplan.plans.forest_length import rank_distances
 from topoplan.topology import Topology
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)

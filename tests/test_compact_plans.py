@@ -98,7 +98,9 @@ def trees(draw: st.DrawFn, cost: np.ndarray, root: int) -> list[int]:
     parents = [-1] * len(cost)
     known = [root]
     while len(known) < len(cost):
-        arcs = [(u, v) for u in known for v in range(len(cost)) if v not in known and cost[u, v] < UNREACHABLE]
+        arcs = [
+            (u, v) for u in known for v in range(len(cost)) if v not in known and cost[u, v] < UNREACHABLE
+        ]
         u, v = draw(st.sampled_from(arcs))
         parents[v] = u
         known.append(v)
@@ -257,7 +259,9 @@ def test_images_must_stand_in_the_order_of_their_owners() -> None:
 
 def test_channels_tell_images_apart() -> None:
     """Of two edges that a symmetry exchanges one is called network: the images are two, not one."""
-    fabric = Fabric(machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu0", "gpu2"): 1.0})), ("nvlink", "network"))
+    fabric = Fabric(
+        machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu0", "gpu2"): 1.0})), ("nvlink", "network")
+    )
     star = Stage(
         "broadcast",
         0,
@@ -294,7 +298,10 @@ def setter(symmetry: object) -> Callable[[JsonPlan], None]:
         ({}, "symmetry must be a list, not dict"),
         ([["s0.gpu0", "s0.gpu1"]], "symmetry 0 must be an object, not list"),
         ([{"s0.gpu0": 5}], "symmetry 0 must be a text, not 5"),
-        ([{}, {"s0.gpu0": "gpu99"}], "symmetry 1 moves 's0.gpu0' to 'gpu99'; both must be devices of the plan"),
+        (
+            [{}, {"s0.gpu0": "gpu99"}],
+            "symmetry 1 moves 's0.gpu0' to 'gpu99'; both must be devices of the plan",
+        ),
         ([{"pcie0": "s0.gpu0"}], "symmetry 0 moves 'pcie0' to 's0.gpu0'; both must be devices"),
         ([{"s0.gpu0": "s0.gpu1"}], "symmetry 0 does not map the machine's links onto equal links"),
         ([{"s0.gpu0": "rail0", "rail0": "s0.gpu0"}], "symmetry 0 does not map the machine's links"),

@@ -137,7 +137,9 @@ def test_plain_switches_are_slower() -> None:
     ],
     ids=["two levels", "named", "NVSwitch", "NVSwitch and rails"],
 )
-def test_rates_meet_what_flows_with_free_switches_allow(made: Callable[[], Topology], collective: str) -> None:
+def test_rates_meet_what_flows_with_free_switches_allow(
+    made: Callable[[], Topology], collective: str
+) -> None:
     """The program without balance at such switches bounds every forest, and here forests reach it."""
     topology = made()
     best = flow_optimum(topology, collective, root=0 if collective in ROOTED else None)

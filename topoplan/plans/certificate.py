@@ -8,7 +8,7 @@ Whatever the trees, one byte of the buffer uses at least L of length, so rate <=
 - `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks
-  is as long as the shortest path (`topoplan.plans.cheapest_forest`).
+  is as long as the shortest path (`topoplan.plans.forest_length`).
 - `Channels`: one of the above for each channel of a plan that splits the buffer between them. A shard keeps to one
   channel (`topoplan.plans.channel_check`), so the bounds add up.
 
@@ -23,8 +23,8 @@ from fractions import Fraction
 from math import lcm
 
 from topoplan.errors import PlanError
-from topoplan.plans.cheapest_forest import forest_length, zero_parts
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.forest_length import forest_length, zero_parts
 
 
 @dataclass(frozen=True, slots=True)
