@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, fabrics, hybrid, loopback, planning
+from tests.bench import allocations, fabrics, hybrid, loopback, planning, reduce_scatter_allgather
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "planning": planning.main,
+        "reduce_scatter_allgather": reduce_scatter_allgather.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)
     for name in chosen:
