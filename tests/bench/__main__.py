@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, fabrics, hybrid, loopback, planning, reduce_scatter_allgather
+from tests.bench import allocations, fabrics, hybrid, loopback, planning, reduce_scatter_allgather, scale
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
         "loopback": loopback.main,
         "planning": planning.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
+        "scale": scale.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)
     for name in chosen:
