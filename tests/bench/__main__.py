@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import allocations, fabrics, hybrid, loopback, planning, three_phases
+from tests.bench import (
+    allocations,
+    fabrics,
+    hybrid,
+    loopback,
+    planning,
+    reduce_scatter_allgather,
+    scale,
+    three_phases,
+)
 
 
 def main() -> int:
@@ -15,6 +24,8 @@ def main() -> int:
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "planning": planning.main,
+        "reduce_scatter_allgather": reduce_scatter_allgather.main,
+        "scale": scale.main,
         "three_phases": three_phases.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)

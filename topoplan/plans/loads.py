@@ -106,15 +106,19 @@ def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
 
     For `ImageShards` what a template puts on one link is spread evenly over the link's orbit by its images.
     """
-    load = [Fraction(0)] * len(fabric.links)
+    # Many shards have one share, so whole numbers are added first.
+    crossings: dict[Fraction, Counter[int]] = {}
     for index, (shard, count) in enumerate(shard_counts(shards)):
+        crossed_by = crossings.setdefault(shard.share * count, Counter())
         for position, stage in enumerate(shard.stages):
             try:
-                crossed = stage_links(stage, fabric)
+                crossed_by.update(stage_links(stage, fabric))
             except PlanError as error:
                 raise error.within(index, position) from None
-            for number, times in Counter(crossed).items():
-                load[number] += shard.share * count * times
+    load = [Fraction(0)] * len(fabric.links)
+    for weight, times in crossings.items():
+        for number, time in times.items():
+            load[number] += weight * time
     return spread_evenly(load, fabric, shards.generators) if isinstance(shards, ImageShards) else load
 
 

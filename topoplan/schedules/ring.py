@@ -19,9 +19,12 @@ from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.schedules.hamiltonian_cycles import STEP_LIMIT
 from topoplan.schedules.relay import relay_rings
-from topoplan.schedules.ring_forest import LogicalRing, ring_shards
+from topoplan.schedules.ring_forest import LogicalRing
+from topoplan.schedules.ring_images import ring_forest
 from topoplan.schedules.ring_order import order_is_exact, single_ring, switched_rings
+from topoplan.schedules.ring_routes import Routes
 from topoplan.schedules.ring_search import NODE_LIMIT, disjoint_rings, ring_limit
+from topoplan.schedules.server_rings import server_rings
 from topoplan.topology import Topology
 
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
@@ -54,12 +57,14 @@ def ring(
         equivalent (one per plane of switches).
         ``pcie``: one ring over PCIe in the order that loads shared links least.
         ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
-        ``auto``: nvlink where there is such a ring, else pcie.
+        ``auto``: nvlink where there is such a ring, else pcie. Across servers the faster of one order of all ranks
+        and of rings that enter every server once over NICs of their own (`topoplan.schedules.server_rings`).
 
     Returns
     -------
     Plan
-        ``schedule`` is "nvlink ring", "pcie ring" or "relay ring". Rate and bound speak of that channel only.
+        ``schedule`` is "nvlink ring", "pcie ring", "relay ring", or across servers "network ring". Rate and bound
+        speak of that channel only.
         Notes say how many rings there are and whether the search was exhaustive.
 
     Raises
@@ -100,7 +105,7 @@ def ring(
             found.fabric,
             collective,
             root=rank_of_root,
-            shards=ring_shards(found.rings, found.fabric, collective=collective, root=rank_of_root),
+            shards=ring_forest(found.rings, found.fabric, collective=collective, root=rank_of_root),
             certificate=best_bound(found.fabric, collective, rank_of_root),
             schedule=found.schedule,
             method="ring",
@@ -125,7 +130,8 @@ def _automatic(allocation: Topology) -> _Found:
         return _on_pcie(fabric, "NVLink does not connect the allocation, so the ring runs over PCIe")
     rings, note = _nvlink_rings(fabric)
     if rings:
-        return _Found(fabric, "nvlink ring", rings, (note,))
+        kind = "network ring" if "network" in fabric.channels else "nvlink ring"
+        return _Found(fabric, kind, rings, (note,))
     pcie = _connected(allocation, "pcie", f"{note}; try kind relay")
     return _on_pcie(pcie, f"{note}, so the ring runs over PCIe")
 
@@ -174,7 +180,11 @@ def _on_pcie(fabric: Fabric, *notes: str) -> _Found:
 def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     """The rings, and what to say of them or of their absence."""
     if not fabric.direct:
-        rings = switched_rings(fabric)
+        routes = Routes(fabric)
+        rings, across = switched_rings(fabric, routes), server_rings(fabric, routes)
+        if _total(across) > _total(rings):
+            number = "one ring" if len(across) == 1 else f"{len(across)} rings"
+            return across, f"{number} that enter every server once; other orders may give faster ones"
         if not rings:
             return (), "no NVLink ring exists (some hop would pass another GPU)"
         if (
@@ -200,6 +210,10 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     )
     number = f"{len(rings)} link-disjoint NVLink ring{'s' if len(rings) > 1 else ''}"
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"
+
+
+def _total(rings: tuple[LogicalRing, ...]) -> Fraction:
+    return sum((ring.weight for ring in rings), Fraction(0))
 
 
 def _fastest_rings(fabric: Fabric) -> tuple[tuple[tuple[int, ...], ...], Fraction, bool]:

@@ -7,7 +7,7 @@ so that every hop carries 2 (N - 1) / N bytes for each byte of the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -35,7 +35,12 @@ class LogicalRing:
 
 
 def ring_shards(
-    rings: Sequence[LogicalRing], fabric: Fabric, *, collective: str, root: int | None
+    rings: Sequence[LogicalRing],
+    fabric: Fabric,
+    *,
+    collective: str,
+    root: int | None,
+    wanted: Collection[tuple[int, int]] | None = None,
 ) -> tuple[Shard, ...]:
     """The forest of a collective over rings that share the buffer in proportion to their weights.
 
@@ -43,6 +48,8 @@ def ring_shards(
     ----------
     root : int or None
         Root rank of a broadcast or reduce.
+    wanted : collection of (int, int) or None
+        Of the other collectives, the shards that are wanted, as number of the ring and owner; None takes all.
 
     Returns
     -------
@@ -52,11 +59,13 @@ def ring_shards(
     """
     total = sum((ring.weight for ring in rings), Fraction(0))
     chains = [(_Chains(ring, fabric), ring.weight / total) for ring in rings]
+    numbered = list(enumerate(chains))
     if collective == "allreduce":
         return tuple(
             Shard(share / fabric.size, (chain.into(rank), chain.out_of(rank)))
-            for chain, share in chains
+            for number, (chain, share) in numbered
             for rank in range(fabric.size)
+            if wanted is None or (number, rank) in wanted
         )
     if collective in ("broadcast", "reduce"):
         assert root is not None, "broadcast and reduce have a root"
@@ -65,7 +74,8 @@ def ring_shards(
     return tuple(
         Shard(share / fabric.size, (chain.stage(op, owner),))
         for owner in range(fabric.size)
-        for chain, share in chains
+        for number, (chain, share) in numbered
+        if wanted is None or (number, owner) in wanted
     )
 
 

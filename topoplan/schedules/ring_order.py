@@ -9,18 +9,23 @@ order can beat. A hop never passes another rank; where neither order can do with
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.plans.fabric import Arc, Fabric
+from topoplan.plans.fabric import Fabric
 from topoplan.schedules.ring_forest import LogicalRing
+from topoplan.schedules.ring_routes import Links, Routes
 from topoplan.schedules.ring_search import disjoint_rings
 
 LARGEST_EXACT = 8
 """Most ranks for which every order is tried."""
+
+LARGEST_SEARCHED = 64
+"""Most ranks for which an order is searched where neither of the two simple ones has all its routes."""
 
 
 def order_is_exact(fabric: Fabric) -> bool:
@@ -41,90 +46,97 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
     >>> ring.order
     (0, 1, 2, 3)
     """
-    routes = _shortest_routes(fabric)
+    routes = Routes(fabric)
     order = _best_order(fabric, routes)
     if order is None:
         return None
-    hops = tuple(routes[pair].links for pair in _pairs(order))
+    hops = tuple(_widest(routes, pair) for pair in _pairs(order))
     return LogicalRing(_weight(hops, list(fabric.capacity)), order, hops)
 
 
-def switched_rings(fabric: Fabric) -> tuple[LogicalRing, ...]:
+def switched_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
     """Rings that together fill the ports of switches: one order, and one ring for each plane of switches.
 
     A single switch gives one ring at the full port rate. Where ranks are wired to several switches, rings
     are peeled off, each over the routes with most capacity left, until a hop has none. Empty where every
     order has a hop without a route.
     """
-    choices: dict[tuple[int, int], list[Arc]] = {}
-    for arc in fabric.arcs:
-        choices.setdefault((arc.tail, arc.head), []).append(arc)
-    order = _best_order(fabric, _shortest_routes(fabric))
+    order = _best_order(fabric, routes)
+    if order is None:
+        return ()
+    choices = {pair: routes.between(*pair) for pair in _pairs(order)}
+    if fabric.size <= LARGEST_SEARCHED:
+        # Longer ways count too where the short ones are full.
+        choices = dict.fromkeys(choices, ())
+        for arc in fabric.arcs:
+            if (arc.tail, arc.head) in choices:
+                choices[arc.tail, arc.head] += (arc.links,)
     left = list(fabric.capacity)
     rings: list[LogicalRing] = []
-    while order is not None:
-        widest = [
-            max(choices[pair], key=lambda arc: (min(left[number] for number in arc.links), -len(arc.links)))
+    while True:
+        hops = tuple(
+            max(choices[pair], key=lambda links: (min(left[number] for number in links), -len(links)))
             for pair in _pairs(order)
-        ]
-        hops = tuple(arc.links for arc in widest)
+        )
         weight = _weight(hops, left)
         if weight == 0:
-            break
+            return tuple(rings)
         rings.append(LogicalRing(weight, order, hops))
         for hop in hops:
             for number in hop:
                 left[number] -= weight
-    return tuple(rings)
 
 
 def _pairs(order: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(order, order[1:] + order[:1], strict=True))
 
 
-def _weight(hops: tuple[tuple[int, ...], ...], left: list[Fraction]) -> Fraction:
-    crossed = [number for hop in hops for number in hop]
-    return min(left[number] / crossed.count(number) for number in set(crossed))
+def _weight(hops: tuple[Links, ...], left: list[Fraction]) -> Fraction:
+    crossed = Counter(number for hop in hops for number in hop)
+    return min(left[number] / times for number, times in crossed.items())
 
 
-def _shortest_routes(fabric: Fabric) -> dict[tuple[int, int], Arc]:
-    best: dict[tuple[int, int], Arc] = {}
-    widths: dict[tuple[int, int], Fraction] = {}
-    for arc in fabric.arcs:
-        width = min(fabric.capacity[number] for number in arc.links)
-        pair = (arc.tail, arc.head)
-        if pair not in best or (-len(arc.links), width) > (-len(best[pair].links), widths[pair]):
-            best[pair], widths[pair] = arc, width
-    return best
+def _widest(routes: Routes, pair: tuple[int, int]) -> Links:
+    links = routes.widest(*pair)
+    assert links is not None, "orders are chosen among those with a route for every hop"
+    return links
 
 
-def _best_order(fabric: Fabric, routes: dict[tuple[int, int], Arc]) -> tuple[int, ...] | None:
-    size = fabric.size
-    crossing: NDArray[np.int64] = np.zeros((size, size, len(fabric.links)), dtype=np.int64)
-    for (tail, head), arc in routes.items():
-        crossing[tail, head, list(arc.links)] = 1
-    joined: NDArray[np.bool_] = crossing.sum(axis=2) > 0
-    orders = _candidate_orders(fabric, joined)
-    following = np.roll(orders, -1, axis=1)
-    orders = orders[joined[orders, following].all(axis=1)]
-    if not len(orders):
+def _best_order(fabric: Fabric, routes: Routes) -> tuple[int, ...] | None:
+    orders = [order for order in _candidate_orders(fabric, routes) if _joined(order, routes)]
+    if not orders:
         return None
-    load = np.zeros((len(orders), len(fabric.links)), dtype=np.int64)
-    for i in range(size):
-        load += crossing[orders[:, i], orders[:, (i + 1) % size]]
+    load = _loads(fabric, routes, np.array(orders, dtype=np.int64))
     worst = (load / np.array([float(c) for c in fabric.capacity])).max(axis=1)
-    best = np.lexsort((load.sum(axis=1), worst))[0]
-    return tuple(int(rank) for rank in orders[best])
+    return orders[int(np.lexsort((load.sum(axis=1), worst))[0])]
 
 
-def _candidate_orders(fabric: Fabric, joined: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _joined(order: tuple[int, ...], routes: Routes) -> bool:
+    return all(routes.between(*pair) for pair in _pairs(order))
+
+
+def _loads(fabric: Fabric, routes: Routes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(orders, links): how often a ring in each order crosses each link."""
+    pairs = np.stack((orders, np.roll(orders, -1, axis=1)), axis=2).reshape(-1, 2)
+    hops, hop_of_place = np.unique(pairs, axis=0, return_inverse=True)
+    crossing = np.zeros((len(hops), len(fabric.links)), dtype=np.int64)
+    for number, (tail, head) in enumerate(hops.tolist()):
+        crossing[number, list(_widest(routes, (tail, head)))] = 1
+    load = np.zeros((len(orders), len(fabric.links)), dtype=np.int64)
+    for place in hop_of_place.reshape(orders.shape).T:
+        load += crossing[place]
+    return load
+
+
+def _candidate_orders(fabric: Fabric, routes: Routes) -> list[tuple[int, ...]]:
     size = fabric.size
     if order_is_exact(fabric):
-        return np.array([(0, *rest) for rest in permutations(range(1, size))], dtype=np.int64)
+        return [(0, *rest) for rest in permutations(range(1, size))]
     orders = [tuple(range(size)), _depth_first_order(fabric)]
-    if not any(all(joined[u, v] for u, v in _pairs(order)) for order in orders):
-        orders = list(disjoint_rings(joined.astype(int).tolist()).rings)
-    return np.array(orders, dtype=np.int64).reshape(len(orders), size)
+    if size <= LARGEST_SEARCHED and not any(_joined(order, routes) for order in orders):
+        lanes = [[int(bool(u != v and routes.between(u, v))) for v in range(size)] for u in range(size)]
+        orders = list(disjoint_rings(lanes).rings)
+    return orders
 
 
 def _depth_first_order(fabric: Fabric) -> tuple[int, ...]:

@@ -1,0 +1,90 @@
+"""From 128 to 4096 GPUs: planning, writing, reading, checking and memory, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench.measure import LIMIT, measured
+
+SERVERS = (16, 64, 128, 256, 512)
+COLLECTIVES = ("allgather", "allreduce")
+
+
+def main() -> None:
+    """Print a row for each size and collective, then what whole commands take for 1024 GPUs."""
+    print("A100 servers of 8 GPUs; CPU seconds of one process each, file in kB, largest memory in MiB")
+    print(
+        f"  {'servers':>7} {'GPUs':>5} {'collective':10} {'build':>6} {'plan':>7} {'write':>6} {'read':>6}"
+        f" {'verify':>6} {'kB':>6} {'MiB':>5} {'GB/s':>8} {'gap':>3} {'height':>6} {'trees':>5}"
+    )
+    for servers in SERVERS:
+        for collective in COLLECTIVES:
+            found = measured(f"{servers} x A100", collective, runs=1)
+            head = f"  {servers:7} {8 * servers:5} {collective:10}"
+            if found is None:
+                print(f"{head} over {LIMIT} s")
+                continue
+            print(
+                f"{head} {found.build:6.2f} {found.plan:7.2f} {found.write:6.2f} {found.read:6.2f} {found.verify:6.2f}"
+                f" {found.size // 1000:6} {found.peak >> 20:5} {found.rate:8.3f} {'0' if found.optimal else '>0':>3}"
+                f" {found.height:6} {found.trees:5}"
+            )
+    print(
+        "\nwhole commands for 1024 GPUs, 128 DGX A100 with NICs of 200 Gb/s; CPU seconds, start-up included"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        _print_commands(Path(folder))
+
+
+def _print_commands(folder: Path) -> None:
+    cluster = folder / "cluster.json"
+    cluster.write_text(
+        json.dumps(
+            {
+                "format": "topoplan.cluster/1",
+                "servers": [{"machine": "dgx-a100", "count": 128}],
+                "network": {"kind": "rail-optimised", "nic_gbps": 200},
+            }
+        )
+    )
+    named = ["dgx-a100", "--servers", "128", "--nic-gbps", "200"]
+    for collective in COLLECTIVES:
+        plan = str(folder / f"{collective}.json")
+        asked = ["--collective", collective]
+        _print_command(
+            ["plan", *named, *asked, "-o", plan], shown=["plan", *named, *asked, "-o", "plan.json"]
+        )
+        _print_command(["plan", str(cluster), *asked], shown=["plan", "cluster.json", *asked])
+        for command in (["verify"], ["simulate", "--sizes", "1MB:1GB"]):
+            if Path(plan).exists():
+                _print_command(
+                    [command[0], plan, *command[1:]], shown=[command[0], "plan.json", *command[1:]]
+                )
+
+
+def _print_command(arguments: list[str], *, shown: list[str]) -> None:
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "topoplan", *arguments],
+            check=False,
+            capture_output=True,
+            timeout=LIMIT,
+            env=os.environ,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"  over {LIMIT} s  topoplan {' '.join(shown)}")
+        return
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(
+        f"  {seconds:6.2f} ({time.perf_counter() - started:.2f} elapsed, {len(done.stdout) / 1000:.1f} kB printed"
+        f"{'' if done.returncode == 0 else f', STATUS {done.returncode}'})  topoplan {' '.join(shown)}"
+    )

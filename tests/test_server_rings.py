@@ -1,0 +1,125 @@
+"""Rings across servers: over NICs of their own, known rates, shortest routes, and compact where they are large."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+
+import topoplan
+from topoplan.errors import InfeasibleError
+from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.plans.images import ImageShards
+from topoplan.schedules.ring_images import ring_forest
+from topoplan.schedules.ring_order import switched_rings
+from topoplan.schedules.ring_routes import Routes
+from topoplan.schedules.server_rings import server_rings
+from topoplan.topology import Topology
+
+
+def dgx_1v_servers(count: int) -> Topology:
+    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=count)], nic_gbps=100)
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 5])
+def test_rings_fill_every_nic(servers: int) -> None:
+    """Eight rings of 25 GB/s over N ranks: 200 N / (2 (N - 1)) for an allreduce, on rails that are not joined."""
+    machine = topoplan.nvswitch_cluster(servers)
+    size = 8 * servers
+    ring = topoplan.ring(machine)
+    report = topoplan.verify(ring)
+    assert ring.schedule == "network ring"
+    assert report.exact_rate == Fraction(200 * size, 2 * (size - 1))
+    assert {src for src, _ in report.bottleneck} == {
+        *(f"s{s}.gpu{i}" for s in range(servers) for i in range(8)),
+        *(f"s{s}.nic{i}" for s in range(servers) for i in range(8)),
+        *("rail0", "rail1"),
+    }
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4])
+def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
+    """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
+    fabric = usable_fabric(topoplan.nvswitch_cluster(servers))
+    rings = server_rings(fabric, Routes(fabric))
+    assert len(rings) == 8
+    crossed = Counter(link for ring in rings for hop in ring.hops for link in hop)
+    network = {number for number, link in enumerate(fabric.links) if link.channel == "network"}
+    assert {crossed[number] for number in network} == {1}
+    for ring in rings:
+        home = [rank // 8 for rank in ring.order]
+        changes = sum(one != other for one, other in zip(home, home[1:] + home[:1], strict=True))
+        assert changes == servers
+        assert sorted(ring.order) == list(range(fabric.size))
+
+
+def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
+    """Two DGX-1V with four NICs of 12 GB/s: four rings, 48 * 16 / 30 GB/s, where one ring has 12."""
+    machine = dgx_1v_servers(2)
+    fabric = usable_fabric(machine)
+    assert sum(ring.weight for ring in switched_rings(fabric, Routes(fabric))) == 12
+    for ring in server_rings(fabric, Routes(fabric)):
+        lengths = [len(hop) for hop in ring.hops]
+        assert sorted(lengths) == [1] * 14 + [4, 4]
+    assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(48 * 16, 30)
+
+
+def test_a_ring_within_one_server_enters_no_server() -> None:
+    """There is nothing to cross."""
+    fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    assert server_rings(fabric, Routes(fabric)) == ()
+    assert topoplan.ring(topoplan.load("dgx-2")).schedule == "nvlink ring"
+
+
+@pytest.mark.parametrize(
+    "fabric",
+    [
+        Fabric(topoplan.load("dgx-1v"), ("nvlink",)),
+        Fabric(topoplan.load("dgx-1v"), ("pcie",)),
+        Fabric(topoplan.load("mi250"), ("pcie",)),
+        usable_fabric(topoplan.nvswitch_cluster(3, gpus=4)),
+        usable_fabric(dgx_1v_servers(2)),
+    ],
+    ids=["nvlink", "pcie", "cpus", "rails", "one switch"],
+)
+def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
+    """The search from both ends finds what the enumeration of all routes finds, in the same order."""
+    every: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for arc in fabric.arcs:
+        every.setdefault((arc.tail, arc.head), []).append(arc.links)
+    routes = Routes(fabric)
+    for pair in permutations(range(fabric.size), 2):
+        known = every.get(pair, [])
+        shortest = min(map(len, known), default=0)
+        assert routes.between(*pair) == tuple(links for links in known if len(links) == shortest)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize("machine", [topoplan.nvswitch_cluster(8), dgx_1v_servers(14)], ids=["rails", "cube"])
+def test_large_rings_are_few_chains_and_symmetries(machine: Topology, collective: str) -> None:
+    """Written out, a compact ring is valid and has the same rate and loads; the chains are those of all rings."""
+    ring = topoplan.ring(machine, collective)
+    assert isinstance(ring.shards, ImageShards)
+    whole = replace(ring, shards=tuple(ring.shards))
+    compact, spread = topoplan.verify(ring), topoplan.verify(whole)
+    assert (compact.exact_rate, compact.loads) == (spread.exact_rate, spread.loads)
+    fabric = usable_fabric(machine)
+    rings = server_rings(fabric, Routes(fabric))
+    assert len(whole.shards) == len(rings) * fabric.size
+    assert len(set(whole.shards)) == len(whole.shards)
+    again = topoplan.Plan.from_json(ring.to_json())
+    assert topoplan.verify(again).exact_rate == compact.exact_rate
+
+
+def test_large_rings_without_symmetry_are_refused() -> None:
+    """128 servers of which one NIC is slower: 16 million edges are not written out."""
+    machine = topoplan.nvswitch_cluster(128)
+    slow = topoplan.slow_links(machine, {"s0.nic0-rail0": 12.0})
+    fabric = usable_fabric(slow)
+    rings = server_rings(fabric, Routes(fabric))
+    with pytest.raises(InfeasibleError, match="8 rings of 1024 GPUs have 16760832 edges"):
+        ring_forest(rings, fabric, collective="allreduce", root=None)
+    assert len(ring_forest(rings, fabric, collective="broadcast", root=0)) == len(rings)

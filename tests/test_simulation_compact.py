@@ -1,0 +1,104 @@
+"""Model time of compact plans: templates and symmetries give the time of all the shards that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import topoplan
+from topoplan.errors import UsageError
+from topoplan.packing.symmetry_search import find_symmetry
+from topoplan.plans.fabric import usable_fabric
+from topoplan.plans.images import ImageShards
+from topoplan.plans.plan import Plan, Shard
+from topoplan.plans.symmetry import orbits
+from topoplan.simulation import events
+from topoplan.simulation.dataflow import dataflow
+from topoplan.simulation.events import run_events
+from topoplan.simulation.model import simulate
+from topoplan.simulation.table import clock
+from topoplan.topology import Topology
+
+SIZES = (1 << 10, 1 << 20, 100_000_007, 1 << 30)
+
+MACHINES = {
+    "dgx-1v": topoplan.load("dgx-1v"),
+    "dgx-2": topoplan.load("dgx-2"),
+    "mi250": topoplan.load("mi250"),
+    "2 servers": topoplan.nvswitch_cluster(2),
+    "3 cubes": topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=3)], nic_gbps=100),
+}
+
+
+def compact(machine: Topology, collective: str) -> Plan:
+    """A plan of all images of the trees of one rank of each orbit, each with its share."""
+    plan = topoplan.plan(machine, collective)
+    fabric = usable_fabric(machine)
+    generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric))
+    assert generators, "the machine has symmetries"
+    orbit = orbits(len(fabric.nodes), list(map(list, generators)))[: fabric.size].tolist()
+    first = {rank for rank in range(fabric.size) if orbit[rank] == rank}
+    chosen = [shard for shard in plan.shards if shard.stages[-1].root in first]
+    counts = ImageShards(fabric.nodes, fabric.size, generators, tuple(chosen)).counts
+    total = sum(shard.share * count for shard, count in zip(chosen, counts, strict=True))
+    templates = tuple(Shard(shard.share / total, shard.stages) for shard in chosen)
+    return replace(plan, shards=ImageShards(fabric.nodes, fabric.size, generators, templates))
+
+
+@pytest.mark.parametrize("collective", ["allgather", "allreduce", "reduce_scatter"])
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_templates_take_the_time_of_all_their_images(name: str, collective: str) -> None:
+    """Written out, every plan has the same time, latency and busy links, whatever its symmetries fix."""
+    plan = compact(MACHINES[name], collective)
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert len(whole.shards) > len(plan.shard_counts)
+    for nbytes in SIZES:
+        for chunk_bytes in (None, 1 << 16):
+            one = simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+            other = simulate(whole, nbytes=nbytes, chunk_bytes=chunk_bytes)
+            assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+            assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=1e-12)
+            assert one.link_bytes == pytest.approx(other.link_bytes, rel=1e-12)
+            assert set(one.chunks) == set(other.chunks)
+
+
+def test_sixteen_servers_planned_and_written_out() -> None:
+    """The planner's own compact plan of 128 GPUs: one tree stands for 128."""
+    plan = topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce")
+    assert isinstance(plan.shards, ImageShards)
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert len(dataflow(whole).hops) == 128 * 254
+    times = [clock(one) for one in (plan, whole)]
+    for nbytes in (1 << 10, 1 << 30):
+        one, other = (time(nbytes) for time in times)
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+        assert one.bottleneck == other.bottleneck
+
+
+def test_rings_across_servers_take_the_same_time_compact_and_whole() -> None:
+    """Several rings share routes inside a server, and so wires that start copies."""
+    ring = topoplan.ring(topoplan.nvswitch_cluster(5))
+    assert isinstance(ring.shards, ImageShards)
+    whole = replace(ring, shards=tuple(ring.shards))
+    for nbytes in SIZES:
+        assert simulate(ring, nbytes=nbytes).seconds == pytest.approx(simulate(whole, nbytes=nbytes).seconds)
+
+
+def test_events_run_every_image() -> None:
+    """The event simulation of a compact plan is that of the plan written out."""
+    plan = compact(topoplan.load("dgx-2"), "allgather")
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert run_events(plan, nbytes=1 << 20) == run_events(whole, nbytes=1 << 20)
+
+
+def test_events_of_too_many_images_are_refused_before_they_are_made() -> None:
+    """A thousand GPUs have millions of transfers; the message counts those of all images."""
+    plan = topoplan.plan(topoplan.nvswitch_cluster(128), "allgather")
+    flow = dataflow(plan)
+    assert len(flow.hops) == 1023
+    assert flow.counts == (1024,)
+    transfers = 1024 * sum(len(hop.links) for hop in flow.hops)
+    assert transfers > events.MAX_TRANSFERS
+    with pytest.raises(UsageError, match=f"{transfers} chunk transfers"):
+        run_events(plan, nbytes=1 << 10)
