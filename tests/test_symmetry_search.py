@@ -235,3 +235,11 @@ def test_the_same_generators_in_every_process() -> None:
 def test_bad_requests_are_told(options: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}$"):
         find_symmetry(cluster([8] * 2), **options)
+
+
+def test_no_group_is_larger_than_a_table_of_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8192 GPUs not all 8192 elements can be listed; here, of 32 GPUs, no more than ten."""
+    fabric = cluster([8] * 4)
+    assert found(fabric)[0] == 32
+    monkeypatch.setattr("topoplan.packing.symmetry_search.LARGEST_TABLE", 10 * len(fabric.nodes))
+    assert 1 < found(fabric)[0] <= 10

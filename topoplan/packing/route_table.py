@@ -16,9 +16,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.clusters.memory import physical_memory
+from topoplan.errors import UsageError
 from topoplan.packing.hop_limited import UNREACHABLE
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.symmetry import LARGEST_TABLE, components, group_elements, link_orbits, orbits
+from topoplan.units import format_size
+
+BYTES_PER_PAIR = 60
+"""Memory that packing takes for every pair of ranks: no less than was measured with 8192."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,17 @@ class Orbits:
 
     @cached_property
     def seen_from_first(self) -> NDArray[np.int64]:
-        """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u."""
+        """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u.
+
+        The first of the tables that grow with the square of the ranks: memory is estimated before it is made.
+        """
         size = self.fabric.size
+        needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
+        if needed > allowed:
+            raise UsageError(
+                f"packing trees of {size:,} GPUs takes about {format_size(needed)} of memory; this machine can give "
+                f"{format_size(allowed)}; choose fewer GPUs"
+            )
         table = np.empty((size, size), dtype=np.int64)
         columns = np.arange(size)
         moved = self.elements[self.mover][:, :size]

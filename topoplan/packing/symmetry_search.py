@@ -17,7 +17,7 @@ from topoplan.packing.block_symmetry import BlockSymmetry
 from topoplan.packing.small_subgroup import OrbitCount, best_subgroup, fitted, useful_links
 from topoplan.packing.stabiliser_chain import MOST_ELEMENTS, all_or_some, stabiliser_chain
 from topoplan.plans.fabric import Fabric
-from topoplan.plans.symmetry import Permutation, colours_with_fixed, group_order
+from topoplan.plans.symmetry import LARGEST_TABLE, Permutation, colours_with_fixed, group_order
 from topoplan.plans.wiring import Integers, Wiring, wiring_of
 
 MOST_RANKS_IN_FULL = 64
@@ -40,7 +40,8 @@ def find_symmetry(
     fixed : int or None
         A rank that stays, the root of a broadcast.
     largest : int or None
-        Most elements that the group may have; None allows four for each rank. Best is one for each rank.
+        Most elements that the group may have; None allows four for each rank. Best is one for each rank. Never more
+        than a table of all elements can list.
 
     Returns
     -------
@@ -72,6 +73,7 @@ def find_symmetry(
     if len(np.unique(classes[: wiring.ranks])) == wiring.ranks:
         return ()
     limit = 4 * wiring.ranks if largest is None else largest
+    limit = min(limit, max(1, LARGEST_TABLE // wiring.size))
     count = OrbitCount(wiring, useful_links(wiring))
     fewest = _kinds_of_links(wiring, classes, count)
     search = BlockSymmetry(fabric, count, classes, fewest=fewest)
