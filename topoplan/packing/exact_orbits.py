@@ -38,7 +38,7 @@ LATER_HEIGHTS = 12
 MOST_AGAIN = 64
 """Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
 
-MOST_EDGES = 20_000
+MOST_EDGES = 10_000
 """Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
 
 
