@@ -48,7 +48,11 @@ class _Rows:
 
 
 def flow_optimum(
-    topology: Topology, collective: str, *, root: int | None = None, channels: Sequence[str] = ("nvlink", "network")
+    topology: Topology,
+    collective: str,
+    *,
+    root: int | None = None,
+    channels: Sequence[str] = ("nvlink", "network"),
 ) -> float:
     """GB/s of algorithm bandwidth that the best forest reaches, to the accuracy of HiGHS.
 

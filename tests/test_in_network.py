@@ -137,7 +137,9 @@ def test_plain_switches_are_slower() -> None:
     ],
     ids=["two levels", "named", "NVSwitch", "NVSwitch and rails"],
 )
-def test_rates_meet_what_flows_with_free_switches_allow(made: Callable[[], Topology], collective: str) -> None:
+def test_rates_meet_what_flows_with_free_switches_allow(
+    made: Callable[[], Topology], collective: str
+) -> None:
     """The program without balance at such switches bounds every forest, and here forests reach it."""
     topology = made()
     best = flow_optimum(topology, collective, root=0 if collective in ROOTED else None)
@@ -208,6 +210,20 @@ def test_one_way_next_to_a_rank_is_not_enough() -> None:
     for lengths in (into, out):
         with pytest.raises(PlanError, match="part sw0, which can copy or add, from every rank"):
             certified_bound(Lengths(lengths), fabric, "allreduce", None)
+
+
+@pytest.mark.parametrize(("collective", "gift"), [("allgather", "adds"), ("reduce_scatter", "copies")])
+def test_lengths_hold_around_a_gift_that_a_collective_cannot_use(collective: str, gift: str) -> None:
+    """Ports that differ both ways, where no cut proves the optimum: the lengths of plain switches do."""
+    widths = [(2, 3), (2, 5), (4, 6)]
+    if collective == "reduce_scatter":
+        widths = [(back, out) for out, back in widths]
+    wires = {(f"gpu{i}", "sw0"): float(out) for i, (out, _) in enumerate(widths)}
+    wires |= {("sw0", f"gpu{i}"): float(back) for i, (_, back) in enumerate(widths)}
+    plain = machine(3, wires, switches=1)
+    made = proved(able(plain, **{gift: ["sw0"]}), collective)
+    assert isinstance(made.certificate, Lengths)
+    assert made.rate == proved(plain, collective).rate
 
 
 def test_multiplicative_weights_pack_for_plain_switches_and_say_so() -> None:

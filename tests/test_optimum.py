@@ -18,6 +18,7 @@ from topoplan.topology import Device, Link, Topology
 CLOSE = 1e-6
 """What linprog's answers are good for."""
 
+
 def weak_port() -> Topology:
     """Eight GPUs on a switch with ports of 150 GB/s, but one of 125."""
     widths = [125.0 if i == 3 else 150.0 for i in range(8)]
@@ -68,7 +69,7 @@ def test_known_fabrics_reach_the_optimum_over_flows(which: int, collective: str)
     )
 
 
-SEEDS = {kind: (0, 1) for kind in KINDS} | {"cubes": (0,), "servers": (0, 1, 2)}
+SEEDS = dict.fromkeys(KINDS, (0, 1)) | {"cubes": (0,), "servers": (0, 1, 2)}
 """Machines of each kind that are planned in a moment."""
 
 

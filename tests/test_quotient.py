@@ -126,9 +126,7 @@ def test_bounds_of_regular_fabrics_equal_flows_between_all_devices(fabric: Fabri
         for root in (0, fabric.size - 1):
             side = smallest_cut(fabric, capacity, root, forward=forward)
             ends = fabric.ends if forward else [(d, s) for s, d in fabric.ends]
-            whole = sum(
-                c for (s, d), c in zip(ends, capacity, strict=True) if s in side and d not in side
-            )
+            whole = sum(c for (s, d), c in zip(ends, capacity, strict=True) if s in side and d not in side)
             proof = certified_bound(best_bound(fabric, collective, root), fabric, collective, root)
             assert proof == Fraction(whole, scale)
     for collective, forward in (("allgather", True), ("reduce_scatter", False)):
@@ -200,9 +198,7 @@ def test_arborescences_of_any_length_are_the_shortest_of_all_trees(longest: int)
         size = pick.randint(2, 5)
         distance = [[0 if u == v else pick.randint(0, longest) for v in range(size)] for u in range(size)]
         root = pick.randrange(size)
-        listed = min(
-            sum(distance[u][v] for v, u in tree.items()) for tree in parents_of_trees(size, root)
-        )
+        listed = min(sum(distance[u][v] for v, u in tree.items()) for tree in parents_of_trees(size, root))
         assert arborescence_length(distance, root) == listed
 
 
