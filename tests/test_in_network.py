@@ -212,6 +212,20 @@ def test_one_way_next_to_a_rank_is_not_enough() -> None:
             certified_bound(Lengths(lengths), fabric, "allreduce", None)
 
 
+@pytest.mark.parametrize(("collective", "gift"), [("allgather", "adds"), ("reduce_scatter", "copies")])
+def test_lengths_hold_around_a_gift_that_a_collective_cannot_use(collective: str, gift: str) -> None:
+    """Ports that differ both ways, where no cut proves the optimum: the lengths of plain switches do."""
+    widths = [(2, 3), (2, 5), (4, 6)]
+    if collective == "reduce_scatter":
+        widths = [(back, out) for out, back in widths]
+    wires = {(f"gpu{i}", "sw0"): float(out) for i, (out, _) in enumerate(widths)}
+    wires |= {("sw0", f"gpu{i}"): float(back) for i, (_, back) in enumerate(widths)}
+    plain = machine(3, wires, switches=1)
+    made = proved(able(plain, **{gift: ["sw0"]}), collective)
+    assert isinstance(made.certificate, Lengths)
+    assert made.rate == proved(plain, collective).rate
+
+
 def test_multiplicative_weights_pack_for_plain_switches_and_say_so() -> None:
     """Their trees are rated on the real switches; the bound is that of the real ones too."""
     topology = able(box(4, 300.0), kinds=["nvswitch"])

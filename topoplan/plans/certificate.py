@@ -145,7 +145,7 @@ def _lengths_bound(certificate: Lengths, fabric: Fabric, collective: str, root: 
         length[fabric.link_index[src, dst]] = value
     scale = lcm(*(value.denominator for value in length))
     whole = [int(value * scale) for value in length]
-    _check_switches(fabric, whole)
+    _check_switches(fabric, whole, collective)
     cheapest = forest_length(fabric, whole, collective, root)
     if cheapest == 0:
         raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
@@ -165,13 +165,21 @@ def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root
     return sum((certified_bound(part, one, collective, root) for one, part in alone), Fraction(0))
 
 
-def _check_switches(fabric: Fabric, length: Sequence[int]) -> None:
-    """A switch that copies or adds may be an inner vertex of a tree: a rank at distance zero could do the same."""
-    if fabric.in_network:
+def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> None:
+    """A switch that copies or adds may be an inner vertex of a tree: a rank at distance zero could do the same.
+
+    To copy serves no reduce and no reduce-scatter, to add no broadcast and no allgather.
+    """
+    inner: set[str] = set()
+    if collective not in ("reduce", "reduce_scatter"):
+        inner |= fabric.copying
+    if collective not in ("broadcast", "allgather"):
+        inner |= fabric.adding
+    if inner:
         part = zero_parts(fabric, length)
         with_rank = {part[rank] for rank in range(fabric.size)}
         for node, name in enumerate(fabric.nodes):
-            if name in fabric.copying | fabric.adding and part[node] not in with_rank:
+            if name in inner and part[node] not in with_rank:
                 raise PlanError(
                     f"the certificate's lengths part {name}, which can copy or add, from every rank: "
                     "they prove nothing there; a cut or a partition does"
