@@ -8,12 +8,13 @@ which makes large weights cheap and small ones dear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.guided_simplex import GuidedSimplex
 from topoplan.packing.simplex import PackingSimplex
 from topoplan.packing.stream import Stream
 
@@ -26,15 +27,19 @@ _NOISE = 1000
 Corner = dict[int, Fraction]
 """Weight of each column that is in use."""
 
+NearCorner = Mapping[int, Fraction | float]
+"""The same to a few digits."""
+
 
 def cheapest_corner(
-    program: PackingSimplex,
+    program: PackingSimplex | GuidedSimplex,
     random: Stream,
     *,
     offset: int,
     least: int,
-    cost: Callable[[Corner], int],
+    cost: Callable[[NearCorner], int],
     walks: int = WALKS,
+    work: int = WORK,
 ) -> Corner | None:
     """The corner of lowest cost that is met, or None where there was no time for any.
 
@@ -52,11 +57,13 @@ def cheapest_corner(
         For example the number of trees.
     walks : int
         Most walks.
+    work : int
+        Effort after which no further walk is started.
     """
     program.keep_optimal()
     count = program.columns - offset
-    limit = program.work + WORK
-    kept: Corner = {}
+    limit = program.work + work
+    kept: NearCorner = {}
     best: Corner | None = None
     for walk in range(walks):
         if program.work > limit:
@@ -67,14 +74,18 @@ def cheapest_corner(
         previous: int | None = None
         for _ in range(STEPS_PER_WALK):
             program.prefer(np.concatenate([np.zeros(offset, dtype=np.int64), weights]))
-            used = {j: x for j, x in program.solution().items() if j >= offset}
+            used = {j: x for j, x in program.near_solution().items() if j >= offset}
             price = cost(used)
-            if not kept or price <= cost(kept):
-                kept = used
             if best is None or price < cost(best):
-                best = used
+                exact = program.corner()
+                if exact is None:
+                    break
+                best = {j: x for j, x in exact.items() if j >= offset}
+                price = cost(best)
                 if price <= least:
                     return best
+            if not kept or price <= cost(kept):
+                kept = used
             if previous is not None and price >= previous:
                 break
             previous = price
@@ -82,7 +93,7 @@ def cheapest_corner(
     return best
 
 
-def _reweighted(used: Corner, offset: int, count: int) -> NDArray[np.int64]:
+def _reweighted(used: NearCorner, offset: int, count: int) -> NDArray[np.int64]:
     """Rewards that draw weight away from columns that have little of it."""
     total = float(sum(used.values()))
     rewards = np.zeros(count, dtype=np.int64)
@@ -91,7 +102,9 @@ def _reweighted(used: Corner, offset: int, count: int) -> NDArray[np.int64]:
     return rewards
 
 
-def _without_some(kept: Corner, offset: int, noise: NDArray[np.int64], random: Stream) -> NDArray[np.int64]:
+def _without_some(
+    kept: NearCorner, offset: int, noise: NDArray[np.int64], random: Stream
+) -> NDArray[np.int64]:
     """Rewards that keep to a packing but for one or two of its trees, to walk to a neighbour of it."""
     rewards = _reweighted(kept, offset, len(noise)) + noise // 8
     trees = sorted(kept)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.corners import Corner, cheapest_corner
+from topoplan.packing.corners import NearCorner, cheapest_corner
+from topoplan.packing.guided_simplex import GuidedSimplex
 from topoplan.packing.low_trees import EFFORT, low_arborescences
 from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
 from topoplan.packing.route_table import RouteTable
@@ -26,6 +27,12 @@ Progress = Callable[[str], None]
 
 WALKS = 12
 """Walks along the optimal face in search of fewer trees."""
+
+GUIDED_ROWS = 64
+"""Rows from which floating point guides the master program."""
+
+GUIDED_BITS = 16
+"""Bits of a limit from which it does so for half as many rows: exact tables then soon outgrow machine words."""
 
 _LONGEST = 1 << 20
 """Lengths of rows are rounded to whole numbers up to this one for pricing; what a tree costs is then exact."""
@@ -49,7 +56,11 @@ class OrbitGeneration:
         self.rows = len(packing.limits)
         self.known: set[tuple[int, tuple[int, ...]]] = set()
         groups = len(packing.roots) if packing.shared else 0
-        self.program = PackingSimplex([*packing.limits, *[0] * groups])
+        wide = max(packing.limits).bit_length() > GUIDED_BITS
+        simplex = (
+            GuidedSimplex if self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) else PackingSimplex
+        )
+        self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
@@ -59,7 +70,12 @@ class OrbitGeneration:
     @property
     def value(self) -> Fraction:
         """Rate of the packing in units of the packing's scale."""
-        return self.program.value * (self.packing.fabric.size if self.packing.shared else 1)
+        return self.program.value * self._units
+
+    @property
+    def _units(self) -> int:
+        """Rate for each unit of the master's objective."""
+        return self.packing.fabric.size if self.packing.shared else 1
 
     def add(self, trees: list[OrbitTree]) -> int:
         """Make trees known to the master; the number of those that were new to it."""
@@ -81,7 +97,7 @@ class OrbitGeneration:
         packing = self.packing
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        goal = None if target is None else target / (packing.fabric.size if packing.shared else 1)
+        goal = None if target is None else target / self._units
         while True:
             effort = 0
             fresh = 0
@@ -98,16 +114,18 @@ class OrbitGeneration:
                 )
                 # Searching longer pays only where the quick answer is not good enough.
                 effort = effort + EFFORT if self.height is not None and self.height > 1 else EFFORT + 1
-            if not fresh and prices is not None:
-                return target is not None and self.value >= target
-            self.program.optimise(target=goal)
-            if target is not None and self.value >= target:
+            if fresh or prices is None:
+                self.program.optimise(target=goal)
+            elif self.program.confirm():
+                return goal is not None and self.program.reaches(goal)
+            if goal is not None and self.program.reaches(goal):
                 return True
-            duals, denominator = self.program.duals()
+            duals, denominator = self.program.near_duals()
             lengths = duals[: self.rows]
             prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
+            prices = [price - int(price * self.program.blur) for price in prices]
             if self.progress is not None:
-                rate = float(self.value / packing.scale)
+                rate = self.program.near_value * float(self._units / packing.scale)
                 self.progress(
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
@@ -134,7 +152,7 @@ class OrbitGeneration:
         count = self.packing.image_count
         return fewer if sum(map(count, fewer)) < sum(map(count, best)) else best
 
-    def _images(self, corner: Corner) -> int:
+    def _images(self, corner: NearCorner) -> int:
         return sum(self.packing.image_count(self.trees[j - self.offset]) for j in corner)
 
     def _first_lengths(self) -> list[int]:

@@ -10,7 +10,7 @@ Ties in the ratio test go by the lexicographic rule (Dantzig, Orden, Wolfe 1955)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -50,6 +50,9 @@ class PackingSimplex:
     (Fraction(4, 1), {0: Fraction(4, 1)})
     """
 
+    blur = Fraction(0)
+    """Part of a price by which near dual values may be wrong."""
+
     def __init__(self, limits: Sequence[int]) -> None:
         rows = len(limits)
         # Column 0 holds the basic values, the others the inverse; all over ``_denominator``.
@@ -75,6 +78,11 @@ class PackingSimplex:
     def columns(self) -> int:
         """Number of columns, slacks apart."""
         return int(self._columns.shape[1])
+
+    @property
+    def basis(self) -> tuple[int, ...]:
+        """The basic columns, and -1 - row for the slack of a row."""
+        return tuple(self._basis)
 
     def add(self, columns: Sequence[Sequence[int]], costs: Sequence[int]) -> None:
         """Append columns (each with one whole number per row) and their objective coefficients."""
@@ -125,6 +133,38 @@ class PackingSimplex:
             if entering is None:
                 return
             self._pivot(entering)
+
+    def start_from(self, columns: Sequence[int]) -> None:
+        """Optimise over these columns alone, as a start for a search over all."""
+        allowed, self._allowed = self._allowed, np.zeros_like(self._allowed)
+        self._allowed[list(columns)] = True
+        self.optimise()
+        self._allowed = allowed
+
+    def reaches(self, target: Fraction) -> bool:
+        """Whether the current basic solution is worth a target."""
+        return self.value >= target
+
+    def confirm(self) -> bool:
+        """True: the basis that the last search ended at is optimal, and `near_duals` are `duals`."""
+        return True
+
+    @property
+    def near_value(self) -> float:
+        """`value` as the nearest float."""
+        return float(self.value)
+
+    def near_duals(self) -> tuple[list[int], int]:
+        """`duals`: there is no quicker way to them here."""
+        return self.duals()
+
+    def near_solution(self) -> Mapping[int, Fraction | float]:
+        """`solution`: there is no quicker way to it here."""
+        return self.solution()
+
+    def corner(self) -> dict[int, Fraction] | None:
+        """`solution`, which stays on the face of `keep_optimal`."""
+        return self.solution()
 
     def keep_optimal(self) -> None:
         """From now on stay on the face of optimal solutions: forbid what would lower the objective."""
