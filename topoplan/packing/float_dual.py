@@ -47,7 +47,8 @@ def expel(program: FloatProgram, stream: Stream) -> bool:
     (True, 3.0)
     """
     columns, rows = program.columns, program.rows
-    fees: Floats = (_STEPS + stream.whole(columns + rows, _STEPS)) * (_FEE / (2 * _STEPS))
+    drawn = _STEPS + stream.whole(columns + rows, _STEPS)
+    fees = drawn.astype(np.float64) * (_FEE / (2 * _STEPS))
     fees[_places(program)] = 0
     for _ in range(_LOST * rows):
         below = np.minimum(program.held, 0)
