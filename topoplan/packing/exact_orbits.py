@@ -100,8 +100,8 @@ def pack_on_orbits(
             continue
         if known is not None and (known.trees <= fabric.size or fabric.size > MOST_AGAIN):
             break
-        search = _Search(OrbitPacking(orbits, collective, root), progress)
-        search.run(order)
+        search = _Search(OrbitPacking(orbits, collective, root), order, progress)
+        search.run()
         found = _Found(search, len(orbits.elements))
         if known is None or found.rank(order) < known.rank(order):
             known = found
@@ -138,6 +138,7 @@ class _Search:
     """What is known while heights are tried."""
 
     packing: OrbitPacking
+    order: str
     progress: Progress | None
     best: OrbitGeneration | None = None
     refuted: int = 0
@@ -151,9 +152,9 @@ class _Search:
         self.lowest = _lowest_height(packing)
         self.refuted = self.lowest - 1
 
-    def run(self, order: str) -> None:
+    def run(self) -> None:
         """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
-        if order == "trees" and self.packing.fabric.size <= SMALL:
+        if self.order == "trees" and self.packing.fabric.size <= SMALL:
             self.best = OrbitGeneration(self.packing, progress=self.progress)
             if not self.best.run(self.target):
                 self._prove(self.packing.certificate(self.best.duals()))
@@ -211,7 +212,7 @@ class _Search:
         best = self.best
         assert best is not None, "at least one height has been tried"
         height = max(tree.height for tree in best.weights())
-        if best.height is None or height <= self.refuted + 1:
+        if self.order == "trees" or height <= self.refuted + 1:
             return ()
         return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)
 
