@@ -53,6 +53,9 @@ _DEVICE_DEFAULTS: dict[str, object] = {
 }
 _LINK_DEFAULTS: dict[str, object] = {"count": 1, "latency": None}
 
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What JSON escapes can make and no file can hold."""
+
 
 def parse_topology_json(text: str) -> Topology:
     """Read topology JSON.
@@ -152,9 +155,7 @@ def _fields(
 
 def _is_text(value: object) -> TypeGuard[str]:
     """True for a text that can be written: JSON escapes can make half characters that cannot."""
-    if not isinstance(value, str):
-        return False
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and not _HALF_CHARACTER.search(value)
 
 
 def topology_to_object(topology: Topology) -> dict[str, object]:

@@ -122,8 +122,8 @@ class Orbits:
             )
         table = np.empty((size, size), dtype=np.int64)
         columns = np.arange(size)
-        moved = self.elements[self.mover][:, :size]
-        np.put_along_axis(table, moved.astype(np.int64), np.broadcast_to(columns, (size, size)), axis=1)
+        for row, element in zip(table, self.mover.tolist(), strict=True):
+            row[self.elements[element, :size]] = columns
         return table
 
 

@@ -110,7 +110,8 @@ class Fabric:
     @cached_property
     def capacity(self) -> tuple[Fraction, ...]:
         """Capacity of each link in GB/s, exact."""
-        return tuple(exact(link.bandwidth) for link in self.links)
+        known = {bandwidth: exact(bandwidth) for bandwidth in {link.bandwidth for link in self.links}}
+        return tuple(known[link.bandwidth] for link in self.links)
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:

@@ -138,15 +138,35 @@ def spread_evenly(
 
 def forest_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
     """Rate of a forest in GB/s, exact; None where no byte crosses a link."""
-    loads = link_loads(shards, fabric)
-    rates = [c / load for c, load in zip(fabric.capacity, loads, strict=True) if load]
-    return min(rates) if rates else None
+    return rate_of_loads(link_loads(shards, fabric), fabric)
 
 
-def bottlenecks(shards: Sequence[Shard], fabric: Fabric) -> tuple[int, ...]:
-    """Indices of the links that are full when the forest runs at its rate."""
-    loads = link_loads(shards, fabric)
-    rate = forest_rate(shards, fabric)
-    if rate is None:
-        return ()
-    return tuple(i for i, load in enumerate(loads) if load and fabric.capacity[i] == rate * load)
+def rate_of_loads(loads: Sequence[Fraction], fabric: Fabric) -> Fraction | None:
+    """Rate in GB/s at which the first of some loaded links is full, exact; None where none is loaded."""
+    return min(_rates(loads, fabric).values(), default=None)
+
+
+def full_links(loads: Sequence[Fraction], fabric: Fabric) -> tuple[int, ...]:
+    """Indices of the links that are full when a forest of these loads runs at its rate."""
+    rates = _rates(loads, fabric)
+    rate = min(rates.values(), default=None)
+    keys = zip(map(_written, fabric.capacity), map(_written, loads), strict=True)
+    return tuple(number for number, key in enumerate(keys) if key in rates and rates[key] == rate)
+
+
+def _rates(
+    loads: Sequence[Fraction], fabric: Fabric
+) -> dict[tuple[tuple[int, int], tuple[int, int]], Fraction]:
+    """Capacity over load of every loaded link, once for all links of one capacity and load."""
+    return {
+        (capacity, load): Fraction(capacity[0] * load[1], capacity[1] * load[0])
+        for capacity, load in dict.fromkeys(
+            zip(map(_written, fabric.capacity), map(_written, loads), strict=True)
+        )
+        if load[0]
+    }
+
+
+def _written(value: Fraction) -> tuple[int, int]:
+    """A rational number as a key, which a Fraction is only after a division."""
+    return value.numerator, value.denominator

@@ -9,6 +9,7 @@ nodes of different classes are never in one orbit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -133,15 +134,21 @@ def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.
     -------
     int32 array (order, nodes), or None
         The identity first, then breadth first: products of one generator, of two, …, in the generators' order.
-        None too where the table would exceed `LARGEST_TABLE` entries.
+        None too where the table would exceed `LARGEST_TABLE` entries. It is shared between callers and read-only.
 
     Examples
     --------
     >>> group_elements([np.array([1, 2, 0])], 3).tolist()
     [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     """
-    steps = [np.asarray(each, dtype=np.int32) for each in generators]
-    limit = min(limit, LARGEST_TABLE // max(1, len(steps[0])))
+    steps = tuple(np.asarray(each, dtype=np.int32).tobytes() for each in generators)
+    return _group_elements(steps, min(limit, LARGEST_TABLE // max(1, len(generators[0]))))
+
+
+@lru_cache(maxsize=1)
+def _group_elements(generators: tuple[bytes, ...], limit: int) -> NDArray[np.int32] | None:
+    """As `group_elements`; a plan needs the same table several times, and of large machines it is large."""
+    steps = [np.frombuffer(each, dtype=np.int32) for each in generators]
     frontier = np.arange(len(steps[0]), dtype=np.int32)[None, :]
     if limit < 1:
         return None
@@ -160,7 +167,9 @@ def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.
                     return None
         frontier = products[fresh]
         layers.append(frontier)
-    return np.concatenate(layers)
+    elements = np.concatenate(layers)
+    elements.setflags(write=False)
+    return elements
 
 
 def group_order(generators: Sequence[Permutation], limit: int) -> int | None:

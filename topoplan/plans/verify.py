@@ -20,7 +20,7 @@ from topoplan.plans.certificate import certified_bound
 from topoplan.plans.channel_check import check_channels
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards, owner_of
-from topoplan.plans.loads import bottlenecks, forest_rate, link_loads
+from topoplan.plans.loads import full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
 from topoplan.plans.symmetry import is_automorphism, orbits
 from topoplan.units import TOLERANCE, nearest_float
@@ -86,7 +86,8 @@ def verify(plan: Plan) -> Verification:
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
     check_channels(plan, fabric)
-    rate = forest_rate(plan.shards, fabric)
+    found = link_loads(plan.shards, fabric)
+    rate = rate_of_loads(found, fabric)
     bound = certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
     _check_claim("rate", plan.rate, rate)
     _check_claim("bound", plan.bound, bound)
@@ -96,7 +97,7 @@ def verify(plan: Plan) -> Verification:
             f"{nearest_float(bound):.6g}: the certificate does not fit this machine"
         )
     loads: dict[tuple[str, str], float] = {}
-    for link, load in zip(fabric.links, link_loads(plan.shards, fabric), strict=True):
+    for link, load in zip(fabric.links, found, strict=True):
         if load:
             loads[link.src, link.dst] = loads.get((link.src, link.dst), 0.0) + float(load)
     return Verification(
@@ -107,9 +108,7 @@ def verify(plan: Plan) -> Verification:
         optimal=rate == bound,
         trees=plan.trees,
         height=plan.height,
-        bottleneck=tuple(
-            (fabric.links[i].src, fabric.links[i].dst) for i in bottlenecks(plan.shards, fabric)
-        ),
+        bottleneck=tuple((fabric.links[i].src, fabric.links[i].dst) for i in full_links(found, fabric)),
         loads=loads,
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards
-from topoplan.plans.loads import edge_links, link_loads
+from topoplan.plans.loads import edge_links, full_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.simulation.latency import device_kinds, link_latency
 
@@ -70,6 +70,8 @@ class Dataflow:
         For every link of the fabric, the time it is busy for each byte of the buffer.
     load : tuple of float
         For every link of the fabric, the bytes across it for each byte of the buffer.
+    full : tuple of int
+        The links that are busy longest.
     lanes : tuple of (str, float)
         Name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
         where the buffer is not split.
@@ -84,6 +86,7 @@ class Dataflow:
     followers: tuple[tuple[int, ...], ...]
     seconds_per_byte: tuple[float, ...]
     load: tuple[float, ...]
+    full: tuple[int, ...]
     lanes: tuple[tuple[str, float], ...]
     lane_of_shard: tuple[int, ...]
 
@@ -144,6 +147,7 @@ def dataflow(plan: Plan) -> Dataflow:
             float(load / c) * 1e-9 for load, c in zip(loads, fabric.capacity, strict=True)
         ),
         load=tuple(float(load) for load in loads),
+        full=full_links(loads, fabric),
         lanes=lanes,
         lane_of_shard=lane_of_shard,
     )

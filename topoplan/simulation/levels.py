@@ -69,7 +69,9 @@ def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
     """
     reach = np.zeros_like(seconds)
     for level in levels:
-        reach[level.hops] = np.maximum.reduceat((reach + seconds)[level.waits], level.starts, axis=0)
+        reach[level.hops] = np.maximum.reduceat(
+            reach[level.waits] + seconds[level.waits], level.starts, axis=0
+        )
     return reach
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topoplan.plans.loads import bottlenecks
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
@@ -174,7 +173,7 @@ def timeline(plan: Plan, schedule: Pipeline, *, nbytes: int, chunk_bytes: int | 
         bandwidth_seconds=schedule.bandwidth_seconds(nbytes),
         link_bytes=link_bytes,
         link_seconds=link_seconds,
-        bottleneck=tuple(names[number] for number in bottlenecks(plan.shards, flow.fabric)),
+        bottleneck=tuple(names[number] for number in flow.full),
         channels=tuple(
             ChannelTime(lane.name, lane.share, LAUNCH + lane.start, float(end))
             for lane, end in zip(schedule.lanes, ends, strict=True)
