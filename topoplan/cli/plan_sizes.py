@@ -55,9 +55,11 @@ def add_option(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--sizes",
         type=arguments.size_list,
+        nargs="?",
+        const=arguments.size_list("1KB:1GB"),
         metavar="S",
         help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
-        "these: 1KB:1GB, or 64KB,1MB,…; -o writes them all into one file",
+        "these: 64KB:1GB, or 64KB,1MB,… (1KB:1GB where none are given); -o writes them all into one file",
     )
 
 

@@ -7,7 +7,7 @@
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
 - Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or on
   the links into parts that look alike (`topoplan.packing.repeated_cuts`). The exact optimum may need the dual values
-  of a packing. Where switches copy or add, the lengths of ports do not hold.
+  of a packing. Where switches copy and add, the lengths of ports do not hold.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     candidates: list[tuple[Fraction, Certificate]] = [
         (certified_bound(cut, fabric, collective, root), cut) for cut in _rank_cuts(fabric)
     ]
-    if not fabric.in_network:
-        candidates += [_port_lengths(fabric, leaving=way) for way in (True, False)]
+    ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
+    candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
     candidates += _server_lengths(fabric)
     return min(candidates, key=lambda candidate: candidate[0])[1]
 

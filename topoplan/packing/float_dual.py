@@ -47,8 +47,7 @@ def expel(program: FloatProgram, stream: Stream) -> bool:
     (True, 3.0)
     """
     columns, rows = program.columns, program.rows
-    drawn = _STEPS + stream.whole(columns + rows, _STEPS)
-    fees = drawn.astype(np.float64) * (_FEE / (2 * _STEPS))
+    fees: Floats = np.asarray((_STEPS + stream.whole(columns + rows, _STEPS)) * (_FEE / (2 * _STEPS)))
     fees[_places(program)] = 0
     for _ in range(_LOST * rows):
         below = np.minimum(program.held, 0)

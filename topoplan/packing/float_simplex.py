@@ -157,7 +157,10 @@ class FloatSimplex(FloatProgram):
     def _settle(self) -> bool:
         """Return to the true limits."""
         self.limits = self.true_limits
-        return self.refresh() and expel(self, self._stream)
+        if 2 * self.basis.age >= OLD:
+            return self.refresh() and expel(self, self._stream)
+        self.held = self.holding(self.limits)
+        return expel(self, self._stream)
 
 
 def _merits(gains: Floats, norms: Floats) -> Floats:

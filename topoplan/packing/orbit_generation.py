@@ -28,6 +28,12 @@ Progress = Callable[[str], None]
 WALKS = 12
 """Walks along the optimal face in search of fewer trees."""
 
+OTHERS = 3
+"""Further trees that are priced for an only root before the master is solved again."""
+
+DEARER = 4
+"""For each of them the links of the last tree become dearer, together by one part in so many of its price."""
+
 GUIDED_ROWS = 64
 """Rows from which floating point guides the master program."""
 
@@ -57,9 +63,8 @@ class OrbitGeneration:
         self.known: set[tuple[int, tuple[int, ...]]] = set()
         groups = len(packing.roots) if packing.shared else 0
         wide = max(packing.limits).bit_length() > GUIDED_BITS
-        simplex = (
-            GuidedSimplex if self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) else PackingSimplex
-        )
+        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS)
+        simplex = GuidedSimplex if self.guided else PackingSimplex
         self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
         self.offset = 0
         if groups:
@@ -114,6 +119,8 @@ class OrbitGeneration:
                 )
                 # Searching longer pays only where the quick answer is not good enough.
                 effort = effort + EFFORT if self.height is not None and self.height > 1 else EFFORT + 1
+            if fresh and prices is not None and len(packing.roots) == 1 and self.guided:
+                self._add_others(lengths, prices[0])
             if fresh or prices is None:
                 self.program.optimise(target=goal)
             elif self.program.confirm():
@@ -129,6 +136,17 @@ class OrbitGeneration:
                 self.progress(
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
+
+    def _add_others(self, lengths: list[int], price: int) -> None:
+        """Trees that are cheap too, beside the latest of an only root: its links are made dearer again and again."""
+        bumped = lengths
+        for _ in range(OTHERS):
+            tree = self.trees[-1]
+            dearer = price // (DEARER * sum(tree.usage))
+            bumped = [length + dearer * times for length, times in zip(bumped, tree.usage, strict=True)]
+            other = self._cheapest(bumped, 0)[0]
+            if _length(other, lengths) >= price or not self.add([other]):
+                return
 
     def duals(self) -> list[int]:
         """Dual value of every row over a common denominator."""

@@ -1,14 +1,13 @@
 """Shortest routes between all ranks under lengths that a group of symmetries keeps, from a few ranks alone.
 
 Lengths that are equal on every orbit of links look the same from every rank of an orbit of ranks. So one search from
-one rank of each orbit (Dijkstra 1959, through forwarding devices only) gives the distances and routes of all: those of
+one rank of each orbit (`topoplan.packing.shortest_routes`) gives the distances and routes of all: those of
 rank g(r) are the images under g of those of rank r. Without symmetries that is one search from every rank.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from topoplan.clusters.memory import physical_memory
 from topoplan.errors import UsageError
 from topoplan.packing.hop_limited import UNREACHABLE
+from topoplan.packing.shortest_routes import shortest_routes
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.symmetry import LARGEST_TABLE, components, group_elements, link_orbits, orbits
 from topoplan.units import format_size
@@ -90,12 +90,9 @@ class Orbits:
         return np.bincount(self.row_of_link)
 
     @cached_property
-    def leaving(self) -> list[list[tuple[int, int]]]:
-        """Links that leave each node, as (number, destination)."""
-        table: list[list[tuple[int, int]]] = [[] for _ in self.fabric.nodes]
-        for number, (src, dst) in enumerate(self.fabric.ends):
-            table[src].append((number, dst))
-        return table
+    def ends(self) -> NDArray[np.int64]:
+        """(links, 2) int64: source and destination of every link."""
+        return np.array(self.fabric.ends, dtype=np.int64)
 
     @cached_property
     def mover(self) -> NDArray[np.int64]:
@@ -126,6 +123,16 @@ class Orbits:
             row[self.elements[element, :size]] = columns
         return table
 
+    def spread(self, distance: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(N, N) int64: distances between all ranks from those of the first ranks, (first ranks, N) with -1 for none.
+
+        `UNREACHABLE` where there is no way, and on the diagonal.
+        """
+        table = np.where(distance < 0, UNREACHABLE, distance)
+        table[np.arange(len(table)), self.first_ranks] = UNREACHABLE
+        place = np.searchsorted(self.first_ranks, self.rank_orbit)
+        return np.asarray(table[place[:, None], self.seen_from_first])
+
 
 class Routes(Protocol):
     """One route from rank to rank, for the edges of trees."""
@@ -154,61 +161,32 @@ class RouteTable:
     lengths: tuple[int, ...]
 
     @cached_property
-    def _searches(self) -> dict[int, tuple[list[int], list[int]]]:
+    def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """From each first rank: distance to every node (-1 where there is no way), and the link that leads there."""
-        return {first: self._search(first) for first in self.orbits.first_ranks}
-
-    def _search(self, start: int) -> tuple[list[int], list[int]]:
-        fabric = self.orbits.fabric
-        leaving = self.orbits.leaving
-        # Among equally long routes the one of fewest links is taken: hops are counted in the low bits.
-        weight = [(self.lengths[row] << 16) + 1 for row in self.orbits.row_of_link.tolist()]
-        best = [-1] * len(fabric.nodes)
-        via = [-1] * len(fabric.nodes)
-        best[start] = 0
-        heap = [(0, start)]
-        while heap:
-            reach, node = heapq.heappop(heap)
-            if reach > best[node] or (node < fabric.size and node != start):
-                continue
-            for number, dst in leaving[node]:
-                longer = reach + weight[number]
-                if best[dst] < 0 or longer < best[dst]:
-                    best[dst] = longer
-                    via[dst] = number
-                    heapq.heappush(heap, (longer, dst))
-        return [reach if reach < 0 else reach >> 16 for reach in best], via
+        groups = self.orbits
+        return shortest_routes(
+            groups.ends,
+            np.array(self.lengths, dtype=np.int64)[groups.row_of_link],
+            np.array(groups.first_ranks),
+            ranks=groups.fabric.size,
+            nodes=len(groups.fabric.nodes),
+        )
 
     @cached_property
     def cost(self) -> NDArray[np.int64]:
         """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
-        groups, size = self.orbits, self.orbits.fabric.size
-        rows = {}
-        for first, (distance, _) in self._searches.items():
-            row = np.array(distance[:size], dtype=np.int64)
-            row[row < 0] = UNREACHABLE
-            row[first] = UNREACHABLE
-            rows[first] = row
-        table = np.stack([rows[first] for first in groups.first_ranks])
-        place = np.searchsorted(groups.first_ranks, groups.rank_orbit)
-        return np.asarray(table[place[:, None], groups.seen_from_first])
-
-    @cached_property
-    def crossings(self) -> NDArray[np.int64]:
-        """(orbits, N, rows) int64: how often the route from a first rank to a rank crosses each orbit of links."""
         groups = self.orbits
-        table = np.zeros((len(groups.first_ranks), groups.fabric.size, len(self.lengths)), dtype=np.int64)
-        for place, first in enumerate(groups.first_ranks):
-            for rank in range(groups.fabric.size):
-                for number in self._links(first, rank):
-                    table[place, rank, groups.row_of_link[number]] += 1
-        return table
+        return groups.spread(self._routes[0][:, : groups.fabric.size])
 
     def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
         """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
         groups = self.orbits
         place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
-        return np.asarray(self.crossings[place, groups.seen_from_first[tails, heads]].sum(axis=0))
+        crossed = [
+            groups.row_of_link[links] for _, links in self._steps(place, groups.seen_from_first[tails, heads])
+        ]
+        rows = np.concatenate([*crossed, np.zeros(0, dtype=np.int64)])
+        return np.bincount(rows, minlength=len(self.lengths))
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
         """Links of the route between two ranks, as numbers of the fabric's links."""
@@ -224,10 +202,29 @@ class RouteTable:
         )
 
     def _links(self, first: int, rank: int) -> Sequence[int]:
-        ends, (_, via) = self.orbits.fabric.ends, self._searches[first]
+        """Links of the route from a first rank to a rank."""
+        via = self._routes[1][int(np.searchsorted(self.orbits.first_ranks, first))]
         path: list[int] = []
         node = rank
-        while node != first and via[node] >= 0:
-            path.append(via[node])
-            node = ends[via[node]][0]
+        while via[node] >= 0:
+            path.append(int(via[node]))
+            node = self.orbits.fabric.ends[path[-1]][0]
         return path[::-1]
+
+    def _steps(
+        self, place: NDArray[np.int64], nodes: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+        """Walk many routes back at once: at each step those that go on, and their links.
+
+        ``place`` tells each route's first rank, by position, and ``nodes`` its end.
+        """
+        via, ends = self._routes[1], self.orbits.ends
+        routes = np.arange(len(nodes))
+        while True:
+            links = via[place[routes], nodes]
+            on = links >= 0
+            routes, links = routes[on], links[on]
+            if not routes.size:
+                return
+            yield routes, links
+            nodes = ends[links, 0]

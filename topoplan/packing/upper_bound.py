@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from topoplan.packing.bounds import best_bound
-from topoplan.plans.certificate import Certificate, certified_bound
-from topoplan.plans.fabric import usable_fabric
+from topoplan.plans.certificate import Certificate, Channels, OneFabric, certified_bound
+from topoplan.plans.fabric import CHANNEL_SPLITS, usable_fabric
 from topoplan.plans.plan import check_collective, root_rank
 from topoplan.topology import Topology
 from topoplan.units import nearest_float
@@ -78,6 +79,19 @@ def bound(
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     rank = root_rank(chosen, collective, root)
+    if channels in CHANNEL_SPLITS:
+        alone = [
+            bound(topology, collective, gpus=gpus, root=root, channels=channel)
+            for channel in CHANNEL_SPLITS[channels]
+        ]
+        parts = tuple((one.channels[0], one.certificate) for one in alone)
+        first = alone[0]
+        return replace(
+            first,
+            channels=tuple(channel for channel, _ in parts),
+            rate=sum(one.rate for one in alone),
+            certificate=Channels(cast("tuple[tuple[str, OneFabric], ...]", parts)),
+        )
     fabric = usable_fabric(topology.subset(chosen), channels=channels, collective=collective, root=rank)
     certificate = best_bound(fabric, collective, rank)
     rate = math.inf

@@ -166,20 +166,22 @@ def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root
 
 
 def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> None:
-    """A switch that copies or adds may be an inner vertex of a tree: a rank at distance zero could do the same.
+    """A switch that copies or adds may be an inner vertex of a tree, which must not make trees shorter.
 
-    To copy serves no reduce and no reduce-scatter, to add no broadcast and no allgather.
+    It does not where a rank at distance zero both ways could do the same, and where what its copies share, the way
+    from any rank to it, has no length (for one that adds: the way from it to any rank). To copy serves no reduce and
+    no reduce-scatter, to add no broadcast and no allgather.
     """
-    inner: set[str] = set()
-    if collective not in ("reduce", "reduce_scatter"):
-        inner |= fabric.copying
-    if collective not in ("broadcast", "allgather"):
-        inner |= fabric.adding
-    if inner:
-        part = zero_parts(fabric, length)
-        with_rank = {part[rank] for rank in range(fabric.size)}
+    part = zero_parts(fabric, length) if fabric.in_network else []
+    with_rank = {part[rank] for rank in range(fabric.size)} if part else set()
+    for names, forward, unused in (
+        (fabric.copying, False, ("reduce", "reduce_scatter")),
+        (fabric.adding, True, ("broadcast", "allgather")),
+    ):
         for node, name in enumerate(fabric.nodes):
-            if name in inner and part[node] not in with_rank:
+            if name not in names or collective in unused or part[node] in with_rank:
+                continue
+            if not fabric.zero_reach(node, length, forward=forward) >= set(range(fabric.size)):
                 raise PlanError(
                     f"the certificate's lengths part {name}, which can copy or add, from every rank: "
                     "they prove nothing there; a cut or a partition does"

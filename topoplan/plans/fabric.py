@@ -241,10 +241,15 @@ class Fabric:
                 return tuple(self.nodes[node] for node in sorted(reached))
         return ()
 
-    def _reached_from(self, start: int, *, forward: bool) -> set[int]:
+    def zero_reach(self, start: int, length: Sequence[int], *, forward: bool) -> set[int]:
+        """Nodes that a node reaches, or for ``forward=False`` that reach it, over links of length zero."""
+        return self._reached_from(start, forward=forward, length=length)
+
+    def _reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
         following: dict[int, list[int]] = {}
-        for src, dst in self.ends:
-            following.setdefault(src if forward else dst, []).append(dst if forward else src)
+        for number, (src, dst) in enumerate(self.ends):
+            if length is None or length[number] == 0:
+                following.setdefault(src if forward else dst, []).append(dst if forward else src)
         reached = {start}
         frontier = [start]
         for node in frontier:

@@ -100,9 +100,11 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
 
 def _trees(plan: Plan) -> list[_Tree]:
     found = []
-    for number, shard in enumerate(plan.shards):
+    # Of trees that are alike up to a symmetry of the machine one is drawn.
+    for number, (shard, alike) in enumerate(plan.shard_counts):
         stages = [stage for stage in shard.stages if stage.edges]
         weight = f"{_share(shard.share)}, {float(shard.share) * plan.rate:.4g} GB/s"
+        weight += f", one of {alike} alike" if alike > 1 else ""
         groups: list[list[Stage]] = []
         for stage in stages:
             if groups and _same_tree(groups[-1][-1], stage):
