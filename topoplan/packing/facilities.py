@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.exact_product import product
 from topoplan.packing.hop_limited import UNREACHABLE
 from topoplan.packing.rehanging import Costs, Trees
 
@@ -129,7 +130,7 @@ def _swap(serve: Costs, fee: Costs, opened: NDArray[np.bool_], roots: NDArray[np
     owner = (first[:, :, None] == np.arange(len(places))).astype(np.float64)
     refund = np.where(opened, fee, -np.inf)
     refund[trees, roots] = -np.inf
-    closing = refund[:, None, places] - more @ owner
+    closing = refund[:, None, places] - product(more, owner)
     gain = opening[:, :, None] + np.concatenate([closing, np.zeros((count, size + 1, 1))], axis=2)
     flat = gain.reshape(count, -1)
     chosen = flat.argmax(axis=1)

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.exact_product import product
 from topoplan.packing.facilities import cheapest_open, opened_ranks
 from topoplan.packing.hop_limited import UNREACHABLE
 from topoplan.packing.rehanging import Costs, Trees, arc_costs, shape_of
@@ -36,12 +37,12 @@ def hops(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[n
     [[0, 1, 2], [3, 0, 1]]
     """
     size = len(cost)
-    arcs = (cost < UNREACHABLE).astype(np.float32)
+    arcs = (cost < UNREACHABLE).astype(np.float64)
     found = np.full((len(roots), size), size, dtype=np.int64)
     found[np.arange(len(roots)), roots] = 0
     for step in range(1, size):
-        latest = (found == step - 1).astype(np.float32)
-        fresh = (latest @ arcs > 0) & (found == size)
+        latest = (found == step - 1).astype(np.float64)
+        fresh = (product(latest[None], arcs[None])[0] > 0) & (found == size)
         if not fresh.any():
             break
         found[fresh] = step

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.exact_product import product
 from topoplan.packing.stream import Stream
 
 Costs = NDArray[np.float64]
@@ -130,14 +131,14 @@ def _moved(cost: Costs, parent: Trees, height: int, stream: Stream | None) -> tu
     # What w saves below v, for those w that may then hang below u's child v.
     saves = np.maximum(current[:, None, :] - cost, 0)
     joins = outside & fits_deeper
-    saved = saves @ joins.astype(np.float64)
+    saved = product(saves, joins.astype(np.float64))
     # Where w hangs cheapest if its parent is closed, and how much dearer that is.
     free = np.take_along_axis(outside, parent[:, :, None], axis=1) & fits
     elsewhere = np.where(free, cost.T, np.inf)
     other = elsewhere.argmin(axis=2)
     dearer = np.minimum(elsewhere.min(axis=2), float(1 << 42)) - current
     child = (parent[:, None, :] == ranks[:, None]) & (shape.depth > 0)[:, None, :]
-    lost = np.where(child, dearer[:, None, :], 0) @ (~fits_deeper).astype(np.float64)
+    lost = product(np.where(child, dearer[:, None, :], 0), (~fits_deeper).astype(np.float64))
     gain = np.where(fits, saved, -lost) + current[:, :, None] - cost.T
     gain[~(outside & (room >= 0)[:, None, :])] = -np.inf
     if stream is None:
