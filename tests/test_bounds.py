@@ -25,6 +25,7 @@ from topoplan.packing.bounds import best_bound
 from topoplan.packing.maxflow import FlowNetwork
 from topoplan.plans import Cut, Fabric, Lengths, Partition, Trivial
 from topoplan.plans.certificate import certified_bound
+from topoplan.plans.forest_length import forest_length
 from topoplan.topology import Topology
 
 MACHINES = direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN) | switched_machines()
@@ -171,3 +172,23 @@ def test_a_flow_equals_its_cut_and_the_flow_of_networkx(
     assert flow == nx.maximum_flow_value(graph, 0, size - 1)
     ours.maximum(size - 1, 0)
     assert ours.maximum(0, size - 1) == flow
+
+
+def test_a_length_bounded_from_below_never_exceeds_the_true_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for a forest's length on thousands of GPUs is at most the length, and equal where ranks are alike."""
+    fabrics = [Fabric(topoplan.nvswitch_cluster(3), ("nvlink", "network"))]
+    fabrics += [Fabric(topoplan.load(name), ("nvlink",)) for name in ("dgx-1v", "mi250")]
+    for fabric in fabrics:
+        lengths = [
+            [1 + (7 * place) % 5 for place in range(len(fabric.links))],
+            [int(dst < fabric.size) for _, dst in fabric.ends],
+        ]
+        for collective in ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"):
+            root = 1 if collective in ("broadcast", "reduce") else None
+            for length in lengths:
+                exact = forest_length(fabric, length, collective, root)
+                with monkeypatch.context() as patched:
+                    patched.setattr("topoplan.plans.forest_length.MOST_VERTICES", 1)
+                    assert forest_length(fabric, length, collective, root) <= exact
+                    if length is lengths[1] and not fabric.direct:
+                        assert forest_length(fabric, length, collective, root) == exact

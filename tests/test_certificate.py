@@ -253,16 +253,26 @@ def test_bounds_of_a_triangle_by_hand(certificate: Certificate, collective: str,
     assert bound(certificate, TRIANGLE, collective) == value
 
 
-def test_lengths_prove_nothing_for_switches_that_copy_or_add() -> None:
-    """One byte into such a switch can leave it many times, so a length along routes counts too much."""
+def test_lengths_before_a_switch_that_copies_or_behind_one_that_adds_prove_nothing() -> None:
+    """One byte into a copying switch leaves it many times, and many into an adding one leave it as one."""
     ports = machine(3, both_ways({(f"gpu{i}", "sw0"): 1.0 for i in range(3)}), switches=1)
-    lengths = Lengths(tuple((f"gpu{i}", "sw0", Fraction(1)) for i in range(3)))
-    assert bound(lengths, ports, "allreduce") == Fraction(3, 4)
-    for able in ({"multicast": True}, {"reduce": True}):
+    into_switch = Lengths(tuple((f"gpu{i}", "sw0", Fraction(1)) for i in range(3)))
+    into_ranks = Lengths(tuple(("sw0", f"gpu{i}", Fraction(1)) for i in range(3)))
+    assert bound(into_switch, ports, "allreduce") == bound(into_ranks, ports, "allreduce") == Fraction(3, 4)
+    for able, refused, holds in (
+        ({"multicast": True}, into_switch, into_ranks),
+        ({"reduce": True}, into_ranks, into_switch),
+    ):
         devices = tuple(replace(d, **able) if d.name == "sw0" else d for d in ports.devices)
+        gifted = replace(ports, devices=devices)
         with pytest.raises(PlanError, match="copy or add"):
-            bound(lengths, replace(ports, devices=devices), "allreduce")
-        assert bound(Cut(("gpu0",)), replace(ports, devices=devices), "allreduce") == 1
+            bound(refused, gifted, "allreduce")
+        assert bound(holds, gifted, "allreduce") == Fraction(3, 4)
+        assert bound(Cut(("gpu0",)), gifted, "allreduce") == 1
+    both = tuple(replace(d, multicast=True, reduce=True) if d.name == "sw0" else d for d in ports.devices)
+    for lengths in (into_switch, into_ranks):
+        with pytest.raises(PlanError, match="copy or add"):
+            bound(lengths, replace(ports, devices=both), "allreduce")
 
 
 def test_a_certificate_of_another_machine_is_refused_or_weaker() -> None:
