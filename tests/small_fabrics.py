@@ -7,7 +7,7 @@ program over flows on GPU-to-GPU routes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, permutations, product
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.sparse import lil_matrix
 
+from topoplan.plans import Fabric
 from topoplan.topology import Device, Link, Topology
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
@@ -274,3 +275,11 @@ def leaving(topology: Topology, side: frozenset[str]) -> Fraction:
         ),
         Fraction(0),
     )
+
+
+def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
+    """Shortest distances between all pairs of ranks, over any devices, as networkx finds them."""
+    graph = nx.DiGraph()
+    for link, y in zip(fabric.links, length, strict=True):
+        graph.add_edge(link.src, link.dst, weight=y)
+    return [[nx.dijkstra_path_length(graph, src, dst) for dst in fabric.ranks] for src in fabric.ranks]

@@ -18,7 +18,7 @@ from topoplan.packing.bounds import best_bound
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
 from topoplan.plans.certificate import certified_bound, link_lengths
 from topoplan.plans.cheapest_forest import cheapest_forest
-from topoplan.plans.forest_length import rank_distances
+from topoplan.plans.forest_length import forest_length
 from topoplan.topology import Topology
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
@@ -173,19 +173,6 @@ def cheapest_protocol(d: list[list[int]]) -> int:
                         heapq.heappush(heap, (cost[following], following))
 
 
-@given(MACHINES, st.data())
-@settings(max_examples=60, deadline=None)
-def test_distances_are_those_of_networkx(topology: Topology, data: st.DataObject) -> None:
-    """Between ranks over any devices, other ranks included."""
-    fabric = nvlink(topology)
-    length = [data.draw(st.integers(0, 9)) for _ in fabric.links]
-    graph = nx.DiGraph()
-    for link, y in zip(fabric.links, length, strict=True):
-        graph.add_edge(link.src, link.dst, weight=y)
-    for src, row in zip(fabric.ranks, rank_distances(fabric, length), strict=True):
-        assert row == [nx.dijkstra_path_length(graph, src, dst) for dst in fabric.ranks]
-
-
 @given(MACHINES)
 @settings(max_examples=60, deadline=None)
 def test_arcs_are_the_simple_paths_through_switches(topology: Topology) -> None:
@@ -292,4 +279,4 @@ def test_a_rank_out_of_reach_is_named() -> None:
     """Distances need a path between every two ranks."""
     fabric = nvlink(machine(3, both_ways({("gpu0", "gpu2"): 1.0})))
     with pytest.raises(PlanError, match="rank 0 does not reach rank 1"):
-        rank_distances(fabric, [1, 1])
+        forest_length(fabric, [1, 1], "allreduce", None)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from regular_fabrics import cluster, hybrid_cubes, library, torus
 from small_fabrics import (
+    rank_distances,
     COLLECTIVES,
     ROOTED,
     both_ways,
@@ -30,7 +31,7 @@ from topoplan.packing.quotient import Quotient, look_alikes
 from topoplan.plans import Fabric
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.cheapest_forest import arborescence_length, cheapest_forest
-from topoplan.plans.forest_length import forest_length, rank_distances, zero_parts
+from topoplan.plans.forest_length import forest_length, zero_parts
 from topoplan.topology import Topology
 
 FEW = st.sampled_from([1.0, 2.0])

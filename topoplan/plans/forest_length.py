@@ -122,37 +122,6 @@ def _nearest(arcs: Arcs, where: Sequence[int]) -> list[int]:
     return near
 
 
-def rank_distances(fabric: Fabric, length: Sequence[int]) -> list[list[int]]:
-    """Shortest distances between all pairs of ranks, over any devices.
-
-    Parameters
-    ----------
-    length : sequence of int, one per link
-        Zero or more.
-
-    Returns
-    -------
-    list of N lists of N int
-
-    Raises
-    ------
-    PlanError
-        A rank does not reach another.
-    """
-    arcs: Arcs = {}
-    for (src, dst), y in zip(fabric.ends, length, strict=True):
-        arcs.setdefault(src, {})[dst] = y
-    table = []
-    for start in range(fabric.size):
-        row = _distances(arcs, start, range(fabric.size))
-        if -1 in row:
-            raise PlanError(
-                f"rank {start} does not reach rank {row.index(-1)} on the plan's channels", rank=start
-            )
-        table.append(row)
-    return table
-
-
 def _distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
     """Distance from one vertex to some, -1 where there is no way."""
     best = {start: 0}
