@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from regular_fabrics import cluster, hybrid_cubes, library, torus
 from small_fabrics import (
-    rank_distances,
     COLLECTIVES,
     ROOTED,
     both_ways,
@@ -20,6 +19,7 @@ from small_fabrics import (
     leaving,
     machine,
     parents_of_trees,
+    rank_distances,
     switched_machines,
 )
 

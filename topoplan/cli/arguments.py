@@ -82,6 +82,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def seconds(text: str) -> float:
+    """Seconds, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of 0 or more, such as 10")
+    return value
+
+
 def size_list(text: str) -> tuple[int, ...]:
     """Sizes in bytes, of 0 to `LARGEST_SIZE`, from ``1KB:1GB`` or ``0,64KB,1MB``.
 

@@ -53,6 +53,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "(default: 0.05)",
     )
     parser.add_argument(
+        "--time-limit",
+        type=arguments.seconds,
+        metavar="S",
+        help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
+    )
+    parser.add_argument(
         "-o",
         dest="output",
         metavar="F.json",
@@ -74,8 +80,9 @@ def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
-    for name, method in (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact")):
-        if getattr(options, name) is not None and options.method != method:
+    belongings = (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact"), ("time-limit", "exact"))
+    for name, method in belongings:
+        if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     check_target(options.output, "-o")
     check_plot(options.plot)
@@ -96,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
             epsilon=0.05 if options.epsilon is None else options.epsilon,
             threshold=0.05 if options.threshold is None else options.threshold,
             nbytes=options.size,
+            time_limit=options.time_limit,
             progress=progress,
         )
     if options.plot:

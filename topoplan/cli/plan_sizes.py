@@ -76,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
             f"--sizes tries every order of the trees, so --order {options.order} does not go with it; "
             "leave one of them out"
         )
+    if options.time_limit is not None:
+        raise UsageError(
+            "--time-limit ends the search for one plan and --sizes makes many; leave one of them out"
+        )
     if options.size is not None:
         raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
     machine = read_machine(options)

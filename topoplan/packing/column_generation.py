@@ -13,6 +13,7 @@ from fractions import Fraction
 from math import lcm
 
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.deadline import Deadline
 from topoplan.packing.oracle import Oracle
 from topoplan.packing.simplex import PackingSimplex
 from topoplan.plans.certificate import Certificate, Lengths, link_lengths
@@ -28,6 +29,7 @@ class ColumnGeneration:
     height: int | None = None
     progress: Progress | None = None
     columns: list[TreeColumn] = field(default_factory=list)
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
 
     def __post_init__(self) -> None:
         packing = self.packing
@@ -63,7 +65,7 @@ class ColumnGeneration:
         self.known.update(fresh)
 
     def run(self, target: Fraction, hopeless: Fraction | None) -> bool:
-        """Generate columns until the target is reached; False when it is out of reach.
+        """Generate columns until the target is reached; False when it is out of reach or time is up.
 
         ``hopeless``: stop as soon as the duals prove that the height does not allow this value.
         """
@@ -89,6 +91,8 @@ class ColumnGeneration:
             self.program.optimise(target=goal)
             if self.value >= target:
                 return True
+            if self.deadline.over():
+                return False
             duals, denominator = self.program.duals()
             lengths = duals[: self.rows]
             prices = duals[self.rows :] if packing.groups > 1 else [denominator]

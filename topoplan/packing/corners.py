@@ -14,6 +14,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.packing.deadline import Deadline
 from topoplan.packing.guided_simplex import GuidedSimplex
 from topoplan.packing.simplex import PackingSimplex
 from topoplan.packing.stream import Stream
@@ -39,7 +40,7 @@ def cheapest_corner(
     least: int,
     cost: Callable[[NearCorner], int],
     walks: int = WALKS,
-    work: int = WORK,
+    deadline: Deadline | None = None,
 ) -> Corner | None:
     """The corner of lowest cost that is met, or None where there was no time for any.
 
@@ -57,16 +58,16 @@ def cheapest_corner(
         For example the number of trees.
     walks : int
         Most walks.
-    work : int
-        Effort after which no further walk is started.
+    deadline : Deadline or None
+        When no further walk is started.
     """
     program.keep_optimal()
     count = program.columns - offset
-    limit = program.work + work
+    limit = program.work + WORK
     kept: NearCorner = {}
     best: Corner | None = None
     for walk in range(walks):
-        if program.work > limit:
+        if program.work > limit or (deadline is not None and deadline.over()):
             break
         weights = random.whole(count, _NOISE)
         if walk % 2 and kept:

@@ -15,9 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from topoplan.errors import PlanError
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.column_generation import ColumnGeneration, Progress
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.deadline import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.packing.peeling import Peeler
 from topoplan.packing.stream import Stream
 from topoplan.packing.thinning import thin
@@ -40,10 +42,13 @@ class ExactPacking:
     weights : dict of TreeColumn to Fraction
         Rate of each column in units of 1 / scale GB/s.
     certificate : Certificate
+    notes : tuple of str
+        What a time limit cut short.
     """
 
     weights: dict[TreeColumn, Fraction]
     certificate: Certificate
+    notes: tuple[str, ...] = ()
 
 
 def pack_exact(
@@ -52,6 +57,7 @@ def pack_exact(
     *,
     root: int | None = None,
     order: str = "height",
+    time_limit: float | Deadline | None = None,
     progress: Progress | None = None,
 ) -> ExactPacking:
     """The optimal packing of a collective, with its proof.
@@ -65,6 +71,8 @@ def pack_exact(
         Root rank of a broadcast or reduce.
     order : str
         ``height``: lowest height, then few trees. ``trees``: few trees, whatever their height.
+    time_limit : float, Deadline or None
+        Seconds after which the best packing so far is taken.
     progress : callable or None
         Called with a line of text now and then.
 
@@ -76,20 +84,39 @@ def pack_exact(
     -----
     The number of columns stays near the number of links. DGX-1V takes milliseconds.
     """
+    deadline = deadline_of(time_limit)
     packing = Packing(fabric, collective, root)
     certificate = best_bound(fabric, collective, root)
     target = certified_bound(certificate, fabric, collective, root) * packing.scale
     tight = certificate
-    generator = ColumnGeneration(packing, progress=progress)
+    generator = ColumnGeneration(packing, progress=progress, deadline=deadline)
     if not generator.run(target, None):
+        if deadline.cut:
+            return _cut_short(generator, certificate)
         target = generator.value
         certificate = tight = generator.lengths()
     if order == "height":
         generator = _lowest(packing, target, generator, progress)
     weights = thin(generator, generator.row_lengths(tight))
-    if order == "trees":
+    if order == "trees" and not deadline.over():
         weights = _peeled(packing, target, weights)
-    return ExactPacking(weights, certificate)
+    return ExactPacking(weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
+
+
+def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
+    """What is known of a packing whose time is up: the better of two bounds, and how far below it the rate is."""
+    packing = generator.packing
+    bounds = []
+    for candidate in (certificate, generator.lengths()):
+        try:
+            bound = certified_bound(candidate, packing.fabric, packing.collective, packing.root)
+        except PlanError:
+            # Lengths of a search under way may prove nothing.
+            continue
+        bounds.append((bound, candidate))
+    bound, best = min(bounds, key=lambda pair: pair[0])
+    note = generator.deadline.note(out_of_time(float(generator.value / packing.scale), float(bound)))
+    return ExactPacking(generator.weights(), best, (note,))
 
 
 def _peeled(
@@ -112,12 +139,15 @@ def _lowest(
     tallest = max(packing.height(column) for column in generator.used())
     pool = generator.columns
     for height in range(1, tallest):
-        limited = ColumnGeneration(packing, height=height, progress=progress)
+        if generator.deadline.over():
+            return generator
+        limited = ColumnGeneration(packing, height=height, progress=progress, deadline=generator.deadline)
         limited.add([column for column in pool if packing.height(column) <= height])
         if limited.run(target, target):
             return limited
         pool = sorted({*pool, *limited.columns})
-    limited = ColumnGeneration(packing, height=tallest, progress=progress)
+    if generator.deadline.over():
+        return generator
+    limited = ColumnGeneration(packing, height=tallest, progress=progress, deadline=generator.deadline)
     limited.add([column for column in pool if packing.height(column) <= tallest])
-    limited.run(target, None)
-    return limited
+    return limited if limited.run(target, None) else generator

@@ -18,6 +18,7 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.packing.bounds import best_bound
+from topoplan.packing.deadline import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.packing.low_starts import hops
 from topoplan.packing.low_trees import SMALL
 from topoplan.packing.orbit_generation import OrbitGeneration, Progress
@@ -66,6 +67,7 @@ def pack_on_orbits(
     *,
     root: int | None = None,
     order: str = "height",
+    time_limit: float | Deadline | None = None,
     progress: Progress | None = None,
 ) -> OrbitForest:
     """The optimal forest of a collective, low, and with its proof.
@@ -79,6 +81,8 @@ def pack_on_orbits(
         Root rank of a broadcast or reduce.
     order : str
         ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
+    time_limit : float, Deadline or None
+        Seconds after which the best forest so far is taken; heights, rounds and walks under way are ended.
     progress : callable or None
         Called with a line of text now and then.
 
@@ -89,6 +93,7 @@ def pack_on_orbits(
     >>> len(forest.shards), forest.notes
     (16, ())
     """
+    deadline = deadline_of(time_limit)
     known: _Found | None = None
     for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
         generators = tuple(
@@ -100,7 +105,9 @@ def pack_on_orbits(
             continue
         if known is not None and (known.trees <= fabric.size or fabric.size > MOST_AGAIN):
             break
-        search = _Search(OrbitPacking(orbits, collective, root), order, progress)
+        if known is not None and deadline.over():
+            break
+        search = _Search(OrbitPacking(orbits, collective, root), order, progress, deadline)
         search.run()
         found = _Found(search, len(orbits.elements))
         if known is None or found.rank(order) < known.rank(order):
@@ -140,6 +147,7 @@ class _Search:
     packing: OrbitPacking
     order: str
     progress: Progress | None
+    deadline: Deadline
     best: OrbitGeneration | None = None
     refuted: int = 0
     target: Fraction = field(init=False)
@@ -155,16 +163,16 @@ class _Search:
     def run(self) -> None:
         """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
         if self.order == "trees" and self.packing.fabric.size <= SMALL:
-            self.best = OrbitGeneration(self.packing, progress=self.progress)
+            self.best = self._generation(None)
             if not self.best.run(self.target):
                 self._prove(self.packing.certificate(self.best.duals()))
             return
         for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
-            if self._try(height):
+            if self._try(height) or self.deadline.over():
                 return
         size = self.packing.fabric.size
         if size <= SMALL:
-            free = OrbitGeneration(self.packing, progress=self.progress)
+            free = self._generation(None)
             free.add(self._pool())
             if not free.run(self.target):
                 self._prove(self.packing.certificate(free.duals()))
@@ -174,12 +182,12 @@ class _Search:
             if free.value > self.best.value:
                 self.best = free
         for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
-            if self._try(height):
+            if self.deadline.over() or self._try(height):
                 return
 
     def _try(self, height: int) -> bool:
         """Generate trees of a height; True where they are proved optimal."""
-        generation = OrbitGeneration(self.packing, height=height, progress=self.progress)
+        generation = self._generation(height)
         generation.add([tree for tree in self._pool() if tree.height <= height])
         reached = generation.run(self.target)
         if reached or self.best is None or generation.value > self.best.value:
@@ -190,6 +198,9 @@ class _Search:
             self.refuted = 1
         self._prove(self.packing.certificate(generation.duals()))
         return generation.value >= self.target
+
+    def _generation(self, height: int | None) -> OrbitGeneration:
+        return OrbitGeneration(self.packing, height=height, progress=self.progress, deadline=self.deadline)
 
     def _prove(self, lengths: Lengths) -> None:
         """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
@@ -212,6 +223,10 @@ class _Search:
         best = self.best
         assert best is not None, "at least one height has been tried"
         height = max(tree.height for tree in best.weights())
+        if self.deadline.cut:
+            rate, bound = float(best.value), float(self.target)
+            undone = out_of_time(rate, bound) if best.value < self.target else UNDONE
+            return (self.deadline.note(undone),)
         if self.order == "trees" or height <= self.refuted + 1:
             return ()
         return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)

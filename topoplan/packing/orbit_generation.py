@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from topoplan.packing.arborescence import cheapest_arborescence
 from topoplan.packing.corners import NearCorner, cheapest_corner
+from topoplan.packing.deadline import Deadline
 from topoplan.packing.guided_simplex import GuidedSimplex
 from topoplan.packing.low_trees import EFFORT, low_arborescences
 from topoplan.packing.orbit_packing import OrbitPacking, OrbitTree
@@ -56,6 +57,7 @@ class OrbitGeneration:
     progress: Progress | None = None
     trees: list[OrbitTree] = field(default_factory=list)
     gain: int = 1
+    deadline: Deadline = field(default_factory=lambda: Deadline(None))
 
     def __post_init__(self) -> None:
         packing = self.packing
@@ -98,7 +100,7 @@ class OrbitGeneration:
         return len(vectors)
 
     def run(self, target: Fraction | None) -> bool:
-        """Generate trees until the target is reached, or until pricing finds nothing better: then False."""
+        """Generate trees until the target is reached; False where pricing finds nothing better or time is up."""
         packing = self.packing
         lengths = self._first_lengths()
         prices: list[int] | None = None
@@ -127,6 +129,8 @@ class OrbitGeneration:
                 return goal is not None and self.program.reaches(goal)
             if goal is not None and self.program.reaches(goal):
                 return True
+            if self.deadline.over():
+                return False
             duals, denominator = self.program.near_duals()
             lengths = duals[: self.rows]
             prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
@@ -162,7 +166,13 @@ class OrbitGeneration:
         best = self.weights()
         random = Stream(0)
         found = cheapest_corner(
-            self.program, random, offset=self.offset, least=least, cost=self._images, walks=WALKS
+            self.program,
+            random,
+            offset=self.offset,
+            least=least,
+            cost=self._images,
+            walks=WALKS,
+            deadline=self.deadline,
         )
         if found is None:
             return best

@@ -18,6 +18,7 @@ from functools import partial
 from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.columns import Packing, TreeColumn
+from topoplan.packing.deadline import Deadline
 from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.exact_orbits import pack_on_orbits
 from topoplan.packing.hop_limited import LARGEST
@@ -53,6 +54,7 @@ def plan(
     epsilon: float = 0.05,
     threshold: float = 0.05,
     nbytes: int | None = None,
+    time_limit: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
@@ -80,6 +82,9 @@ def plan(
         stay, or failing that below the packing's rate.
     nbytes : int or None
         For ``nvlink+pcie``, the size of the buffer, on which the shares depend; None for the limit of large ones.
+    time_limit : float or None
+        For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
+        for no limit. It is looked at between the rounds of the search, and the first round is always made.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 
@@ -90,7 +95,7 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there.
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -111,6 +116,9 @@ def plan(
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
     _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
+    deadline = Deadline(time_limit)
+    if time_limit is not None and method != "exact":
+        raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
     chosen = topology.select(gpus)
     rank_of_root = root_rank(chosen, collective, root)
     if channels in CHANNEL_SPLITS:
@@ -120,7 +128,10 @@ def plan(
         over = partial(over, epsilon=epsilon, threshold=threshold, progress=progress)
         split = CHANNEL_SPLITS[channels]
         made = plan_channels(
-            split, lambda channel: over(channels=channel), machine=topology.name, nbytes=nbytes
+            split,
+            lambda channel: over(channels=channel, time_limit=deadline.left),
+            machine=topology.name,
+            nbytes=nbytes,
         )
         return made.timed(time.perf_counter() - started)
     if nbytes is not None:
@@ -139,7 +150,7 @@ def plan(
     elif method == THREE_PHASE:
         made = plan_three_phase(fabric, collective, root=rank_of_root, progress=progress)
     else:
-        made = _plan_exact(fabric, collective, rank_of_root, order, progress)
+        made = _plan_exact(fabric, collective, rank_of_root, order, deadline, progress)
     return made.timed(time.perf_counter() - started)
 
 
@@ -166,6 +177,7 @@ def _plan_exact(
     collective: str,
     root: int | None,
     order: str,
+    deadline: Deadline,
     progress: Callable[[str], None] | None,
 ) -> Plan:
     packing = Packing(fabric, collective, root)
@@ -179,7 +191,9 @@ def _plan_exact(
         if composed is not None:
             return replace(composed, method="exact")
     if fabric.size > LARGEST or fabric.in_network:
-        forest = pack_on_orbits(fabric, collective, root=root, order=order, progress=progress)
+        forest = pack_on_orbits(
+            fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
+        )
         return build_plan(
             fabric,
             collective,
@@ -190,8 +204,9 @@ def _plan_exact(
             method="exact",
             notes=forest.notes,
         )
-    packed = pack_exact(fabric, collective, root=root, order=order, progress=progress)
-    return _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
+    packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
+    made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
+    return replace(made, notes=packed.notes)
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:

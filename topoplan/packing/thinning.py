@@ -41,11 +41,13 @@ def thin(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fract
     """
     best = master.weights()
     least = fewest_possible(master.packing, lengths)
-    if len(best) <= least or master.program.work > WORK:
+    if len(best) <= least or master.program.work > WORK or master.deadline.over():
         return best
     random = Stream(0)
     master.add(_tight_columns(master, lengths, random))
-    found = cheapest_corner(master.program, random, offset=master.offset, least=least, cost=len)
+    found = cheapest_corner(
+        master.program, random, offset=master.offset, least=least, cost=len, deadline=master.deadline
+    )
     if found is None or len(found) >= len(best):
         return best
     return {master.columns[j - master.offset]: weight for j, weight in found.items()}
