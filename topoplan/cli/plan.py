@@ -204,6 +204,8 @@ def _order_text(plan: Plan, order: str) -> str:
     """What came first among forests of this rate, and how to ask for the other."""
     if plan.schedule == "three-phase":
         return "three phases reach the bound at once; lower heights were not searched"
+    if any(note.startswith("stopped after") for note in plan.notes):
+        return "stopped in time; neither heights nor numbers of trees were compared to the end"
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"
