@@ -59,6 +59,7 @@ class PackingSimplex:
         self._table: Whole = _fitting(
             [[int(limit), *(int(i == j) for j in range(rows))] for i, limit in enumerate(limits)]
         )
+        self._table_peak: int | None = None
         self._denominator = 1
         self._basis = [-1 - row for row in range(rows)]
         self._columns: NDArray[np.int64] = np.zeros((rows, 0), dtype=np.int64)
@@ -114,7 +115,7 @@ class PackingSimplex:
     def _dual_numerators(self) -> Whole:
         table = self._table
         costs = [int(self._costs[j]) if j >= 0 else 0 for j in self._basis]
-        if table.dtype != object and _largest(table) * sum(map(abs, costs)) < _SAFE:
+        if table.dtype != object and self._peak() * sum(map(abs, costs)) < _SAFE:
             return np.asarray(np.array(costs, dtype=np.int64) @ table[:, 1:])
         return np.asarray(np.array(costs, dtype=object) @ table[:, 1:].astype(object))
 
@@ -192,13 +193,19 @@ class PackingSimplex:
         row = int(np.argmin(open_duals))
         return -1 - row if -int(open_duals[row]) > gain else best
 
+    def _peak(self) -> int:
+        """The largest entry of the table, whatever its sign; looked up once for each pivot."""
+        if self._table_peak is None:
+            self._table_peak = _largest(self._table)
+        return self._table_peak
+
     def _column(self, number: int) -> Whole:
         """A column as the current basis sees it, over the common denominator."""
         table = self._table
         if number < 0:
             return table[:, -number].copy()
         column = self._columns[:, number]
-        if table.dtype == object or _largest(table) * int(np.abs(column).sum()) >= _SAFE:
+        if table.dtype == object or self._peak() * int(np.abs(column).sum()) >= _SAFE:
             return _fitting((table[:, 1:].astype(object) @ column.astype(object)).tolist())
         return table[:, 1:] @ column
 
@@ -208,13 +215,14 @@ class PackingSimplex:
         assert row is not None, "a packing program is bounded: every column uses some row"
         pivot = int(column[row])
         table = self._table
-        if table.dtype != object and _largest(table) * max(pivot, _largest(column)) >= _SAFE // 2:
+        if table.dtype != object and self._peak() * max(pivot, _largest(column)) >= _SAFE // 2:
             table = table.astype(object)
         if table.dtype == object:
             column = column.astype(object)
         fresh = (table * pivot - np.outer(column, table[row])) // self._denominator
         fresh[row] = table[row]
         self._table = fresh
+        self._table_peak = None
         self._denominator = pivot
         self._basis[row] = entering
         self.pivots += 1
