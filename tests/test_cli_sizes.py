@@ -57,7 +57,7 @@ def test_the_table_has_a_line_for_each_range(run: Run) -> None:
     assert lines[head + 1].endswith("1.43x")
     assert "crossovers: 94286 bytes (92.08KB)" in out
     assert "bound  150 GB/s: only 150 GB/s leave {gpu0}, and every byte must" in out
-    assert "model times of 4 schedules from 1KB to 1GB" in out
+    assert "model times of 5 schedules from 1KB to 1GB" in out
 
 
 def test_times_at_the_ends_are_those_of_the_model(run: Run) -> None:

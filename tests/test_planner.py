@@ -199,3 +199,22 @@ def test_more_gpus_than_memory_has_room_for_are_refused(monkeypatch: pytest.Monk
     assert str(caught.value) == (
         "packing trees of 16 GPUs takes about 15KB of memory; this machine can give 14.65KB; choose fewer GPUs"
     )
+
+
+@pytest.mark.parametrize(("collective", "most"), [("broadcast", 12), ("allreduce", 16), ("allgather", 16)])
+def test_few_trees_on_one_switch_are_never_more_than_the_stars(collective: str, most: int) -> None:
+    """DGX-2 with `order="trees"`: no more trees than one hop has, at the same rate."""
+    dgx = topoplan.load("dgx-2")
+    made = topoplan.plan(dgx, collective, order="trees")
+    assert topoplan.verify(made).optimal
+    assert made.trees <= most
+    assert made.rate == topoplan.plan(dgx, collective).rate
+
+
+def test_peeling_finds_few_trees_on_sixteen_uneven_gpus() -> None:
+    """MI250: the broadcast of 300 GB/s fits in six trees, the allreduce in eight."""
+    machine = topoplan.load("mi250")
+    for collective, trees in (("broadcast", 6), ("allreduce", 8)):
+        made = topoplan.plan(machine, collective, order="trees")
+        assert topoplan.verify(made).optimal
+        assert made.trees <= trees

@@ -99,7 +99,7 @@ def pack_exact(
         generator = _lowest(packing, target, generator, progress)
     weights = thin(generator, generator.row_lengths(tight))
     if order == "trees" and not deadline.over():
-        weights = _peeled(packing, target, weights)
+        weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
     return ExactPacking(weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
 
 
@@ -119,17 +119,19 @@ def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPa
     return ExactPacking(generator.weights(), best, (note,))
 
 
-def _peeled(
-    packing: Packing, target: Fraction, weights: dict[TreeColumn, Fraction]
-) -> dict[TreeColumn, Fraction]:
-    """The packing of fewest trees among the given one and some peelings."""
+def fewest_peeled(
+    packing: Packing, target: Fraction, *, fewer_than: int
+) -> dict[TreeColumn, Fraction] | None:
+    """Weights of the optimal packing of fewest trees among some peelings, or None where none has fewer than asked."""
     peeler = Peeler(packing)
+    best: dict[TreeColumn, Fraction] | None = None
     if peeler.applies:
         stream = Stream(1)
         for _ in range(PEELINGS):
-            fewer = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=len(weights))
-            weights = fewer or weights
-    return weights
+            found = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
+            if found is not None:
+                best, fewer_than = found, len(found)
+    return best
 
 
 def _lowest(

@@ -95,6 +95,7 @@ def pack_on_orbits(
     """
     deadline = deadline_of(time_limit)
     known: _Found | None = None
+    enough = 1 if order == "trees" and root is not None else fabric.size
     for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
         generators = tuple(
             tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
@@ -103,7 +104,7 @@ def pack_on_orbits(
         orbits = Orbits(fabric, generators, folded)
         if known is not None and len(orbits.elements) == known.elements:
             continue
-        if known is not None and (known.trees <= fabric.size or fabric.size > MOST_AGAIN):
+        if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
             break
         if known is not None and deadline.over():
             break

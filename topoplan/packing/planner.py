@@ -19,7 +19,7 @@ from topoplan.errors import UsageError
 from topoplan.packing.bounds import best_bound
 from topoplan.packing.columns import Packing, TreeColumn
 from topoplan.packing.deadline import Deadline
-from topoplan.packing.exact import ORDERS, pack_exact
+from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
 from topoplan.packing.exact_orbits import pack_on_orbits
 from topoplan.packing.hop_limited import LARGEST
 from topoplan.packing.minimise import minimise_trees
@@ -37,6 +37,9 @@ METHODS = ("exact", "mwu", THREE_PHASE)
 
 MOST_STARS = 64
 """Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+
+MOST_PEELED = 32
+"""Ranks up to which peeling is tried where few trees come first."""
 
 MOST_ROOTED = 64
 """Ranks up to which a broadcast or reduce over servers is packed of any trees; of more, first of composed ones."""
@@ -181,10 +184,11 @@ def _plan_exact(
     progress: Callable[[str], None] | None,
 ) -> Plan:
     packing = Packing(fabric, collective, root)
+    one_hop: Plan | None = None
     if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
         stars = one_hop_forest(packing)
         one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
-        if one_hop.gap == 0:
+        if one_hop.gap == 0 and order == "height":
             return one_hop
     if root is not None and fabric.size > MOST_ROOTED:
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
@@ -194,7 +198,7 @@ def _plan_exact(
         forest = pack_on_orbits(
             fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
         )
-        return build_plan(
+        made = build_plan(
             fabric,
             collective,
             root=root,
@@ -204,9 +208,20 @@ def _plan_exact(
             method="exact",
             notes=forest.notes,
         )
-    packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
-    made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
-    return replace(made, notes=packed.notes)
+    else:
+        packed = pack_exact(
+            fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
+        )
+        made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
+        made = replace(made, notes=packed.notes)
+    if order == "trees" and LARGEST < fabric.size <= MOST_PEELED and made.gap == 0:
+        bound = certified_bound(made.certificate, fabric, collective, root) * packing.scale
+        peeled = fewest_peeled(packing, bound, fewer_than=made.trees)
+        if peeled is not None:
+            made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
+    if one_hop is not None and one_hop.gap == 0 and one_hop.trees <= made.trees:
+        return one_hop
+    return made
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
