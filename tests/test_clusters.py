@@ -14,7 +14,7 @@ from topoplan.clusters.memory import estimated_bytes
 from topoplan.clusters.nic_wiring import wire_server
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.formats.load import library
-from topoplan.formats.pcie_tree import both_ways
+from topoplan.hosts.wires import both_ways
 from topoplan.plans.fabric import usable_fabric
 from topoplan.topology import Device, Link, Topology
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.nvidia_smi import parse_nvidia_smi
-from topoplan.formats.pcie_tree import CODES, cpus_of, infer_host_tree
+from topoplan.formats.pcie_tree import CODES, infer_host_tree
+from topoplan.hosts.wires import cpus_of
 from topoplan.machines import LIBRARY
 from topoplan.plans.fabric import Fabric
 from topoplan.topology import Topology

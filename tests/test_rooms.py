@@ -16,8 +16,19 @@ MODULES = sorted(
     path.relative_to(ROOT) for room in ("topoplan", "collectives") for path in (ROOT / room).rglob("*.py")
 )
 
-ORDER = ["errors", "units", "topology", "degraded", "clusters", "formats", "machines", "plans", "simulation"]
-ORDER += ["packing", "schedules", "choice", "plot", "compare", "cli"]
+ORDER = [
+    "errors",
+    "units",
+    "topology",
+    "degraded",
+    "clusters",
+    "hosts",
+    "formats",
+    "probe",
+    "machines",
+    "plans",
+]
+ORDER += ["simulation", "packing", "schedules", "choice", "calibration", "export", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 

@@ -25,6 +25,22 @@ SLOWEST, FASTEST = 1e-6, 1e9
 MOST_WIRES = 1_000_000
 """Most parallel wires of one link."""
 
+FACTS = {
+    "adapter": "the operating system's name of a NIC, such as mlx5_0",
+    "arch": "architecture of a CPU as NCCL names it: x86_64, arm64 or ppc64",
+    "cpus": "logical CPUs of a NUMA node, such as 0-19,40-59",
+    "family": "family number of a CPU",
+    "gcn": "architecture of an AMD GPU, such as gfx90a",
+    "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
+    "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
+    "model": "model number of a CPU",
+    "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
+    "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
+    "uuid": "identity of a GPU as the driver gives it",
+    "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
+}
+"""What `Device.facts` may state, all as texts; other keys are kept as they are."""
+
 MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
 """Largest number of GPUs of one server, and longest time in seconds, that `Topology.peer_access` may state."""
 
@@ -47,11 +63,13 @@ class Device:
         NUMA node.
     multicast, reduce : bool
         The device can copy one input to several outputs, or add several inputs (in-network collectives).
+    facts : tuple of (str, str)
+        What else is known of it, by key in ascending order (see `FACTS`). Plans do not depend on facts.
 
     Raises
     ------
     TopologyError
-        Empty name or unknown kind.
+        Empty name, unknown kind, or facts that are no texts in ascending order.
     """
 
     name: str
@@ -62,6 +80,7 @@ class Device:
     numa: int | None = None
     multicast: bool = False
     reduce: bool = False
+    facts: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -70,6 +89,35 @@ class Device:
             raise TopologyError(
                 f"device {self.name}: kind {self.kind!r} is unknown; use one of {', '.join(DEVICE_KINDS)}"
             )
+        keys = [key for key, _ in self.facts]
+        if keys != sorted(set(keys)) or not all(
+            isinstance(part, str) for fact in self.facts for part in fact
+        ):
+            raise TopologyError(
+                f"device {self.name}: facts {_shown(self.facts)} must be texts by key, each key once and in ascending "
+                "order"
+            )
+
+    def fact(self, key: str) -> str:
+        """The fact of this key, empty where it is not known.
+
+        Examples
+        --------
+        >>> Device("gpu0", "gpu", facts=facts(sm=70)).fact("sm")
+        '70'
+        """
+        return dict(self.facts).get(key, "")
+
+
+def facts(**known: object) -> tuple[tuple[str, str], ...]:
+    """Facts of a device from keyword arguments; what is None or empty is left out.
+
+    Examples
+    --------
+    >>> facts(sm=70, uuid="", gigabits=None, adapter="mlx5_0")
+    (('adapter', 'mlx5_0'), ('sm', '70'))
+    """
+    return tuple(sorted((key, str(value)) for key, value in known.items() if value not in (None, "")))
 
 
 @dataclass(frozen=True, slots=True)

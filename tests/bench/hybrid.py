@@ -2,7 +2,7 @@
 
 The bars of figure 26 are broadcasts on the allocations whose NVLinks carry most: 3, 4, 3, 4, 4 and 6 links' worth, at
 about 22 GB/s a link. So NVLinks have 22 GB/s here, not the nominal 25. The time of switching peer access was fitted
-to the same bars (`topoplan.formats.link_rates.PEER_ACCESS`), so their mean gain is no prediction; what changes with
+to the same bars (`topoplan.hosts.link_rates.PEER_ACCESS`), so their mean gain is no prediction; what changes with
 the number of GPUs, the sizes and the allreduce are.
 """
 

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from topoplan.formats.link_rates import H100, UNKNOWN, checked_rate
-from topoplan.formats.pcie_tree import (
-    CODES,
-    HostTree,
-    both_ways,
-    cpus_of,
-    host_links,
-    infer_host_tree,
-    listed,
-)
+from topoplan.formats.pcie_tree import CODES, HostTree, infer_host_tree
 from topoplan.formats.smi_matrix import Matrix, read_matrix
 from topoplan.formats.smi_nvlink import Nvlinks, read_nvlinks
+from topoplan.hosts.link_rates import H100, UNKNOWN, checked_rate
+from topoplan.hosts.notes import listed
+from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology
 
 _SERVER = "s0"

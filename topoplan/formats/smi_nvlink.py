@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topoplan.formats.link_rates import A100, GA102, H100, MOST_LINKS, P100, UNKNOWN, V100, GpuGeneration
-from topoplan.formats.pcie_tree import listed
 from topoplan.formats.smi_matrix import Matrix
+from topoplan.hosts.link_rates import A100, GA102, H100, MOST_LINKS, P100, UNKNOWN, V100, GpuGeneration
+from topoplan.hosts.notes import listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ _DEVICE_KEYS: dict[str, tuple[type, ...]] = {
     "numa": (int, type(None)),
     "multicast": (bool,),
     "reduce": (bool,),
+    "facts": (dict,),
 }
 _LINK_KEYS: dict[str, tuple[type, ...]] = {
     "src": (str,),
@@ -42,6 +43,7 @@ _TYPE_NAMES = {
     float: "a number",
     bool: "true or false",
     type(None): "null",
+    dict: "an object of texts",
 }
 _DEVICE_DEFAULTS: dict[str, object] = {
     "server": "",
@@ -50,6 +52,7 @@ _DEVICE_DEFAULTS: dict[str, object] = {
     "numa": None,
     "multicast": False,
     "reduce": False,
+    "facts": {},
 }
 _LINK_DEFAULTS: dict[str, object] = {"count": 1, "latency": None}
 
@@ -100,7 +103,7 @@ def topology_from_object(value: object) -> Topology:
     return Topology(
         name=name,
         devices=tuple(
-            Device(**_fields(item, _DEVICE_KEYS, ("name", "kind"), f"device {i}"))  # type: ignore[arg-type]
+            _device(_fields(item, _DEVICE_KEYS, ("name", "kind"), f"device {i}"), f"device {i}")
             for i, item in enumerate(_items(value, "devices"))
         ),
         links=tuple(
@@ -111,6 +114,15 @@ def topology_from_object(value: object) -> Topology:
         source=source,
         peer_access=_peer_access(value.get("peer_access", {})),
     )
+
+
+def _device(fields: dict[str, object], where: str) -> Device:
+    known = cast("dict[object, object]", fields.get("facts", {}))
+    for key, fact in known.items():
+        if not _is_text(key) or not _is_text(fact):
+            raise TopologyError(f"{where}: fact {str(key)[:60]!r} is {repr(fact)[:60]}; facts must be texts")
+    facts = tuple(sorted(cast("dict[str, str]", known).items()))
+    return Device(**fields | {"facts": facts})  # type: ignore[arg-type]
 
 
 def _peer_access(item: object) -> tuple[tuple[int, float], ...]:
@@ -167,15 +179,17 @@ def topology_to_object(topology: Topology) -> dict[str, object]:
         head["notes"] = list(topology.notes)
     if topology.peer_access:
         head["peer_access"] = {str(gpus): seconds for gpus, seconds in topology.peer_access}
-    head["devices"] = [
-        {key: field for key in _DEVICE_KEYS if (field := getattr(d, key)) != _DEVICE_DEFAULTS.get(key, ...)}
-        for d in topology.devices
-    ]
+    head["devices"] = [_device_to_object(device) for device in topology.devices]
     head["links"] = [
         {key: field for key in _LINK_KEYS if (field := getattr(link, key)) != _LINK_DEFAULTS.get(key, ...)}
         for link in topology.links
     ]
     return head
+
+
+def _device_to_object(device: Device) -> dict[str, object]:
+    fields = {key: getattr(device, key) for key in _DEVICE_KEYS} | {"facts": dict(device.facts)}
+    return {key: field for key, field in fields.items() if field != _DEVICE_DEFAULTS.get(key, ...)}
 
 
 def dump_topology_json(topology: Topology) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from topoplan.formats.link_rates import PCIE_X16, SOCKET, GpuGeneration
-from topoplan.formats.pcie_tree import both_ways
+from topoplan.hosts.link_rates import PCIE_X16, SOCKET, GpuGeneration
+from topoplan.hosts.wires import both_ways
 from topoplan.machines.boxes import PCIE_SOURCE, SERVER, HostSide, direct_box, switches
 from topoplan.topology import Device, Topology
 

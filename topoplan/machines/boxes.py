@@ -1,6 +1,6 @@
 """Generators of boxes: GPUs joined by links of their own or by an NVSwitch, with the PCIe side behind them.
 
-NVLink figures are nominal, PCIe and socket figures effective (see `topoplan.formats.link_rates`). A NIC is
+NVLink figures are nominal, PCIe and socket figures effective (see `topoplan.hosts.link_rates`). A NIC is
 shown where it plugs in; its network is not part of one server.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from topoplan.formats.link_rates import GpuGeneration
-from topoplan.formats.pcie_tree import both_ways, cpus_of, host_links
+from topoplan.hosts.link_rates import GpuGeneration
+from topoplan.hosts.nvlink_ends import STRIPED
+from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology
 
 SERVER = "s0"
-
-STRIPED = "nvswitch0 stands for all NVSwitch chips: hardware stripes every transfer over them"
 
 PCIE_SOURCE = (
     "PCIe: effective, NCCL src/graph/topo.cc kvDictPciGen: x16 of generation 3, 4, 5 is 12, 24, 48 GB/s; "
@@ -123,7 +122,7 @@ def direct_box(
 
     Examples
     --------
-    >>> from topoplan.formats.link_rates import V100
+    >>> from topoplan.hosts.link_rates import V100
     >>> host = HostSide({"gpu0": "cpu0", "gpu1": "cpu0"}, 12, 8, "")
     >>> box = direct_box("pair", host, gpu=V100, gpus=2, pairs={(0, 1): 2}, source="")
     >>> box.links[0].bandwidth, len(box.links)
@@ -145,7 +144,7 @@ def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, so
 
     Examples
     --------
-    >>> from topoplan.formats.link_rates import V100
+    >>> from topoplan.hosts.link_rates import V100
     >>> host = HostSide({f"gpu{i}": "cpu0" for i in range(4)}, 12, 8, "")
     >>> nvswitch_box("four", host, gpu=V100, gpus=4, source="").links[0]
     Link(src='gpu0', dst='nvswitch0', channel='nvlink', bandwidth=150.0, count=6, latency=None)

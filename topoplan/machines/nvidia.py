@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from topoplan.formats.link_rates import (
+from topoplan.hosts.link_rates import (
     A100,
     B200,
     H100,

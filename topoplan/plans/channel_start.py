@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from topoplan.formats.link_rates import PEER_ACCESS
+from topoplan.hosts.link_rates import PEER_ACCESS
 from topoplan.topology import Topology
 from topoplan.units import exact
 
@@ -50,7 +50,7 @@ def peer_access_seconds(topology: Topology) -> Fraction:
     The servers of an allocation switch at the same time, so the largest one counts. Between two numbers of GPUs
     that `Topology.peer_access` states the time is interpolated; below the first it is the first; above the last it
     grows with the number of peers, n - 1, each of which costs a process one call. A machine that states none is
-    taken as a DGX-1V (`topoplan.formats.link_rates.PEER_ACCESS`).
+    taken as a DGX-1V (`topoplan.hosts.link_rates.PEER_ACCESS`).
 
     Examples
     --------

@@ -1,0 +1,94 @@
+"""What a transfer between GPUs gets out of a wire, by generation and vendor: NCCL's own figures.
+
+NVLink and CPU figures are those of NCCL, ``src/graph/topo.h`` (2.27 to 2.30), a lane's those of ``kvDictPciGen`` in
+``src/graph/topo.cc``, XGMI's those of RCCL, ``src/graph/topo.h``. They are lower than the nominal figures of the
+library: a V100's NVLink counts 20 GB/s here and 25 there. Deliberately absent: NCCL's surcharge of a fifth for traffic
+between GPUs through an Intel CPU (``INTEL_P2P_OVERHEAD``), which belongs to its search and not to the wire.
+"""
+
+from __future__ import annotations
+
+import re
+
+LANE = {2.5: 0.1875, 5.0: 0.375, 8.0: 0.75, 16.0: 1.5, 32.0: 3.0, 64.0: 6.0}
+"""GB/s of one PCIe lane by its rate in GT/s; generations 1 to 6."""
+
+UNKNOWN_LANE = LANE[8.0]
+"""GB/s of a lane of unknown rate: NCCL takes generation 3."""
+
+UNKNOWN_WIDTH = 16
+"""Lanes where none are stated, as in NCCL."""
+
+NVLINK = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 87: 20.0, 90: 20.6, 100: 40.1}
+"""GB/s per direction of one NVLink, from this compute capability on."""
+
+XGMI = {"gfx90a": 36.0, "gfx94": 48.0, "": 24.0}
+"""GB/s per direction of one XGMI link by the beginning of the architecture's name."""
+
+MOST_NVLINKS = {60: 4, 70: 6, 80: 12, 90: 18}
+"""NVLinks of one GPU, from this compute capability on."""
+
+_INTEL = {0xCF: 40.0, 0x8F: 22.0, 0x55: 10.0, 0: 6.0}
+_NUMBERED_GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a"}
+
+
+def pcie_bandwidth(speed: str, width: int) -> float:
+    """GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes.
+
+    Examples
+    --------
+    >>> pcie_bandwidth("8 GT/s", 16), pcie_bandwidth("16.0 GT/s PCIe", 8), pcie_bandwidth("", 0)
+    (12.0, 12.0, 12.0)
+    """
+    match = re.match(r"\s*(\d+(?:\.\d+)?)\s*GT/s", speed)
+    return (width or UNKNOWN_WIDTH) * (LANE.get(float(match[1]), UNKNOWN_LANE) if match else UNKNOWN_LANE)
+
+
+def nvlink_bandwidth(sm: int) -> float:
+    """GB/s per direction of one NVLink of a GPU of this compute capability, such as 70; of an unknown one as of 80.
+
+    Examples
+    --------
+    >>> nvlink_bandwidth(70), nvlink_bandwidth(86), nvlink_bandwidth(89), nvlink_bandwidth(120)
+    (20.0, 12.0, 20.0, 40.1)
+    """
+    return next((rate for least, rate in sorted(NVLINK.items(), reverse=True) if sm >= least), NVLINK[80])
+
+
+def xgmi_bandwidth(gcn: str) -> float:
+    """GB/s per direction of one XGMI link; the architecture is a name, or a number as old files have it.
+
+    Examples
+    --------
+    >>> xgmi_bandwidth("gfx942"), xgmi_bandwidth("910"), xgmi_bandwidth("908")
+    (48.0, 36.0, 24.0)
+    """
+    name = _NUMBERED_GCN.get(gcn, gcn)
+    return next(rate for start, rate in XGMI.items() if name.startswith(start))
+
+
+def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
+    """GB/s per direction between two NUMA nodes.
+
+    Parameters
+    ----------
+    arch : str
+        x86_64, arm64 or ppc64.
+    vendor : str
+        As the processor gives it; of an unknown one the slowest figure is taken, where NCCL sees no limit at all.
+    family, model : int
+
+    Examples
+    --------
+    >>> socket_bandwidth("x86_64", "GenuineIntel", 6, 85), socket_bandwidth("x86_64", "AuthenticAMD", 23, 49)
+    (10.0, 16.0)
+    """
+    if arch == "ppc64":
+        return 32.0
+    if arch == "x86_64" and vendor == "AuthenticAMD":
+        return 16.0
+    if arch == "x86_64" and vendor == "GenuineIntel" and family == 6:
+        return next(rate for least, rate in _INTEL.items() if model >= least)
+    if arch == "x86_64" and vendor in ("CentaurHauls", "  Shanghai  ") and (family, model) == (7, 0x5B):
+        return 9.0
+    return 6.0
