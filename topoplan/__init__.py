@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from topoplan.plans.plan_file import load_plan
     from topoplan.plans.size_plans import SizePlans
     from topoplan.plans.verify import verify
+    from topoplan.probing.probe import probe
     from topoplan.schedules.double_binary_tree import double_binary_tree
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
@@ -62,6 +63,7 @@ _HOME = {
     "one_hop": "topoplan.schedules.one_hop",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
+    "probe": "topoplan.probing.probe",
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
@@ -96,6 +98,7 @@ __all__ = [
     "one_hop",
     "plan",
     "plan_by_size",
+    "probe",
     "ring",
     "simulate",
     "slow_links",

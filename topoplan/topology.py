@@ -33,6 +33,7 @@ FACTS = {
     "gcn": "architecture of an AMD GPU, such as gfx90a",
     "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
     "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
+    "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",

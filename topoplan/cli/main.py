@@ -23,6 +23,7 @@ COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
     "plan": "plan a collective and prove its rate",
+    "probe": "this machine, through its driver and Linux",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring",

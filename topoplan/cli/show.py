@@ -33,20 +33,24 @@ def add_options(parser: OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
     check_plot(options.plot)
-    topology = read_machine(options).topology
-    if options.plot:
+    show_machine(read_machine(options).topology, plot=options.plot, as_json=options.json)
+    return 0
+
+
+def show_machine(topology: Topology, *, plot: str | None, as_json: bool) -> None:
+    """Print a machine as text or as topology JSON, and draw it if a file is named."""
+    if plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.machine import draw_topology
 
-        save_figure(draw_topology(topology), options.plot)
-    if options.json:
+        save_figure(draw_topology(topology), plot)
+    if as_json:
         print_json(topology_to_object(topology))
-        return 0
+        return
     print(f"{topology.name}: {link_summary(topology)}")
     _print_parts(topology)
-    if options.plot:
-        print(f"written: {options.plot}")
-    return 0
+    if plot:
+        print(f"written: {plot}")
 
 
 def link_summary(topology: Topology) -> str:

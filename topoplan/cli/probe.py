@@ -1,0 +1,49 @@
+"""``topoplan probe``: the machine that this runs on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from topoplan.cli.arguments import OneLineParser, add_json, add_plot
+from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.show import show_machine
+from topoplan.errors import UsageError
+from topoplan.formats.topology_json import dump_topology_json
+from topoplan.probing.probe import probe
+
+
+def add_options(parser: OneLineParser) -> None:
+    """Add the options of ``probe``."""
+    parser.add_argument("-o", metavar="F.json", dest="output", help="write the machine as topology JSON")
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="read the machine even if a probe of the last 24 hours is kept",
+    )
+    parser.add_argument(
+        "--sysfs-root",
+        metavar="DIR",
+        type=Path,
+        help="folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else /sys)",
+    )
+    add_plot(parser, "the machine")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read this machine through its NVIDIA driver and Linux, show it, and write it as topology JSON."""
+    if options.output == "-" and options.json:
+        raise UsageError("-o - and --json both print the machine; leave one out")
+    check_target(options.output, "-o")
+    check_plot(options.plot)
+    topology = probe(sysfs_root=options.sysfs_root, refresh=options.refresh)
+    if options.output == "-":
+        print(dump_topology_json(topology), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, dump_topology_json(topology))
+    show_machine(topology, plot=options.plot, as_json=options.json)
+    if options.output and not options.json:
+        print(f"written: {options.output}")
+    return 0

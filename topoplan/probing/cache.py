@@ -1,0 +1,77 @@
+"""The last probe of this machine, kept in the user's cache folder, since a training job asks at every start.
+
+A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices and device files as now.
+All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to seconds. A link
+can die while a machine runs, so a kept probe is used for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from topoplan.errors import TopologyError
+from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.probing.sysfs import Sysfs
+from topoplan.topology import Topology
+
+MOST_AGE = 24 * 3600.0
+"""Seconds for which a kept probe is used."""
+
+_VERSION = "1"
+"""Changed when a probe would find something else on the same machine."""
+
+
+def cache_file(sysfs: Sysfs) -> Path | None:
+    """Where the probe of this machine, as it is now, is kept; None where the machine cannot be told from others."""
+    boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id")
+    if not boot:
+        return None
+    parts = [_VERSION, str(sysfs.root), platform.node(), boot]
+    parts.append(sysfs.text(sysfs.root / "module/nvidia/version") or "")
+    parts += sysfs.pci_devices()
+    parts += sysfs.names(sysfs.root / "class/infiniband")
+    parts += sorted(name for name in _names("/dev") if re.fullmatch(r"nvidia(\d+|ctl|-caps.*|-uvm)", name))
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder) / "topoplan" / f"probe-{digest}.json"
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def read_cache(path: Path | None) -> Topology | None:
+    """A kept probe that is not too old and can be read, else None."""
+    if path is None:
+        return None
+    try:
+        if not 0 <= time.time() - path.stat().st_mtime <= MOST_AGE:
+            return None
+        return parse_topology_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, TopologyError):
+        return None
+
+
+def write_cache(path: Path | None, topology: Topology) -> None:
+    """Keep a probe, whole or not at all; where nothing can be written, nothing is kept."""
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(dump_topology_json(topology))
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)

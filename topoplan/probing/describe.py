@@ -1,0 +1,108 @@
+"""From what driver and kernel say to one description of the server."""
+
+from __future__ import annotations
+
+from topoplan.hosts.host import Host, HostCpu, HostGpu, HostNic
+from topoplan.hosts.link_rates import SOCKET
+from topoplan.hosts.nccl_rates import socket_bandwidth
+from topoplan.hosts.notes import listed
+from topoplan.probing.driver import Driver
+from topoplan.probing.nics import MODELS, FoundNic, find_nics
+from topoplan.probing.nvlinks import nvlink_bundles
+from topoplan.probing.pcie import driver_tree, kernel_tree
+from topoplan.probing.sysfs import Sysfs, SysfsDevice
+from topoplan.topology import facts
+
+_BROADWELL = ("GenuineIntel", 6, 79)
+_NVSWITCH, _DISPLAY, _NVIDIA = "0x0680", "0x03", "10de:"
+
+
+def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
+    """The server as a `Host`, with a note for everything that is amiss or assumed."""
+    known = sysfs.pci_devices()
+    chains = {busid: sysfs.chain(busid) for busid in known if busid in {gpu.busid for gpu in driver.gpus}}
+    chains = {gpu.busid: chains.get(gpu.busid, []) for gpu in driver.gpus}
+    switches, others = _nvidia_devices(sysfs, known, set(chains))
+    bundles, nvlink_notes = nvlink_bundles(driver, switches, others)
+    cpus = sysfs.numa_nodes()
+    visible = any(chains.values())
+    nics, nic_notes = (
+        find_nics(sysfs) if visible else ((), ("no NIC is looked for without the kernel's PCIe tree",))
+    )
+    if visible:
+        places = chains | {nic.busid: sysfs.chain(nic.busid) for nic in nics}
+        kinds = dict.fromkeys(chains, "gpu") | {nic.busid: "nic" for nic in nics}
+        side = kernel_tree(places, kinds, driver, list(cpus))
+    else:
+        places = {}
+        side = driver_tree(driver)
+        cpus |= {device.cpu: cpus.get(device.cpu, "") for device in side.tree}
+    unreadable = tuple(
+        f"warning: {len(sysfs.unreadable)} files under {sysfs.root} cannot be read ({listed(sysfs.unreadable)}); "
+        "what they hide is assumed"
+        for _ in sysfs.unreadable[:1]
+    )
+    fabric = [f"warning: gpu{gpu.index}: NVLink fabric: {gpu.fabric}" for gpu in driver.gpus if gpu.fabric]
+    return Host(
+        name=name,
+        cpus=_cpus(driver, sysfs, cpus),
+        tree=side.tree,
+        gpus=tuple(
+            HostGpu(
+                busid=gpu.busid,
+                number=gpu.index,
+                model=gpu.name,
+                nvlinks=bundles[gpu.busid],
+                c2c=gpu.c2c,
+                facts=facts(sm=gpu.sm, uuid=gpu.uuid, mig=",".join(gpu.mig or ())),
+            )
+            for gpu in driver.gpus
+        ),
+        nics=_nics(nics, places),
+        source=(
+            f"probed: NVIDIA driver {driver.version or 'of unknown version'} and {sysfs.root}; NVLink nominal by "
+            "generation, PCIe by lanes and rate as NCCL counts them, CPUs as NCCL has them"
+        ),
+        notes=(*driver.notes, *nvlink_notes, *fabric, *side.notes, *nic_notes, *unreadable),
+    )
+
+
+def _nvidia_devices(sysfs: Sysfs, known: list[str], shown: set[str]) -> tuple[list[str], list[str]]:
+    """Bus ids of the NVSwitch chips, and of GPUs that the driver does not show, as in a container."""
+    switches, others = [], []
+    for busid in known:
+        folder = sysfs.root / "bus/pci/devices" / busid
+        if busid in shown or sysfs.text(folder / "vendor") != "0x10de":
+            continue
+        kind = sysfs.text(folder / "class") or ""
+        if kind.startswith(_NVSWITCH):
+            switches.append(busid)
+        elif kind.startswith(_DISPLAY):
+            others.append(busid)
+    return switches, others
+
+
+def _cpus(driver: Driver, sysfs: Sysfs, cpus: dict[int, str]) -> tuple[HostCpu, ...]:
+    arch, vendor, family, model = sysfs.processor()
+    bandwidth = socket_bandwidth(arch, vendor, family, model)
+    newest = max((gpu.sm or 0 for gpu in driver.gpus), default=0)
+    if (vendor, family, model) == _BROADWELL and newest >= 70:
+        # Measured on a DGX-1 with V100 (Blink, MLSys 2020, figures 14 and 16); with P100 NCCL's 6 GB/s agree (15).
+        bandwidth = SOCKET["Broadwell, older NCCL"]
+    known = facts(arch=arch, vendor=vendor, family=family or None, model=model or None)
+    name = sysfs.processor_name()
+    return tuple(
+        HostCpu(number, bandwidth, name, facts(**dict(known) | {"cpus": logical}))
+        for number, logical in sorted(cpus.items())
+    )
+
+
+def _nics(nics: tuple[FoundNic, ...], chains: dict[str, list[SysfsDevice]]) -> tuple[HostNic, ...]:
+    found = []
+    for nic in nics:
+        chip = chains[nic.busid][-1].chip if chains.get(nic.busid) else ""
+        model = MODELS.get(":".join(chip.split(":")[:2]), "")
+        speed = f"{nic.gigabits:g}" if nic.gigabits else ""
+        text = " ".join(part for part in (model, f"{speed} Gb/s" if speed else "") if part)
+        found.append(HostNic(nic.busid, text, facts(adapter=nic.adapter, gigabits=speed)))
+    return tuple(found)

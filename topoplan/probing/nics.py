@@ -1,0 +1,122 @@
+"""The NICs of this machine: RDMA devices with the speed of their active ports, or network interfaces where none is.
+
+As in NCCL, plain network interfaces count only where no RDMA device does: on a machine with InfiniBand they are for
+management. Virtual interfaces, and those slower than 10 Gb/s, never count.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from topoplan.probing.sysfs import Sysfs
+
+SLOWEST = 10.0
+"""Gb/s of the slowest network interface that counts."""
+
+MODELS = {
+    "15b3:1013": "ConnectX-4",
+    "15b3:1015": "ConnectX-4 Lx",
+    "15b3:1017": "ConnectX-5",
+    "15b3:1019": "ConnectX-5 Ex",
+    "15b3:101b": "ConnectX-6",
+    "15b3:101d": "ConnectX-6 Dx",
+    "15b3:101f": "ConnectX-6 Lx",
+    "15b3:1021": "ConnectX-7",
+    "15b3:1023": "ConnectX-8",
+    "15b3:a2d6": "BlueField-2",
+    "15b3:a2dc": "BlueField-3",
+    "1d0f:efa0": "EFA",
+    "1d0f:efa1": "EFA",
+    "1d0f:efa2": "EFA",
+    "1d0f:efa3": "EFA",
+}
+"""NIC models by PCI vendor and device."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundNic:
+    """A NIC.
+
+    Parameters
+    ----------
+    adapter : str
+        Such as ``mlx5_0``.
+    busid : str
+        Empty where the kernel gives none.
+    gigabits : float or None
+        Gb/s of its ports that are active, of all of them if none is, None where the kernel does not say.
+    active : bool
+        Some port is.
+    """
+
+    adapter: str
+    busid: str
+    gigabits: float | None
+    active: bool
+
+
+def find_nics(sysfs: Sysfs) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
+    """NICs in natural order of their adapters' names, and notes."""
+    remote = [
+        nic for name in _natural(sysfs.names(sysfs.root / "class/infiniband")) if (nic := _rdma(sysfs, name))
+    ]
+    interfaces = [
+        nic for name in _natural(sysfs.names(sysfs.root / "class/net")) if (nic := _interface(sysfs, name))
+    ]
+    taken = {nic.busid for nic in remote}
+    plain = [nic for nic in interfaces if nic.busid not in taken]
+    notes = [
+        f"warning: NIC {nic.adapter}: no port is active; counted with the speed it would have"
+        for nic in remote
+        if not nic.active
+    ]
+    if remote and plain:
+        names = ", ".join(nic.adapter for nic in plain)
+        notes.append(f"NICs are those with RDMA; {names} left out")
+    return tuple(remote or plain), tuple(notes)
+
+
+def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
+    folder = sysfs.root / "class/infiniband" / name
+    busid = _place(sysfs, f"class/infiniband/{name}")
+    if not busid:
+        return None
+    rates: list[tuple[float | None, bool]] = []
+    for port in sysfs.names(folder / "ports"):
+        match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", sysfs.text(folder / "ports" / port / "rate") or "")
+        state = sysfs.text(folder / "ports" / port / "state")
+        rates.append((float(match[1]) if match else None, state is None or state.startswith("4")))
+    active = [rate for rate, up in rates if up]
+    known = [rate for rate in active or [rate for rate, _ in rates] if rate is not None]
+    return FoundNic(name, busid, sum(known) if known else None, bool(active))
+
+
+def _interface(sysfs: Sysfs, name: str) -> FoundNic | None:
+    """A physical network interface that is up and fast enough."""
+    busid = _place(sysfs, f"class/net/{name}")
+    if not busid or sysfs.text(sysfs.root / "class/net" / name / "operstate") in ("down", "notpresent"):
+        return None
+    megabits = sysfs.number(sysfs.root / "class/net" / name / "speed")
+    if megabits is None or megabits < 1000 * SLOWEST:
+        return None
+    return FoundNic(name, busid, megabits / 1000, active=True)
+
+
+def _place(sysfs: Sysfs, path: str) -> str:
+    """Bus id of the PCI device behind a class entry; empty for a virtual one."""
+    try:
+        folder = (sysfs.root / path / "device").resolve(strict=True)
+    except (OSError, RuntimeError):
+        return ""
+    return folder.name if re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", folder.name) else ""
+
+
+def _natural(names: list[str]) -> list[str]:
+    """``mlx5_2`` before ``mlx5_10``."""
+    return sorted(
+        names,
+        key=lambda name: [
+            (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+        ],
+    )

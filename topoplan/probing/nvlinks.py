@@ -1,0 +1,234 @@
+"""The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
+
+A link counts if it is up at both ends. Where one end does not answer, the other's word is taken. Its bandwidth is the
+nominal one of its generation, as in the library, or the speed that the driver states where that is less: the stated
+one of a whole V100 link, 25.8 GB/s, counts bits that carry no data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from topoplan.hosts.host import NvlinkBundle
+from topoplan.hosts.notes import listed
+from topoplan.probing.driver import Driver, DriverGpu, DriverLink
+
+NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
+"""GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
+
+NOMINAL_BY_CAPABILITY = {60: 20.0, 70: 25.0, 86: 14.0625, 90: 25.0, 100: 50.0}
+"""The same from this compute capability on, for a driver that does not state the version."""
+
+_HIDDEN = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A link that is up, as one end sees it: where it leads, and how fast it is.
+
+    Parameters
+    ----------
+    end : str
+        One of `topoplan.hosts.host.NVLINK_ENDS`.
+    target : str
+        Bus id of the far end, empty where it is hidden.
+    bandwidth : float
+        GB/s per direction.
+    """
+
+    end: str
+    target: str
+    bandwidth: float
+
+
+def nvlink_bundles(
+    driver: Driver, switches: Collection[str], others: Collection[str]
+) -> tuple[dict[str, tuple[NvlinkBundle, ...]], tuple[str, ...]]:
+    """Bundles of each GPU by its bus id, and warnings.
+
+    Parameters
+    ----------
+    driver : Driver
+    switches : collection of str
+        Bus ids of the NVSwitch chips that the kernel lists.
+    others : collection of str
+        Bus ids of GPUs that the kernel lists and the driver does not show.
+    """
+    gpus = {gpu.busid: gpu for gpu in driver.gpus}
+    notes: list[str] = []
+    wires: dict[str, list[Wire]] = {}
+    for gpu in driver.gpus:
+        wires[gpu.busid], gpu_notes = _wires(gpu, gpus, switches, others)
+        notes += gpu_notes
+    notes += _slow(driver, wires)
+    bundles = {busid: _bundled(found) for busid, found in wires.items()}
+    agreed = _agreed(gpus, bundles, notes)
+    allowed, refusals = _without_refused(driver, agreed)
+    return {busid: tuple(found) for busid, found in allowed.items()}, (*notes, *refusals)
+
+
+def _wires(
+    gpu: DriverGpu, gpus: Collection[str], switches: Collection[str], others: Collection[str]
+) -> tuple[list[Wire], list[str]]:
+    name = f"gpu{gpu.index}"
+    if gpu.mig is not None:
+        note = f"warning: {name} is in MIG mode ({len(gpu.mig)} instances): no access between GPUs, NVLinks left out"
+        return [], [note] if gpu.links else [f"warning: {name} is in MIG mode ({len(gpu.mig)} instances)"]
+    wires = []
+    down, barred, silent = [], [], []
+    for link in gpu.links:
+        if link.active is False:
+            down.append(link.number)
+        elif link.peer_to_peer is False:
+            barred.append(link.number)
+        elif link.remote is None and link.end is None:
+            silent.append(link.number)
+        else:
+            end = _far_end(link, gpus, switches, others)
+            wires.append(Wire(end, link.remote or _HIDDEN, _bandwidth(gpu, link)))
+    notes = []
+    if down:
+        notes.append(f"warning: {name}: NVLink {_numbers(down)} of {len(gpu.links)} is down")
+    if barred:
+        notes.append(
+            f"warning: {name}: NVLink {_numbers(barred)} may not carry traffic between GPUs; left out"
+        )
+    if silent:
+        notes.append(f"warning: {name}: where NVLink {_numbers(silent)} leads is not told")
+    return wires, notes
+
+
+def _far_end(
+    link: DriverLink, gpus: Collection[str], switches: Collection[str], others: Collection[str]
+) -> str:
+    """What a link leads to: by bus id where it is visible, else by the driver's word, else a hidden NVSwitch."""
+    if link.remote in gpus or link.remote in others:
+        return "gpu"
+    if link.remote in switches:
+        return "nvswitch"
+    # A virtual machine that sees neither switch nor far GPU is given no bus id: NCCL, too, takes it for a switch.
+    return link.end if link.end in ("cpu", "nvswitch") else "nvswitch"
+
+
+def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
+    nominal = NOMINAL.get(link.version or 0)
+    if nominal is None:
+        sm = gpu.sm or 80
+        nominal = next(
+            (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
+        )
+    return min(nominal, link.speed) if link.speed else nominal
+
+
+def _slow(driver: Driver, wires: dict[str, list[Wire]]) -> list[str]:
+    """Links slower than the fastest of all GPUs of the same model."""
+    fastest: dict[str, float] = {}
+    for gpu in driver.gpus:
+        for wire in wires[gpu.busid]:
+            fastest[gpu.name] = max(fastest.get(gpu.name, 0.0), wire.bandwidth)
+    notes = []
+    for gpu in driver.gpus:
+        slow = Counter(wire.bandwidth for wire in wires[gpu.busid] if wire.bandwidth < fastest[gpu.name])
+        notes += [
+            f"warning: gpu{gpu.index}: {number} NVLink{'s' * (number > 1)} at {rate:g} GB/s, others at "
+            f"{fastest[gpu.name]:g}"
+            for rate, number in sorted(slow.items())
+        ]
+    return notes
+
+
+def _bundled(wires: list[Wire]) -> list[NvlinkBundle]:
+    """One bundle for each far end; all switches are one."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for wire in wires:
+        found.setdefault((wire.end, "" if wire.end == "nvswitch" else wire.target), []).append(wire.bandwidth)
+    return [NvlinkBundle(end, target, len(rates), sum(rates)) for (end, target), rates in found.items()]
+
+
+def _agreed(
+    gpus: dict[str, DriverGpu], bundles: dict[str, list[NvlinkBundle]], notes: list[str]
+) -> dict[str, list[NvlinkBundle]]:
+    """Bundles between GPUs as both ends confirm them; one that did not answer takes the other's word."""
+    told = {busid for busid, gpu in gpus.items() if gpu.mig is None and _all_told(gpu)}
+    direct = {
+        (busid, bundle.target): bundle
+        for busid, found in bundles.items()
+        for bundle in found
+        if bundle.end == "gpu" and bundle.target in gpus and bundle.target != busid
+    }
+    result = {
+        busid: [b for b in found if (busid, b.target) not in direct] for busid, found in bundles.items()
+    }
+    for first, second in dict.fromkeys((min(ends), max(ends)) for ends in sorted(direct)):
+        forth, back = direct.get((first, second)), direct.get((second, first))
+        if gpus[first].mig is not None or gpus[second].mig is not None:
+            continue
+        sides = [(forth, first), (back, second)]
+        words = [
+            side
+            for side, busid in sides
+            if side is not None and (busid in told or not told & {first, second})
+        ]
+        silent = [busid for side, busid in sides if side is None and busid in told]
+        known = words or [side for side in (forth, back) if side is not None]
+        if silent or len({side.count for side in known}) > 1:
+            counts = f"{forth.count if forth else 0} and {back.count if back else 0}"
+            notes.append(
+                f"warning: gpu{gpus[first].index}-gpu{gpus[second].index}: the two ends show {counts} NVLinks up; "
+                "the smaller number counts"
+            )
+        if silent:
+            continue
+        least = min(known, key=lambda side: (side.count, side.bandwidth))
+        result[first].append(NvlinkBundle("gpu", second, least.count, least.bandwidth))
+        result[second].append(NvlinkBundle("gpu", first, least.count, least.bandwidth))
+    return result
+
+
+def _all_told(gpu: DriverGpu) -> bool:
+    """Whether the driver says of every link of a GPU whether it is up and where it leads."""
+    return bool(gpu.links) and all(
+        link.active is False or link.remote is not None or link.end is not None for link in gpu.links
+    )
+
+
+def _without_refused(
+    driver: Driver, bundles: dict[str, list[NvlinkBundle]]
+) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
+    """Without the NVLinks over which the driver refuses access, and a warning for each."""
+    busid = {gpu.index: gpu.busid for gpu in driver.gpus}
+    switched = {gpu.index for gpu in driver.gpus if any(b.end == "nvswitch" for b in bundles[gpu.busid])}
+    notes = []
+    through_switch: dict[int, list[int]] = {}
+    for (first, second), reason in driver.refused_nvlink.items():
+        ends = busid[first], busid[second]
+        wires = [b for b in bundles[ends[0]] if b.end == "gpu" and b.target == ends[1]]
+        if wires:
+            notes.append(
+                f"warning: gpu{first}-gpu{second}: access over NVLink is refused ({reason}) though {wires[0].count} "
+                f"link{'s' * (wires[0].count > 1)} join{'s' * (wires[0].count == 1)} them; left out"
+            )
+            for here, there in (ends, ends[::-1]):
+                bundles[here] = [b for b in bundles[here] if b.end != "gpu" or b.target != there]
+        elif first in switched and second in switched:
+            through_switch.setdefault(first, []).append(second)
+            through_switch.setdefault(second, []).append(first)
+    for index, peers in sorted(through_switch.items()):
+        names = listed(f"gpu{peer}" for peer in sorted(peers))
+        if len(peers) == len(switched) - 1:
+            bundles[busid[index]] = [b for b in bundles[busid[index]] if b.end != "nvswitch"]
+            notes.append(
+                f"warning: gpu{index}: access over NVLink is refused to every GPU at the switch; its links are "
+                "left out (is the fabric manager running?)"
+            )
+        else:
+            notes.append(
+                f"warning: gpu{index}: access over NVLink is refused to {names}; the plan may use it all the same"
+            )
+    return bundles, notes
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
