@@ -24,7 +24,7 @@ ORDER = [
     "clusters",
     "hosts",
     "formats",
-    "probe",
+    "probing",
     "machines",
     "plans",
 ]
