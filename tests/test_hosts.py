@@ -1,0 +1,280 @@
+"""A server's description becomes a Topology: the tree keeps what limits a transfer, NVLinks lead where they lead."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import topoplan
+from topoplan.hosts import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, host_topology
+from topoplan.hosts.host import bus_id
+from topoplan.hosts.nccl_rates import nvlink_bandwidth, pcie_bandwidth, socket_bandwidth, xgmi_bandwidth
+from topoplan.hosts.pci_tree import switch_tree
+
+PEX = "1000:c010:1000:a096"
+GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:0a2", "1000:c030:1000:1a2"
+
+
+def gpu(number: int) -> str:
+    return f"0000:{0x20 + number:02x}:00.0"
+
+
+def bridge(number: int, parent: str = "", *, bandwidth: float = 24.0, chip: str = "") -> PciDevice:
+    return PciDevice(f"0000:{number:02x}:01.0", "bridge", parent, 0, bandwidth, chip)
+
+
+def below(number: int, parent: PciDevice | None, *, bandwidth: float = 24.0) -> PciDevice:
+    return PciDevice(gpu(number), "gpu", parent.busid if parent else "", 0, bandwidth)
+
+
+def server(tree: list[PciDevice], bundles: dict[int, list[NvlinkBundle]] | None = None) -> Host:
+    gpus = [device.busid for device in tree if device.kind == "gpu"]
+    return Host(
+        "server",
+        (HostCpu(0, 10.0),),
+        tuple(tree),
+        tuple(HostGpu(busid, i, nvlinks=tuple((bundles or {}).get(i, []))) for i, busid in enumerate(gpus)),
+        (),
+    )
+
+
+def wires(machine: topoplan.Topology, channel: str) -> dict[tuple[str, str], tuple[int, float]]:
+    links = [link for link in machine.links if link.channel == channel]
+    return {(link.src, link.dst): (link.count, link.bandwidth) for link in links}
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("00000000:06:00.0", "0000:06:00.0"),
+        ("0001:0A:00", "0001:0a:00.0"),
+        ("ffff:ff:01.0", "ffff:ff:01.0"),
+        ("12345678:06:1f.7", "12345678:06:1f.7"),
+    ],
+)
+def test_a_bus_id_is_written_as_the_kernel_writes_it(text: str, written: str) -> None:
+    assert bus_id(text) == written
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fffffff:ffff:ff", "FFFFFFF:FFFF:FF.0", "06:00.0", "0000:06:00.8", "gpu0"]
+)
+def test_what_is_no_bus_id_is_refused(text: str) -> None:
+    with pytest.raises(topoplan.TopologyError, match="no PCI bus id such as"):
+        bus_id(text)
+
+
+def test_rates_are_those_of_nccl_and_rccl() -> None:
+    """NCCL src/graph/topo.h and kvDictPciGen; RCCL's XGMI widths."""
+    assert [nvlink_bandwidth(sm) for sm in (60, 61, 70, 75, 80, 86, 89, 90, 100, 120)] == [
+        18.0, 18.0, 20.0, 20.0, 20.0, 12.0, 20.0, 20.6, 40.1, 40.1,
+    ]  # fmt: skip
+    assert [pcie_bandwidth(f"{rate} GT/s", 16) for rate in ("2.5", "5", "8", "16", "32")] == [
+        3,
+        6,
+        12,
+        24,
+        48,
+    ]
+    assert pcie_bandwidth("64.0 GT/s PCIe", 8) == 48
+    assert pcie_bandwidth("Unknown", 4) == 3
+    assert [xgmi_bandwidth(gcn) for gcn in ("906", "gfx908", "910", "gfx90a", "gfx942")] == [
+        24,
+        24,
+        36,
+        36,
+        48,
+    ]
+    intel = [socket_bandwidth("x86_64", "GenuineIntel", 6, model) for model in (79, 85, 143, 207)]
+    assert intel == [6, 10, 22, 40]
+    assert socket_bandwidth("x86_64", "AuthenticAMD", 25, 1) == 16
+    assert (socket_bandwidth("ppc64", "", 0, 0), socket_bandwidth("arm64", "", 0, 0)) == (32, 6)
+
+
+def test_a_bridge_above_one_device_is_a_link_as_fast_as_the_slower_of_the_two() -> None:
+    """The MI250's own bridge runs at x8 of generation 4 above a die that claims x16 of generation 5."""
+    root = bridge(1, bandwidth=12.0)
+    (die,) = switch_tree([root, below(0, root, bandwidth=48.0)])
+    assert (die.parent, die.bandwidth) == ("", 12.0)
+
+
+def test_branches_without_a_gpu_or_nic_do_not_make_a_switch() -> None:
+    top = bridge(1)
+    disk = PciDevice("0000:09:00.0", "other", top.busid, 0, 6.0)
+    empty = bridge(2, top.busid)
+    assert [device.kind for device in switch_tree([top, disk, empty, below(0, top)])] == ["gpu"]
+
+
+def test_two_levels_of_one_gen4_chip_are_one_switch() -> None:
+    """As NCCL's ncclTopoFlattenBcmSwitches; a third level of the same chip stays."""
+    top = bridge(1, chip=PEX)
+    lower = bridge(2, top.busid, chip=PEX)
+    third = bridge(3, lower.busid, chip=PEX)
+    tree = [top, lower, below(0, lower), below(1, lower), third, below(2, third), below(3, third)]
+    parents = {device.busid: device.parent for device in switch_tree(tree)}
+    assert parents == {
+        top.busid: "",
+        gpu(0): top.busid,
+        gpu(1): top.busid,
+        third.busid: top.busid,
+        gpu(2): third.busid,
+        gpu(3): third.busid,
+    }
+
+
+def test_a_gen5_chip_is_told_by_its_level_and_other_chips_stay_apart() -> None:
+    top, other = bridge(1, chip=GEN5_UPPER), bridge(2, chip="10b5:9797:10b5:9797")
+    lower = bridge(3, top.busid, chip=GEN5_LOWER)
+    nested = bridge(4, other.busid, chip="10b5:9797:10b5:9797")
+    tree = [
+        top,
+        lower,
+        below(0, lower),
+        below(1, lower),
+        other,
+        nested,
+        below(2, nested),
+        below(3, nested),
+        below(4, other),
+    ]
+    parents = {device.busid: device.parent for device in switch_tree(tree)}
+    assert parents[gpu(0)] == parents[gpu(1)] == top.busid
+    assert (parents[gpu(2)], parents[nested.busid]) == (nested.busid, other.busid)
+
+
+@given(st.data())
+def test_the_cut_down_tree_lets_every_pair_through_at_the_rate_of_the_whole_one(data: st.DataObject) -> None:
+    """The slowest link between two GPUs is the same before and after."""
+    size = data.draw(st.integers(2, 10))
+    tree: list[PciDevice] = []
+    for i in range(size):
+        bridges = [device.busid for device in tree if device.kind == "bridge"]
+        parent = data.draw(st.sampled_from(["", *bridges]))
+        tree.append(bridge(i, parent, bandwidth=float(data.draw(st.integers(1, 9)))))
+    for i in range(data.draw(st.integers(1, 6))):
+        above = data.draw(st.sampled_from(tree[:size]))
+        tree.append(below(i, above, bandwidth=float(data.draw(st.integers(1, 9)))))
+    cut = switch_tree(tree)
+    gpus = [device.busid for device in tree if device.kind == "gpu"]
+    assert {device.busid for device in cut if device.kind == "gpu"} == set(gpus)
+    for first in gpus:
+        for second in gpus:
+            assert slowest(tree, first, second) == slowest(list(cut), first, second)
+    children = [device.parent for device in cut]
+    assert all(children.count(device.busid) > 1 for device in cut if device.kind == "bridge")
+
+
+def slowest(tree: list[PciDevice], first: str, second: str) -> float | None:
+    """Bandwidth between two GPUs; None where they share no bridge."""
+    place = {device.busid: device for device in tree}
+
+    def upwards(busid: str) -> list[str]:
+        return [busid, *upwards(place[busid].parent)] if busid else []
+
+    one, two = upwards(first), upwards(second)
+    shared = next((busid for busid in one if busid in two), None)
+    if shared is None or first == second:
+        return None
+    return min(place[busid].bandwidth for way in (one, two) for busid in way[: way.index(shared)])
+
+
+def test_nvlinks_listed_by_both_ends_are_one_wire_in_two_directions() -> None:
+    tree = [below(0, None), below(1, None)]
+    bundles = {i: [NvlinkBundle("gpu", gpu(1 - i), 2, 50.0)] for i in (0, 1)}
+    machine = host_topology(server(tree, bundles))
+    assert wires(machine, "nvlink") == {("gpu0", "gpu1"): (2, 50.0), ("gpu1", "gpu0"): (2, 50.0)}
+    assert machine.notes == ()
+    assert topoplan.verify(topoplan.plan(machine)).exact_rate == Fraction(50)
+
+
+def test_all_switch_chips_are_one_switch() -> None:
+    tree = [below(i, None) for i in range(4)]
+    bundles = {
+        i: [NvlinkBundle("nvswitch", f"0000:c{chip}:00.0", 3, 75.0) for chip in range(2)] for i in range(4)
+    }
+    machine = host_topology(server(tree, bundles))
+    assert set(wires(machine, "nvlink").values()) == {(6, 150.0)}
+    assert [device.name for device in machine.devices if device.kind == "nvswitch"] == ["nvswitch0"]
+    assert topoplan.plan(machine).rate == 100.0
+
+
+def test_power_cpus_are_joined_by_nvlink() -> None:
+    bundles = {0: [NvlinkBundle("cpu", "", 3, 60.0)]}
+    machine = host_topology(server([below(0, None), below(1, None)], bundles))
+    assert wires(machine, "nvlink") == {("gpu0", "cpu0"): (3, 60.0), ("cpu0", "gpu0"): (3, 60.0)}
+
+
+@pytest.mark.parametrize(
+    ("bundle", "note"),
+    [
+        (
+            NvlinkBundle("gpu", gpu(0), 12, 240.0),
+            "gpu0: 12 NVLinks to itself (0000:20:00.0); which GPU is at the far end",
+        ),
+        (
+            NvlinkBundle("gpu", "0000:99:00.0", 1, 20.0),
+            "gpu0: 1 NVLink to 0000:99:00.0, which is none of the GPUs",
+        ),
+        (
+            NvlinkBundle("unknown", "", 2, 40.0),
+            "gpu0: 2 NVLinks to an unknown far end (not visible); they are left out",
+        ),
+    ],
+)
+def test_nvlinks_that_lead_nowhere_are_left_out_with_a_note(bundle: NvlinkBundle, note: str) -> None:
+    machine = host_topology(server([below(0, None), below(1, None)], {0: [bundle]}))
+    assert not wires(machine, "nvlink")
+    assert machine.notes[0].startswith(note)
+
+
+def test_a_link_that_one_end_lists_is_used_in_its_direction_with_a_note() -> None:
+    machine = host_topology(
+        server([below(0, None), below(1, None)], {0: [NvlinkBundle("gpu", gpu(1), 2, 50.0)]})
+    )
+    assert wires(machine, "nvlink") == {("gpu0", "gpu1"): (2, 50.0)}
+    assert machine.notes == (
+        "gpu0 lists 2 NVLinks to gpu1, but gpu1 lists none to gpu0; used in one direction",
+    )
+
+
+def test_nics_without_a_place_hang_on_their_cpu() -> None:
+    """As `<nic>` straight below `<cpu>` in NCCL's files."""
+    host = server([below(0, None)])
+    host = Host(
+        host.name, host.cpus, host.tree, host.gpus, (HostNic("", "", (("adapter", "eth0"),), 0, 12.5),)
+    )
+    machine = host_topology(host)
+    assert wires(machine, "pcie")["nic0", "cpu0"] == (1, 12.5)
+    assert machine.device("nic0").fact("adapter") == "eth0"
+
+
+def test_each_direction_between_cpus_is_as_fast_as_its_own_end() -> None:
+    host = Host("two", (HostCpu(0, 10.0), HostCpu(1, 6.0)), (below(0, None),), (HostGpu(gpu(0), 0),), ())
+    assert wires(host_topology(host), "sys") == {("cpu0", "cpu1"): (1, 10.0), ("cpu1", "cpu0"): (1, 6.0)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "gpus", "message"),
+    [
+        (
+            [below(0, None), below(0, None)],
+            1,
+            "pci 0000:20:00.0 is there twice; a bus id names one device of a server",
+        ),
+        ([below(0, bridge(1))], 1, "pci 0000:20:00.0 hangs below 0000:01:01.0, which is no bridge before it"),
+        (
+            [PciDevice(gpu(0), "gpu", "", 3, 12.0)],
+            1,
+            "pci 0000:20:00.0 is on NUMA node 3, which is not listed",
+        ),
+        ([below(0, None)], 2, "GPU 1 is at 0000:21:00.0, which is not in the PCIe tree"),
+    ],
+)
+def test_contradictions_are_named(tree: list[PciDevice], gpus: int, message: str) -> None:
+    host = Host("odd", (HostCpu(0, 10.0),), tuple(tree), tuple(HostGpu(gpu(i), i) for i in range(gpus)), ())
+    with pytest.raises(topoplan.TopologyError) as error:
+        host_topology(host)
+    assert str(error.value) == message
