@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -395,3 +396,26 @@ def test_links_of_a_server_keep_count_and_latency() -> None:
         (Link("a", "b", "nvlink", 50.0, 2, 1e-6), Link("b", "a", "nvlink", 50.0, 2, 1e-6)),
     )
     assert Link("s0.a", "s0.b", "nvlink", 50.0, 2, 1e-6) in cluster([Server(fast)], nic_gbps=100).links
+
+
+def with_nic_speeds(*gigabits: str) -> topoplan.Topology:
+    """A DGX-1V whose NICs state speeds, as a probed machine's do."""
+    machine = topoplan.load("dgx-1v")
+    speeds = iter(gigabits)
+    devices = tuple(
+        replace(device, facts=(("gigabits", next(speeds)),)) if device.kind == "nic" else device
+        for device in machine.devices
+    )
+    return replace(machine, devices=devices)
+
+
+def test_nics_that_state_their_speed_need_no_other() -> None:
+    stated = cluster([Server(with_nic_speeds("40", "40", "40", "40"), count=2)])
+    said = cluster([Server(topoplan.load("dgx-1v"), count=2)], nic_gbps=40)
+    assert stated.links == said.links
+
+
+def test_nics_of_different_speeds_are_not_guessed() -> None:
+    with pytest.raises(topoplan.UsageError) as error:
+        cluster([Server(with_nic_speeds("40", "100", "40", "40"), count=2)])
+    assert str(error.value) == "the NICs of dgx-1v differ (100, 40 Gb/s): say with nic_gbps what each has"

@@ -30,7 +30,7 @@ def add_cluster(parser: OneLineParser) -> None:
         "--nic-gbps",
         type=_gigabits,
         metavar="Gb/s",
-        help="Gb/s of one NIC in one direction, as NICs are sold",
+        help="Gb/s of one NIC in one direction, as NICs are sold (default: what the machine's NICs state)",
     )
     group.add_argument(
         "--nics",
@@ -86,7 +86,8 @@ def as_cluster(
             option = f"--{given[0].replace('_', '-')}"
             raise UsageError(f"{option} belongs to a cluster; add --servers, or leave {option} out")
         return machine
-    if options.nic_gbps is None:
+    stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
+    if options.nic_gbps is None and not stated:
         raise UsageError("--servers needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
     return cluster(
         _servers(machine, options.servers, gpus or ()),

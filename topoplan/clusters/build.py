@@ -8,7 +8,7 @@ from dataclasses import replace
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, join_servers
 from topoplan.clusters.nic_wiring import WiredServer, wire_server
-from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate
+from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate, stated_gigabits
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
 
@@ -34,8 +34,8 @@ def cluster(
     ----------
     servers : sequence of Server
         At least one; each may stand for several that are alike, and may say its own ``nics`` and ``nic_gbps``.
-    nic_gbps : float
-        Gb/s of each NIC in each direction, as NICs are sold.
+    nic_gbps : float or None
+        Gb/s of each NIC in each direction, as NICs are sold; None for what the machine's own NICs state, all alike.
     nics : int or None
         NICs of each server: the first so many of the machine, those near its allocation first; where it has fewer, NICs
         without a place on PCIe are added. None takes the machine's NICs, or one where it has none.
@@ -83,14 +83,12 @@ def cluster(
     for server in servers:
         if server not in wired:
             gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
-            if gbps is None:
-                raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
             wired[server] = wire_server(
                 server.machine,
                 server.gpus,
                 served=server.served,
                 nics=server.nics or nics,
-                rate=nic_rate(gbps),
+                rate=nic_rate(stated_gigabits(server.machine) if gbps is None else gbps),
                 access=nic_access,
             )
     _check_memory(servers, wired)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,25 @@ def nic_rate(gbps: float) -> float:
     if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
         raise UsageError(f"nic_gbps {_shown(gbps)} must be a number of Gb/s above zero, for example 100")
     return gigabytes_from_gigabits(gbps)
+
+
+def stated_gigabits(machine: Topology) -> float:
+    """Gb/s that every NIC of a machine states as its own, as a probed machine's do.
+
+    Raises
+    ------
+    UsageError
+        None is stated, or they differ.
+    """
+    stated = sorted({device.fact("gigabits") for device in machine.devices if device.kind == "nic"})
+    numbers = [text for text in stated if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) and float(text) > 0]
+    if len(stated) == len(numbers) == 1:
+        return float(numbers[0])
+    if len(numbers) > 1:
+        raise UsageError(
+            f"the NICs of {machine.name} differ ({', '.join(numbers)} Gb/s): say with nic_gbps what each has"
+        )
+    raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
 
 
 def _shown(value: object) -> str:
