@@ -1,0 +1,329 @@
+"""What the probe concludes from answers: rates of PCIe links, NVLinks that both ends confirm, CUDA's view, its cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
+from topoplan.probing.driver import Driver, DriverGpu, DriverLink
+from topoplan.probing.nics import find_nics
+from topoplan.probing.nvlinks import nvlink_bundles
+from topoplan.probing.pcie import driver_tree, kernel_tree
+from topoplan.probing.sysfs import Sysfs, SysfsDevice
+from topoplan.probing.visible import visible
+
+GPU = "0000:07:00.0"
+
+
+def pci(
+    busid: str, parent: str, speed: float | None, width: int | None, *, now: int | None = None
+) -> SysfsDevice:
+    """A PCI device with the highest rate and width it knows, and its present width."""
+    return SysfsDevice(busid, parent, "pci0000:00", "0x030200", "", 0, None, speed, now or width, width)
+
+
+def driver_gpu(
+    index: int = 0, busid: str = GPU, links: Sequence[DriverLink] = (), **changes: object
+) -> DriverGpu:
+    gpu = DriverGpu(
+        index, busid, "V100", f"GPU-{index}", 70, tuple(links), 3, 3, 16, 16, True, 0, None, 0.0, ""
+    )
+    return replace(gpu, **changes)  # type: ignore[arg-type]
+
+
+def driver(*gpus: DriverGpu, **changes: object) -> Driver:
+    return replace(Driver("550", gpus, {}, {}, {}, ()), **changes)  # type: ignore[arg-type]
+
+
+def up(
+    number: int, remote: str | None, *, end: str | None = None, speed: float | None = 25.781
+) -> DriverLink:
+    return DriverLink(number, True, True, 2, speed, remote, end)
+
+
+def chain(
+    root: tuple[float, int], upper: tuple[float, int], port: tuple[float, int], gpu: SysfsDevice
+) -> list[SysfsDevice]:
+    """Root port, upstream and downstream port of a switch, GPU."""
+    ids = ["0000:00:02.0", "0000:05:00.0", "0000:06:08.0"]
+    ports = [pci(ids[i], ids[i - 1] if i else "", *rate) for i, rate in enumerate((root, upper, port))]
+    return [*ports, gpu]
+
+
+def bandwidths(
+    devices: list[SysfsDevice], gpu: DriverGpu | None = None
+) -> tuple[list[float], tuple[str, ...]]:
+    shown = gpu or driver_gpu()
+    side = kernel_tree({GPU: devices}, {GPU: "gpu"}, driver(shown), [0])
+    return [device.bandwidth for device in side.tree], side.notes
+
+
+def test_a_link_runs_at_what_both_of_its_ends_know() -> None:
+    """The GPU knows generation 4, its port generation 3; the switch's own link upwards is another one, at x8."""
+    gpu = pci(GPU, "0000:06:08.0", 16.0, 16)
+    found, notes = bandwidths(chain((8.0, 16), (16.0, 8), (8.0, 16), gpu))
+    assert found == [12.0, 6.0, 12.0, 12.0]
+    assert notes == ()
+
+
+def test_a_link_that_lost_lanes_has_those_it_has_and_a_warning() -> None:
+    gpu = pci(GPU, "0000:06:08.0", 8.0, 16, now=4)
+    found, notes = bandwidths(chain((8.0, 16), (8.0, 16), (8.0, 16), gpu))
+    assert found[-1] == 3.0
+    assert notes == ("warning: gpu0: its PCIe link runs at x4, both ends have x16",)
+
+
+def test_a_card_in_a_narrow_slot_runs_as_wide_as_the_slot_without_a_warning() -> None:
+    gpu = pci(GPU, "0000:06:08.0", 8.0, 16, now=8)
+    found, notes = bandwidths(chain((8.0, 16), (8.0, 16), (8.0, 8), gpu))
+    assert found[-1] == 6.0
+    assert notes == ()
+
+
+@pytest.mark.parametrize(("idle", "rate", "warnings"), [(True, 12.0, 0), (False, 3.0, 1)])
+def test_an_idle_gpu_lowers_its_generation_and_one_under_load_is_degraded(
+    idle: bool, rate: float, warnings: int
+) -> None:
+    gpu = driver_gpu(generation=1, idle=idle)
+    found, notes = bandwidths([pci(GPU, "", 8.0, 16)], gpu)
+    assert found == [rate]
+    assert [note for note in notes if "generation 1 under load" in note] == list(notes)
+    assert len(notes) == warnings
+
+
+def test_a_gpu_without_a_bridge_as_in_a_virtual_machine_has_its_own_link() -> None:
+    found, notes = bandwidths([pci(GPU, "", 16.0, 8)])
+    assert (found, notes) == ([12.0], ())
+
+
+def test_a_rate_that_nobody_knows_is_generation_3_with_a_note() -> None:
+    found, notes = bandwidths(
+        [pci(GPU, "", None, None)], driver_gpu(width=None, most_width=None, most_generation=None)
+    )
+    assert found == [12.0]
+    assert notes == (f"PCIe rate not known, generation 3 assumed: {GPU}",)
+
+
+def test_a_gpu_that_the_kernel_does_not_list_hangs_on_its_cpu_with_a_warning() -> None:
+    found, notes = bandwidths([])
+    assert found == [12.0]
+    assert notes[0].startswith(f"warning: gpu0 ({GPU}) is not in the kernel's PCIe tree")
+
+
+def test_without_the_kernels_tree_the_drivers_word_on_each_pair_places_gpus() -> None:
+    ids = [f"0000:0{i}:00.0" for i in range(4)]
+    gpus = [driver_gpu(i, busid, numa=i // 2) for i, busid in enumerate(ids)]
+    codes = {(0, 1): "PIX", (2, 3): "PIX", (0, 2): "SYS", (0, 3): "SYS", (1, 2): "SYS", (1, 3): "SYS"}
+    side = driver_tree(driver(*gpus, ancestors=codes))
+    parents = {device.busid: device.parent for device in side.tree}
+    assert parents[ids[0]] == parents[ids[1]] != parents[ids[2]] == parents[ids[3]]
+    assert {device.cpu for device in side.tree} == {0, 1}
+
+
+def counts(
+    *gpus: DriverGpu, switches: Sequence[str] = (), **changes: object
+) -> tuple[dict[str, list[tuple[str, int]]], list[str]]:
+    """Far ends and counts of the bundles of each GPU, and warnings."""
+    bundles, notes = nvlink_bundles(driver(*gpus, **changes), switches, [])
+    return {
+        busid: [(bundle.end, bundle.count) for bundle in found] for busid, found in bundles.items()
+    }, list(notes)
+
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+
+
+def pair(
+    first: Sequence[DriverLink], second: Sequence[DriverLink], **changes: object
+) -> tuple[DriverGpu, DriverGpu]:
+    return driver_gpu(0, FIRST, first), driver_gpu(1, SECOND, second, **changes)
+
+
+def test_links_that_both_ends_show_count() -> None:
+    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], [up(0, FIRST), up(1, FIRST)]))
+    assert found == {FIRST: [("gpu", 2)], SECOND: [("gpu", 2)]}
+    assert notes == []
+
+
+def test_a_link_that_one_end_shows_down_does_not_count() -> None:
+    down = replace(up(1, None), active=False)
+    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], [up(0, FIRST), down]))
+    assert found == {FIRST: [("gpu", 1)], SECOND: [("gpu", 1)]}
+    assert notes == [
+        "warning: gpu1: NVLink 1 of 2 is down",
+        "warning: gpu0-gpu1: the two ends show 2 and 1 NVLinks up; the smaller number counts",
+    ]
+
+
+def test_an_end_that_does_not_answer_takes_the_others_word() -> None:
+    mute = [DriverLink(number, None, None, None, None, None, None) for number in range(2)]
+    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], mute))
+    assert found == {FIRST: [("gpu", 2)], SECOND: [("gpu", 2)]}
+    assert notes == ["warning: gpu1: where NVLink 0, 1 leads is not told"]
+
+
+@pytest.mark.parametrize(
+    "link",
+    [up(0, "0000:c1:00.0"), up(0, ""), up(0, "", end="nvswitch"), up(0, None, end="nvswitch")],
+    ids=["listed", "hidden", "hidden by type", "by type alone"],
+)
+def test_an_nvswitch_is_known_by_its_bus_id_its_type_or_by_being_hidden(link: DriverLink) -> None:
+    found, notes = counts(*pair([link], [link]), switches=["0000:c1:00.0"])
+    assert found == {FIRST: [("nvswitch", 1)], SECOND: [("nvswitch", 1)]}
+    assert notes == []
+
+
+def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
+    bundles, notes = nvlink_bundles(
+        driver(*pair([up(0, SECOND), up(1, SECOND, speed=12.89)], [up(0, FIRST), up(1, FIRST, speed=12.89)])),
+        [],
+        [],
+    )
+    assert [bundle.bandwidth for bundle in bundles[FIRST]] == [25.0 + 12.89]
+    assert notes[0] == "warning: gpu0: 1 NVLink at 12.89 GB/s, others at 25"
+
+
+@pytest.mark.parametrize(
+    ("version", "sm", "speed", "rate"),
+    [
+        (1, 60, 20.625, 20.0),
+        (5, 80, 25.0, 25.0),
+        (6, 90, 26.562, 25.0),
+        (7, 100, 53.125, 50.0),
+        (5, 86, 14.062, 14.062),
+        (None, 70, None, 25.0),
+        (None, 86, None, 14.0625),
+        (None, 100, None, 50.0),
+        (None, 60, 20.625, 20.0),
+    ],
+)
+def test_a_whole_link_has_the_nominal_rate_of_its_generation(
+    version: int | None, sm: int, speed: float | None, rate: float
+) -> None:
+    link = replace(up(0, ""), version=version, speed=speed)
+    bundles, _ = nvlink_bundles(driver(driver_gpu(links=[link], sm=sm)), [], [])
+    assert [bundle.bandwidth for bundle in bundles[GPU]] == [rate]
+
+
+def test_refused_access_takes_the_wires_of_a_pair_out() -> None:
+    gpus = pair([up(0, SECOND)], [up(0, FIRST)])
+    found, notes = counts(*gpus, refused_nvlink={(0, 1): "disabled by a registry key"})
+    assert found == {FIRST: [], SECOND: []}
+    assert notes == [
+        "warning: gpu0-gpu1: access over NVLink is refused (disabled by a registry key) though 1 link joins them; left out"
+    ]
+
+
+def test_a_gpu_refused_by_all_others_at_the_switch_loses_its_links() -> None:
+    gpus = [driver_gpu(i, f"0000:0{i}:00.0", [up(0, "")]) for i in range(3)]
+    found, notes = counts(*gpus, refused_nvlink={(0, 2): "unknown", (1, 2): "unknown"})
+    assert [len(found[gpu.busid]) for gpu in gpus] == [1, 1, 0]
+    assert "gpu2: access over NVLink is refused to every GPU at the switch" in notes[-1]
+
+
+def test_a_gpu_in_mig_mode_has_no_nvlinks() -> None:
+    found, notes = counts(*pair([up(0, SECOND)], [up(0, FIRST)], mig=("MIG-1", "MIG-2")))
+    assert found == {FIRST: [], SECOND: []}
+    assert notes == ["warning: gpu1 is in MIG mode (2 instances): no access between GPUs, NVLinks left out"]
+
+
+def machine() -> topoplan.Topology:
+    whole = topoplan.load("dgx-1v")
+    devices = tuple(
+        replace(device, facts=(("mig", f"MIG-{i}a,MIG-{i}b"), ("uuid", f"GPU-{i}{i}")))
+        if device.kind == "gpu"
+        else device
+        for i, device in enumerate(whole.devices)
+    )
+    return replace(whole, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("named", "gpus"),
+    [
+        ("3,1", ("gpu3", "gpu1")),
+        ("0, 2", ("gpu0", "gpu2")),
+        ("1,9,2", ("gpu1",)),
+        ("1,1,2", ("gpu1",)),
+        ("GPU-55,GPU-4", ("gpu5", "gpu4")),
+        ("MIG-7b", ("gpu7",)),
+        ("MIG-GPU-66/1/0", ("gpu6",)),
+    ],
+)
+def test_cuda_visible_devices_choose_and_order_gpus_up_to_the_first_unknown(
+    named: str, gpus: tuple[str, ...]
+) -> None:
+    """CUDA C programming guide, CUDA environment variables."""
+    shown = visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+    assert shown.gpus == gpus
+    assert {end for link in shown.links for end in (link.src, link.dst) if end.startswith("gpu")} <= set(gpus)
+
+
+@pytest.mark.parametrize("named", ["", "-1", "9", "GPU-", "gpu0", "NoDevFiles"])
+def test_a_view_without_any_gpu_is_an_error(named: str) -> None:
+    with pytest.raises(topoplan.ProbeError) as error:
+        visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+    assert (
+        str(error.value) == f"CUDA_VISIBLE_DEVICES={named!r} leaves none of the 8 GPUs; unset it to see all"
+    )
+
+
+def test_a_probe_is_kept_for_a_day_and_a_broken_file_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "probe.json"
+    assert read_cache(path) is None
+    write_cache(path, machine())
+    assert read_cache(path) == machine()
+    old = time.time() - MOST_AGE - 60
+    os.utime(path, (old, old))
+    assert read_cache(path) is None
+    path.write_text("{")
+    assert read_cache(path) is None
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_where_nothing_can_be_kept_nothing_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    write_cache(tmp_path / "file" / "probe.json", machine())
+    write_cache(None, machine())
+    assert read_cache(None) is None
+
+
+def test_another_boot_driver_or_device_is_another_machine(tmp_path: Path) -> None:
+    root = tmp_path / "sys"
+    boot = tmp_path / "proc/sys/kernel/random/boot_id"
+    (root / "bus/pci/devices").mkdir(parents=True)
+    assert cache_file(Sysfs(root)) is None
+    boot.parent.mkdir(parents=True)
+    seen = []
+    for name, content in (
+        (boot, "1"),
+        (boot, "2"),
+        (root / "module/nvidia/version", "550"),
+        (root / "bus/pci/devices" / GPU, ""),
+    ):
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_text(content)
+        seen.append(cache_file(Sysfs(root)))
+        assert cache_file(Sysfs(root)) == seen[-1]
+    assert len(set(seen)) == 4
+
+
+def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path) -> None:
+    root = tmp_path / "sys"
+    for i, (name, speed) in enumerate((("eth0", "25000"), ("eth1", "1000"), ("eth2", "-1"))):
+        device = root / f"devices/pci0000:00/0000:00:0{i}.0"
+        device.mkdir(parents=True)
+        (root / f"class/net/{name}").mkdir(parents=True)
+        (root / f"class/net/{name}/device").symlink_to(device)
+        (root / f"class/net/{name}/speed").write_text(speed)
+    (root / "class/net/lo").mkdir()
+    nics, notes = find_nics(Sysfs(root))
+    assert [(nic.adapter, nic.gigabits) for nic in nics] == [("eth0", 25.0)]
+    assert notes == ()
