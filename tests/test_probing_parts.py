@@ -1,4 +1,4 @@
-"""What the probe concludes from answers: rates of PCIe links, NVLinks that both ends confirm, CUDA's view, its cache."""
+"""What the probe concludes from answers: rates of PCIe links, NVLinks both ends confirm, CUDA's view, what is kept."""
 
 from __future__ import annotations
 
@@ -194,6 +194,16 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
     ("version", "sm", "speed", "rate"),
     [
         (1, 60, 20.625, 20.0),
+        (2, 70, 25.781, 25.0),
+        (5, 80, 25.0, 25.0),
+        (6, 90, 26.562, 25.0),
+        (7, 100, 53.125, 50.0),
+        (5, 86, 14.062, 14.062),
+        (None, 60, 20.625, 20.0),
+        (None, 70, None, 25.0),
+        (None, 86, None, 14.0625),
+        (None, 100, None, 50.0),
+    ],
         (5, 80, 25.0, 25.0),
         (6, 90, 26.562, 25.0),
         (7, 100, 53.125, 50.0),
@@ -217,7 +227,8 @@ def test_refused_access_takes_the_wires_of_a_pair_out() -> None:
     found, notes = counts(*gpus, refused_nvlink={(0, 1): "disabled by a registry key"})
     assert found == {FIRST: [], SECOND: []}
     assert notes == [
-        "warning: gpu0-gpu1: access over NVLink is refused (disabled by a registry key) though 1 link joins them; left out"
+        "warning: gpu0-gpu1: access over NVLink is refused (disabled by a registry key) though 1 "
+        "link joins them; left out"
     ]
 
 
