@@ -204,15 +204,6 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
         (None, 86, None, 14.0625),
         (None, 100, None, 50.0),
     ],
-        (5, 80, 25.0, 25.0),
-        (6, 90, 26.562, 25.0),
-        (7, 100, 53.125, 50.0),
-        (5, 86, 14.062, 14.062),
-        (None, 70, None, 25.0),
-        (None, 86, None, 14.0625),
-        (None, 100, None, 50.0),
-        (None, 60, 20.625, 20.0),
-    ],
 )
 def test_a_whole_link_has_the_nominal_rate_of_its_generation(
     version: int | None, sm: int, speed: float | None, rate: float
