@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import topoplan
+from topoplan.hosts import NvlinkBundle
+from topoplan.probing.access import refused_access
 from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
 from topoplan.probing.driver import Driver, DriverGpu, DriverLink
 from topoplan.probing.nics import find_nics
@@ -329,3 +331,19 @@ def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path)
     nics, notes = find_nics(Sysfs(root))
     assert [(nic.adapter, nic.gigabits) for nic in nics] == [("eth0", 25.0)]
     assert notes == ()
+
+
+def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_cpus() -> None:
+    ids = [f"0000:0{i}:00.0" for i in range(4)]
+    gpus = [driver_gpu(i, busid) for i, busid in enumerate(ids)]
+    joined = {(0, 2): "chipset not supported", (0, 1): "chipset not supported", (2, 3): "unknown"}
+    lines = refused_access(
+        driver(*gpus, refused=joined),
+        dict.fromkeys(ids[:2], ()) | {busid: (NvlinkBundle("nvswitch", "", 1, 25.0),) for busid in ids[2:]},
+        {ids[0]: 0, ids[1]: 0, ids[2]: 1, ids[3]: 1},
+    )
+    end = "copies there go through the host's memory"
+    assert lines == (
+        f"warning: access over PCIe is refused (chipset not supported) between gpu0-gpu1; {end}",
+        f"access over PCIe is refused (chipset not supported) between gpu0-gpu2; {end}",
+    )

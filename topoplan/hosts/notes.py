@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], *, noun: str = "devices") -> str:
     """Names for a note, shortened.
 
     Examples
@@ -16,4 +16,4 @@ def listed(names: Iterable[str]) -> str:
     every = list(names)
     if len(every) <= 4:
         return ", ".join(every)
-    return f"{', '.join(every[:3])} ... {every[-1]} ({len(every)} devices)"
+    return f"{', '.join(every[:3])} ... {every[-1]} ({len(every)} {noun})"

@@ -6,6 +6,7 @@ from topoplan.hosts.host import Host, HostCpu, HostGpu, HostNic
 from topoplan.hosts.link_rates import SOCKET
 from topoplan.hosts.nccl_rates import socket_bandwidth
 from topoplan.hosts.notes import listed
+from topoplan.probing.access import refused_access
 from topoplan.probing.driver import Driver
 from topoplan.probing.nics import MODELS, FoundNic, find_nics
 from topoplan.probing.nvlinks import nvlink_bundles
@@ -37,8 +38,9 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
         places = {}
         side = driver_tree(driver)
         cpus |= {device.cpu: cpus.get(device.cpu, "") for device in side.tree}
+    access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
     unreadable = tuple(
-        f"warning: {len(sysfs.unreadable)} files under {sysfs.root} cannot be read ({listed(sysfs.unreadable)}); "
+        f"warning: {len(sysfs.unreadable)} files under {sysfs.root} cannot be read ({listed(sysfs.unreadable, noun='files')}); "
         "what they hide is assumed"
         for _ in sysfs.unreadable[:1]
     )
@@ -63,7 +65,7 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
             f"probed: NVIDIA driver {driver.version or 'of unknown version'} and {sysfs.root}; NVLink nominal by "
             "generation, PCIe by lanes and rate as NCCL counts them, CPUs as NCCL has them"
         ),
-        notes=(*driver.notes, *nvlink_notes, *fabric, *side.notes, *nic_notes, *unreadable),
+        notes=(*driver.notes, *nvlink_notes, *fabric, *access, *side.notes, *nic_notes, *unreadable),
     )
 
 
