@@ -1,7 +1,7 @@
 """Pairs of GPUs whose access to each other over PCIe the driver refuses, though the wires are there.
 
-A copy between them goes through the host's memory, which takes twice the wires and is slower than what is planned. Below
-one CPU that is a warning; across CPUs it is usual, and a note.
+A copy between them goes through the host's memory, which takes twice the wires and is slower than what is planned.
+Below one CPU that is a warning; across CPUs it is usual, and a note.
 """
 
 from __future__ import annotations

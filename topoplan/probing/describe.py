@@ -39,11 +39,6 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
         side = driver_tree(driver)
         cpus |= {device.cpu: cpus.get(device.cpu, "") for device in side.tree}
     access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
-    unreadable = tuple(
-        f"warning: {len(sysfs.unreadable)} files under {sysfs.root} cannot be read ({listed(sysfs.unreadable, noun='files')}); "
-        "what they hide is assumed"
-        for _ in sysfs.unreadable[:1]
-    )
     fabric = [f"warning: gpu{gpu.index}: NVLink fabric: {gpu.fabric}" for gpu in driver.gpus if gpu.fabric]
     return Host(
         name=name,
@@ -65,7 +60,17 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
             f"probed: NVIDIA driver {driver.version or 'of unknown version'} and {sysfs.root}; NVLink nominal by "
             "generation, PCIe by lanes and rate as NCCL counts them, CPUs as NCCL has them"
         ),
-        notes=(*driver.notes, *nvlink_notes, *fabric, *access, *side.notes, *nic_notes, *unreadable),
+        notes=(*driver.notes, *nvlink_notes, *fabric, *access, *side.notes, *nic_notes, *_unreadable(sysfs)),
+    )
+
+
+def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
+    if not sysfs.unreadable:
+        return ()
+    files = dict.fromkeys(sysfs.unreadable)
+    return (
+        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({listed(files, noun='files')}); what they hide "
+        "is assumed",
     )
 
 
