@@ -69,8 +69,8 @@ def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
         return ()
     files = dict.fromkeys(sysfs.unreadable)
     return (
-        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({listed(files, noun='files')}); what they hide "
-        "is assumed",
+        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({listed(files, noun='files')}); what they "
+        "hide is assumed",
     )
 
 

@@ -1,8 +1,8 @@
 """The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
 
 A link counts if it is up at both ends. Where one end does not answer, the other's word is taken. Its bandwidth is the
-nominal one of its generation, as in the library, or the speed that the driver states where that is less: the stated
-one of a whole V100 link, 25.8 GB/s, counts bits that carry no data.
+nominal one of its generation, as in the library, unless the driver states a tenth less or lower: then it is what the
+driver states. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100), 26.6 GB/s (H100): line rates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 
 NOMINAL_BY_CAPABILITY = {60: 20.0, 70: 25.0, 86: 14.0625, 90: 25.0, 100: 50.0}
 """The same from this compute capability on, for a driver that does not state the version."""
+
+WHOLE = 0.9
+"""A link is whole if its stated speed is at least this share of the nominal one."""
 
 _HIDDEN = ""
 
@@ -119,7 +122,7 @@ def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
         nominal = next(
             (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
         )
-    return min(nominal, link.speed) if link.speed else nominal
+    return link.speed if link.speed and link.speed < WHOLE * nominal else nominal
 
 
 def _slow(driver: Driver, wires: dict[str, list[Wire]]) -> list[str]:
