@@ -13,7 +13,8 @@
                                         or TYPE error, and VALUE the code
    p2p A B READ WRITE NVLINK ATOMICS PROP               one direction; 5 where nothing is said
    ancestor A B LEVEL                   both directions
-   fail FUNCTION CODE [GPU [LINK]]      FUNCTION without or with its _v2, _v3; GPU -1: any
+   fail FUNCTION CODE [GPU [LINK]]      FUNCTION without or with its _v2, _v3, or the first
+                                        letters and *; GPU -1: any; the first rule that fits
 
    What a GPU does not state, it answers with NotSupported. A line that is not understood fails nvmlInit. */
 #include <ctype.h>
@@ -35,9 +36,10 @@ static int rule_count;
 
 answer refusal(const char *function, int gpu, int link) {
     for (int i = 0; i < rule_count; i++) {
-        size_t length = strlen(rules[i].function);
+        size_t length = strcspn(rules[i].function, "*");
+        int open_end = rules[i].function[length] == '*';
         if (strncmp(function, rules[i].function, length)) continue;
-        if (function[length] && strncmp(function + length, "_v", 2)) continue;
+        if (!open_end && function[length] && strncmp(function + length, "_v", 2)) continue;
         if (rules[i].gpu >= 0 && rules[i].gpu != gpu) continue;
         if (rules[i].link >= 0 && rules[i].link != link) continue;
         return rules[i].code;
