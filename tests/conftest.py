@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from fake_machine.fixtures import fake_here as fake_here
+from fake_machine.fixtures import fake_host as fake_host
+from fake_machine.fixtures import fake_nvml as fake_nvml
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))

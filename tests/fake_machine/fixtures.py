@@ -1,0 +1,58 @@
+"""Fixtures: a fake machine for subprocesses (`fake_host`) and for this process (`fake_here`)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fake_machine.description import FakeMachine
+from fake_machine.install import FakeHost, install
+from fake_machine.library import build_libraries, compiler
+from fake_machine.machines import MACHINES
+
+Installer = Callable[[str | FakeMachine], FakeHost]
+
+
+@pytest.fixture(scope="session")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the built libraries; workers of one session share it."""
+    if not compiler():
+        pytest.skip("no C compiler: the fake NVML is built with cc")
+    base = tmp_path_factory.getbasetemp()
+    return build_libraries((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fake-nvml")
+
+
+@pytest.fixture
+def fake_host(fake_nvml: Path, tmp_path: Path) -> Installer:
+    """A function that installs a machine; run subprocesses with its ``environment``."""
+
+    def installed(machine: str | FakeMachine) -> FakeHost:
+        told = MACHINES[machine]() if isinstance(machine, str) else machine
+        return install(told, tmp_path / told.name, fake_nvml)
+
+    return installed
+
+
+@pytest.fixture
+def fake_here(fake_host: Installer, monkeypatch: pytest.MonkeyPatch) -> Installer:
+    """A function that installs a machine and shows it to this very process.
+
+    The library is loaded once and for all, and by its soname pynvml finds it; each nvmlInit reads the text anew.
+    So one process can see several machines, but only those with the complete library.
+    """
+
+    def installed(machine: str | FakeMachine) -> FakeHost:
+        host = fake_host(machine)
+        if host.machine.library != "new":
+            raise ValueError(f"{host.machine.name} needs a process of its own: use fake_host")
+        ctypes.CDLL(str(host.library), mode=ctypes.RTLD_GLOBAL)
+        for name, value in host.settings.items():
+            if name != "LD_LIBRARY_PATH":
+                monkeypatch.setenv(name, value)
+        return host
+
+    return installed
