@@ -48,8 +48,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; numbers to the right, text to the left.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:
+    """Columns padded to their widest cell, ``gap`` spaces between them; numbers to the right, text to the left.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
 
 

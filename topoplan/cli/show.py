@@ -10,12 +10,12 @@ from fractions import Fraction
 from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plot
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
+from topoplan.cli.machine_matrix import matrix_text
 from topoplan.cli.output import print_json, print_notes, table
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
-from topoplan.formats.matrix import relation_matrix
 from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
 from topoplan.units import exact
@@ -83,14 +83,8 @@ def _print_parts(topology: Topology) -> None:
     on_pcie = any(device.kind == "nic" and device.name in plugged for device in topology.devices)
     alone = not any(link.channel == "network" for link in topology.links)
     # NICs that are wired straight to GPUs would fill the matrix with NET and say nothing; the links below do.
-    names, cells = relation_matrix(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",))
     print()
-    print(table(("", *names), [(name, *row) for name, row in zip(names, cells, strict=True)]))
-    print()
-    print(
-        "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several."
-    )
-    print("PHB: through a CPU.  SYS: between CPUs.  NET: over a network.  -: no path.")
+    print(matrix_text(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",)))
     print()
     print(table(("from", "", "to", "channel", "count", "GB/s"), _link_rows(topology)))
     if topology.source:

@@ -7,6 +7,9 @@ bandwidths are added here.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from itertools import combinations
 
 from topoplan.formats.pcie_tree import CODES, HostTree, infer_host_tree
@@ -15,7 +18,7 @@ from topoplan.formats.smi_nvlink import Nvlinks, read_nvlinks
 from topoplan.hosts.link_rates import H100, UNKNOWN, checked_rate
 from topoplan.hosts.notes import listed
 from topoplan.hosts.wires import both_ways, cpus_of, host_links
-from topoplan.topology import Device, Link, Topology
+from topoplan.topology import Device, Link, Topology, facts
 
 _SERVER = "s0"
 
@@ -25,9 +28,9 @@ def parse_nvidia_smi(
 ) -> Topology:
     """Read the matrix that ``nvidia-smi topo -m`` prints.
 
-    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>`` (its adapter is the device's model). An
-    NVSwitch machine gets one ``nvswitch0`` for all switch chips, since hardware stripes every transfer over
-    them.
+    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>``. An NVSwitch machine gets one ``nvswitch0`` for all
+    switch chips, since hardware stripes every transfer over them. What the matrix tells beside its links stays as
+    facts: adapters of NICs, host bridges where PHB and NODE tell them apart, CPU and NUMA affinity.
 
     Parameters
     ----------
@@ -104,12 +107,44 @@ def parse_nvidia_smi(
 
 
 def _devices(matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str]) -> tuple[Device, ...]:
-    gpus = [Device(names[gpu], "gpu", _SERVER, numa=matrix.numa.get(gpu)) for gpu in matrix.gpus]
+    affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
+    of_cpus = _affinity_of_cpus(tree, affinity)
+    gpus = []
+    for gpu in matrix.gpus:
+        numa = matrix.numa.get(gpu, "")
+        known = {"host_bridge": tree.bridges.get(names[gpu]), "numa_nodes": "" if _is_node(numa) else numa}
+        if tree.root(names[gpu]) not in of_cpus:
+            known["cpus"] = affinity.get(names[gpu])
+        node = int(numa) if _is_node(numa) else None
+        gpus.append(Device(names[gpu], "gpu", _SERVER, numa=node, facts=facts(**known)))
     switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
     inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
-    cpus = [Device(name, "cpu", _SERVER) for name in cpus_of(tree.parents)]
-    nics = [Device(names[nic], "nic", _SERVER, model=matrix.hardware.get(nic, nic)) for nic in matrix.nics]
-    return (*gpus, *switch, *inner, *cpus, *nics)
+    cpus = [Device(name, "cpu", _SERVER, facts=facts(cpus=of_cpus.get(name))) for name in cpus_of(tree.parents)]
+    return (*gpus, *switch, *inner, *cpus, *(_nic(nic, matrix, tree, names) for nic in matrix.nics))
+
+
+def _nic(nic: str, matrix: Matrix, tree: HostTree, names: dict[str, str]) -> Device:
+    """Newer drivers head the columns NIC0, NIC1, ... and name the adapters in a legend, older ones put them there."""
+    adapter = matrix.hardware.get(nic, "" if re.fullmatch(r"NIC\d+", nic) else nic)
+    known = facts(adapter=adapter, host_bridge=tree.bridges.get(names[nic]))
+    return Device(names[nic], "nic", _SERVER, facts=known)
+
+
+def _affinity_of_cpus(tree: HostTree, affinity: Mapping[str, str]) -> dict[str, str]:
+    """CPU affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+
+    A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
+    """
+    stated: dict[str, set[str]] = {}
+    for gpu, cpus in affinity.items():
+        stated.setdefault(tree.root(gpu), set()).add(cpus)
+    homes = Counter(cpus for found in stated.values() for cpus in found)
+    return {cpu: cpus for cpu, found in stated.items() for cpus in found if len(found) == homes[cpus] == 1}
+
+
+def _is_node(numa: str) -> bool:
+    """One NUMA node, and not a list of several."""
+    return re.fullmatch(r"\d{1,4}", numa) is not None
 
 
 def _nvlink_links(nvlinks: Nvlinks, names: dict[str, str], per_link: float) -> tuple[Link, ...]:
