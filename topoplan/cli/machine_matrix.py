@@ -24,6 +24,8 @@ _CODES = (
 def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
     """The matrix of the devices of some kinds, affinity of GPUs where it is known, and what codes and NICs mean.
 
+    Empty where there is no such device.
+
     Examples
     --------
     >>> import topoplan
@@ -35,6 +37,8 @@ def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
     gpu3  NV2   NV1   NV2   X
     """
     names, cells = relation_matrix(topology, kinds)
+    if not names:
+        return ""
     columns = [(name, *(row[i] for row in cells)) for i, name in enumerate(names)]
     columns += [(title, *shown) for title, shown in affinity_columns(topology, names).items()]
     blocks = [_block(names, part) for part in _parts(names, columns)]
@@ -60,7 +64,7 @@ def _width(names: Sequence[str], columns: Sequence[Sequence[str]], *, gap: int) 
 
 
 def _block(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    gap = 2 if not names or _width(names, columns, gap=2) <= _ROOMY else 1
+    gap = 2 if _width(names, columns, gap=2) <= _ROOMY else 1
     header, *rows = zip(("", *names), *columns, strict=True)
     return table(header, rows, gap=gap)
 

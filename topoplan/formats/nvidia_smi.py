@@ -108,18 +108,21 @@ def parse_nvidia_smi(
 
 def _devices(matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str]) -> tuple[Device, ...]:
     affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
-    of_cpus = _affinity_of_cpus(tree, affinity)
+    nodes = {names[gpu]: numa for gpu, numa in matrix.numa.items() if re.fullmatch(r"\d{1,4}", numa)}
+    several = {names[gpu]: numa for gpu, numa in matrix.numa.items() if names[gpu] not in nodes}
+    affinity_of, node_of = _of_cpus(tree, affinity), _of_cpus(tree, nodes)
     gpus = []
-    for gpu in matrix.gpus:
-        numa = matrix.numa.get(gpu, "")
-        known = {"host_bridge": tree.bridges.get(names[gpu]), "numa_nodes": "" if _is_node(numa) else numa}
-        if tree.root(names[gpu]) not in of_cpus:
-            known["cpus"] = affinity.get(names[gpu])
-        node = int(numa) if _is_node(numa) else None
-        gpus.append(Device(names[gpu], "gpu", _SERVER, numa=node, facts=facts(**known)))
+    for name in (names[gpu] for gpu in matrix.gpus):
+        known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
+        if tree.root(name) not in affinity_of:
+            known["cpus"] = affinity.get(name)
+        gpus.append(Device(name, "gpu", _SERVER, numa=_number(nodes.get(name)), facts=facts(**known)))
     switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
     inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
-    cpus = [Device(name, "cpu", _SERVER, facts=facts(cpus=of_cpus.get(name))) for name in cpus_of(tree.parents)]
+    cpus = [
+        Device(name, "cpu", _SERVER, numa=_number(node_of.get(name)), facts=facts(cpus=affinity_of.get(name)))
+        for name in cpus_of(tree.parents)
+    ]
     return (*gpus, *switch, *inner, *cpus, *(_nic(nic, matrix, tree, names) for nic in matrix.nics))
 
 
@@ -130,21 +133,20 @@ def _nic(nic: str, matrix: Matrix, tree: HostTree, names: dict[str, str]) -> Dev
     return Device(names[nic], "nic", _SERVER, facts=known)
 
 
-def _affinity_of_cpus(tree: HostTree, affinity: Mapping[str, str]) -> dict[str, str]:
-    """CPU affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+def _of_cpus(tree: HostTree, stated: Mapping[str, str]) -> dict[str, str]:
+    """Affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
 
     A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
     """
-    stated: dict[str, set[str]] = {}
-    for gpu, cpus in affinity.items():
-        stated.setdefault(tree.root(gpu), set()).add(cpus)
-    homes = Counter(cpus for found in stated.values() for cpus in found)
-    return {cpu: cpus for cpu, found in stated.items() for cpus in found if len(found) == homes[cpus] == 1}
+    found: dict[str, set[str]] = {}
+    for gpu, text in stated.items():
+        found.setdefault(tree.root(gpu), set()).add(text)
+    homes = Counter(text for texts in found.values() for text in texts)
+    return {cpu: text for cpu, texts in found.items() for text in texts if len(texts) == homes[text] == 1}
 
 
-def _is_node(numa: str) -> bool:
-    """One NUMA node, and not a list of several."""
-    return re.fullmatch(r"\d{1,4}", numa) is not None
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 def _nvlink_links(nvlinks: Nvlinks, names: dict[str, str], per_link: float) -> tuple[Link, ...]:

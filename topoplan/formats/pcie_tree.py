@@ -161,9 +161,7 @@ def _cpus(
     if by_affinity:
         notes.append(f"{listed(by_affinity)}: PCIe codes are hidden by NV#; placed by CPU affinity")
     for number, devices in assumed.items():
-        notes.append(
-            f"{listed(devices)}: no code says where on PCIe; assumed at root ports of cpu{number}"
-        )
+        notes.append(f"{listed(devices)}: no code says where on PCIe; assumed at root ports of cpu{number}")
     return [[name for j in cpu for name in hosts[j]] for cpu in cpus], notes
 
 
