@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from topoplan.formats.machine_warnings import WARNING, warnings_first
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
@@ -32,9 +33,10 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
 
 
 def print_notes(*notes: str) -> None:
-    """Print what the reader should know beside the result, each note once."""
-    for note in dict.fromkeys(notes):
-        print(f"note: {' '.join(note.split())}")
+    """Print what the reader should know beside the result, each note once; warnings come first and say that they are."""
+    for note in warnings_first(notes):
+        line = " ".join(note.split())
+        print(line if line.startswith(WARNING) else f"note: {line}")
 
 
 def counted(number: int, noun: str) -> str:

@@ -17,6 +17,7 @@ from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
+from topoplan.formats.machine_warnings import machine_warnings
 from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
 from topoplan.units import exact
@@ -74,6 +75,7 @@ def link_summary(topology: Topology) -> str:
 
 def _print_parts(topology: Topology) -> None:
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
+    warnings = machine_warnings(topology)
     print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
     if len(topology.servers) > 1:
         groups = alike(topology)
@@ -94,7 +96,7 @@ def _print_parts(topology: Topology) -> None:
             print(f"\n{part}")
     if topology.source:
         print(f"\nsource: {topology.source}")
-    print_notes(*topology.notes)
+    print_notes(*warnings, *topology.notes)
 
 
 def _group_text(group: Sequence[str]) -> str:
