@@ -33,7 +33,7 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
 
 
 def print_notes(*notes: str) -> None:
-    """Print what the reader should know beside the result, each note once; warnings come first and say that they are."""
+    """Print what the reader should know beside the result, each note once, and warnings first."""
     for note in warnings_first(notes):
         line = " ".join(note.split())
         print(line if line.startswith(WARNING) else f"note: {line}")

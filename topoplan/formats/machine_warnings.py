@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from statistics import median_low
 from typing import TypeVar
 
 from topoplan.clusters.alike import alike
@@ -143,7 +142,7 @@ def _slow_nvlinks(server: Topology) -> list[str]:
     rates = {(link.src, link.dst): link.bandwidth / link.count for link in _nvlinks(server)}
     if not rates:
         return []
-    usual = median_low(rates.values())
+    usual = sorted(rates.values())[(len(rates) - 1) // 2]
     slow: dict[tuple[str, ...], float] = {}
     for (src, dst), rate in rates.items():
         if rate < SLOW * usual:
