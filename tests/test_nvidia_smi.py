@@ -301,7 +301,7 @@ def test_a_header_whose_names_run_together_is_read() -> None:
     rows = [line + "\tSYS\tSYS\t0-7" if line.startswith("GPU") else line for line in text.splitlines()]
     machine = parse_nvidia_smi("\n".join(rows))
     assert machine.gpus == ("gpu0", "gpu1", "gpu2")
-    assert [device.model for device in machine.devices if device.kind == "nic"] == ["mlx5_0", "mlx5_1"]
+    assert [device.fact("adapter") for device in machine.devices if device.kind == "nic"] == ["mlx5_0", "mlx5_1"]
 
 
 def test_old_codes_mean_what_their_successors_mean() -> None:
@@ -314,7 +314,7 @@ def test_the_nic_legend_names_the_adapters() -> None:
     """NIC0 is a column, mlx5_bond_0 the hardware."""
     text = matrix_text(["GPU0", "NIC0"], lambda a, b: "PIX") + "\nNIC Legend:\n\n  NIC0: mlx5_bond_0\n"
     machine = parse_nvidia_smi(text)
-    assert machine.device("nic0").model == "mlx5_bond_0"
+    assert machine.device("nic0").fact("adapter") == "mlx5_bond_0"
     assert parents_of(machine) == {"pcie0": "cpu0", "gpu0": "pcie0", "nic0": "pcie0"}
 
 
@@ -427,7 +427,7 @@ def test_codes_that_contradict_each_other_are_noted_and_the_nearer_is_kept() -> 
     distance = {("a", "b"): 0, ("b", "c"): 0, ("a", "c"): CODES.index("SYS")}
     tree = infer_host_tree(["a", "b", "c"], distance, affinity={})
     assert tree.parents == {"pcie0": "cpu0", "a": "pcie0", "b": "pcie0", "c": "pcie0"}
-    assert tree.notes == ("a-c is printed SYS but other codes imply PIX, and 2 more; the nearer is kept",)
+    assert tree.notes == ("a-c is printed SYS but other codes imply PIX; the nearer is kept",)
 
 
 def damaged(old: str, new: str, *, gpus: int = 3) -> str:

@@ -35,6 +35,7 @@ FACTS = {
     "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
+    "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "uuid": "identity of a GPU as the driver gives it",

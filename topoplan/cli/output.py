@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from topoplan.formats.machine_warnings import WARNING, warnings_first
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
@@ -32,9 +33,10 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
 
 
 def print_notes(*notes: str) -> None:
-    """Print what the reader should know beside the result, each note once."""
-    for note in dict.fromkeys(notes):
-        print(f"note: {' '.join(note.split())}")
+    """Print what the reader should know beside the result, each note once, and warnings first."""
+    for note in warnings_first(notes):
+        line = " ".join(note.split())
+        print(line if line.startswith(WARNING) else f"note: {line}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -48,8 +50,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; numbers to the right, text to the left.
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:
+    """Columns padded to their widest cell, ``gap`` spaces between them; numbers to the right, text to the left.
 
     Examples
     --------
@@ -67,7 +69,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
 
 

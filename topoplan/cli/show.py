@@ -10,12 +10,14 @@ from fractions import Fraction
 from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plot
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
+from topoplan.cli.device_tree import told_by_tree, tree_text
+from topoplan.cli.machine_matrix import matrix_text
 from topoplan.cli.output import print_json, print_notes, table
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
-from topoplan.formats.matrix import relation_matrix
+from topoplan.formats.machine_warnings import machine_warnings
 from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
 from topoplan.units import exact
@@ -77,6 +79,7 @@ def link_summary(topology: Topology) -> str:
 
 def _print_parts(topology: Topology) -> None:
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
+    warnings = machine_warnings(topology)
     print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
     if len(topology.servers) > 1:
         groups = alike(topology)
@@ -87,19 +90,17 @@ def _print_parts(topology: Topology) -> None:
     on_pcie = any(device.kind == "nic" and device.name in plugged for device in topology.devices)
     alone = not any(link.channel == "network" for link in topology.links)
     # NICs that are wired straight to GPUs would fill the matrix with NET and say nothing; the links below do.
-    names, cells = relation_matrix(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",))
-    print()
-    print(table(("", *names), [(name, *row) for name, row in zip(names, cells, strict=True)]))
-    print()
-    print(
-        "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several."
-    )
-    print("PHB: through a CPU.  SYS: between CPUs.  NET: over a network.  -: no path.")
-    print()
-    print(table(("from", "", "to", "channel", "count", "GB/s"), _link_rows(topology)))
+    parts = [
+        matrix_text(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",)),
+        tree_text(topology),
+        _link_text(topology),
+    ]
+    for part in parts:
+        if part:
+            print(f"\n{part}")
     if topology.source:
         print(f"\nsource: {topology.source}")
-    print_notes(*topology.notes)
+    print_notes(*warnings, *topology.notes)
 
 
 def _group_text(group: Sequence[str]) -> str:
@@ -109,9 +110,15 @@ def _group_text(group: Sequence[str]) -> str:
     return f"{group[0]} (shown for {len(group)} that are alike, up to {group[-1]})"
 
 
-def _link_rows(topology: Topology) -> list[tuple[str, ...]]:
-    """One row for both directions of a wire where they are equal, one for each where they differ."""
-    links = {(link.src, link.dst, link.channel): link for link in topology.links}
+def _link_text(topology: Topology) -> str:
+    """A table of the links that the tree does not tell.
+
+    One row stands for both directions of a wire where they are equal, one for each where they differ.
+    """
+    told = told_by_tree(topology)
+    links = {
+        ends: link for link in topology.links if (ends := (link.src, link.dst, link.channel)) not in told
+    }
     rows: list[tuple[str, ...]] = []
     shown = set()
     for key, link in links.items():
@@ -122,4 +129,4 @@ def _link_rows(topology: Topology) -> list[tuple[str, ...]]:
         shown.add(key)
         arrow = "<->" if same else "->"
         rows.append((link.src, arrow, link.dst, link.channel, str(link.count), f"{link.bandwidth:g}"))
-    return rows
+    return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from topoplan.topology import Link, Topology
+from topoplan.topology import Device, Link, Topology
 
 
 def relation_matrix(
@@ -18,8 +18,9 @@ def relation_matrix(
     names : tuple of str
     cells : tuple of tuple of str
         ``NV#`` for # NVLinks, direct or into a common switch; ``PIX`` at most one PCIe switch, ``PXB`` several, ``PHB``
-        through one CPU, ``SYS`` through several, ``NET`` over a network where there is no other path, ``-`` no path,
-        ``X`` itself.
+        through one CPU, ``NODE`` likewise where the devices are known to hang below different host bridges, ``SYS``
+        through several CPUs or between devices of different NUMA nodes, ``NET`` over a network where there is no
+        other path, ``-`` no path, ``X`` itself.
 
     Examples
     --------
@@ -28,7 +29,7 @@ def relation_matrix(
     >>> cells[0][:8]
     ('X', 'NV1', 'NV1', 'NV2', 'NV2', 'SYS', 'SYS', 'SYS')
     """
-    names = tuple(device.name for device in topology.devices if device.kind in kinds)
+    chosen = [device for device in topology.devices if device.kind in kinds]
     kind_of = {device.name: device.kind for device in topology.devices}
     nvlinks = nvlink_counts(topology)
     leaving: dict[str, list[Link]] = {}
@@ -37,18 +38,58 @@ def relation_matrix(
             leaving.setdefault(link.src, []).append(link)
     inside = {name: [link for link in links if link.channel != "network"] for name, links in leaving.items()}
     cells = []
-    for name in names:
-        paths = _paths(name, leaving, kind_of) | _paths(name, inside, kind_of)
+    for device in chosen:
+        paths = _paths(device.name, leaving, kind_of) | _paths(device.name, inside, kind_of)
         row = []
-        for other in names:
-            if other == name:
+        for other in chosen:
+            if other == device:
                 row.append("X")
-            elif nvlinks[name, other]:
-                row.append(f"NV{nvlinks[name, other]}")
+            elif count := nvlinks[device.name, other.name]:
+                row.append(f"NV{count}")
             else:
-                row.append(_code(paths[other]) if other in paths else "-")
+                row.append(_code(device, other, paths[other.name]) if other.name in paths else "-")
         cells.append(tuple(row))
-    return names, tuple(cells)
+    return tuple(device.name for device in chosen), tuple(cells)
+
+
+def affinity_columns(topology: Topology, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What ``nvidia-smi topo -m`` prints of GPUs beside the matrix, as far as it is known of any of them.
+
+    Parameters
+    ----------
+    topology : Topology
+    names : sequence of str
+        Devices of the rows; of those that are no GPUs nothing is printed.
+
+    Returns
+    -------
+    dict of str to tuple of str
+        ``CPU Affinity`` (the fact ``cpus`` of the GPU, or of its CPU) and ``NUMA``, a cell for each row.
+
+    Examples
+    --------
+    >>> from topoplan.formats.nvidia_smi import parse_nvidia_smi
+    >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15"
+    >>> affinity_columns(parse_nvidia_smi(text), ["gpu0", "gpu1"])
+    {'CPU Affinity': ('0-15', '0-15')}
+    """
+    kinds = {device.name: device.kind for device in topology.devices}
+    leaving: dict[str, list[Link]] = {}
+    for link in topology.links:
+        if link.channel == "pcie":
+            leaving.setdefault(link.src, []).append(link)
+    rows = []
+    for name in names:
+        device = topology.device(name)
+        if device.kind != "gpu":
+            rows.append(("", ""))
+            continue
+        near = (end for end in _paths(name, leaving, kinds) if kinds[end] == "cpu")
+        cpu = topology.device(next(near, name))
+        numa = device.fact("numa_nodes") or (cpu.numa if device.numa is None else device.numa)
+        rows.append((device.fact("cpus") or cpu.fact("cpus"), "" if numa is None else str(numa)))
+    columns = {"CPU Affinity": tuple(row[0] for row in rows), "NUMA": tuple(row[1] for row in rows)}
+    return {title: cells for title, cells in columns.items() if any(cells)}
 
 
 def nvlink_counts(topology: Topology) -> Counter[tuple[str, str]]:
@@ -102,10 +143,16 @@ def _paths(start: str, leaving: dict[str, list[Link]], kinds: dict[str, str]) ->
     return crossed
 
 
-def _code(crossed: Sequence[str]) -> str:
+def _code(first: Device, second: Device, crossed: Sequence[str]) -> str:
     if "network" in crossed:
         return "NET"
-    cpus = crossed.count("cpu")
-    if cpus:
-        return "PHB" if cpus == 1 else "SYS"
-    return "PIX" if crossed.count("pcie") <= 1 else "PXB"
+    if "cpu" not in crossed:
+        return "PIX" if crossed.count("pcie") <= 1 else "PXB"
+    if crossed.count("cpu") > 1 or _differ(first.numa, second.numa):
+        return "SYS"
+    return "NODE" if _differ(first.fact("host_bridge"), second.fact("host_bridge")) else "PHB"
+
+
+def _differ(first: int | str | None, second: int | str | None) -> bool:
+    """True where both are known and not the same."""
+    return first != second and first not in (None, "") and second not in (None, "")

@@ -7,6 +7,9 @@ bandwidths are added here.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from itertools import combinations
 
 from topoplan.formats.pcie_tree import CODES, HostTree, infer_host_tree
@@ -15,7 +18,7 @@ from topoplan.formats.smi_nvlink import Nvlinks, read_nvlinks
 from topoplan.hosts.link_rates import H100, UNKNOWN, checked_rate
 from topoplan.hosts.notes import listed
 from topoplan.hosts.wires import both_ways, cpus_of, host_links
-from topoplan.topology import Device, Link, Topology
+from topoplan.topology import Device, Link, Topology, facts
 
 _SERVER = "s0"
 
@@ -25,9 +28,9 @@ def parse_nvidia_smi(
 ) -> Topology:
     """Read the matrix that ``nvidia-smi topo -m`` prints.
 
-    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>`` (its adapter is the device's model). An
-    NVSwitch machine gets one ``nvswitch0`` for all switch chips, since hardware stripes every transfer over
-    them.
+    GPU *n* becomes ``gpu<n>``, the *k*-th NIC column ``nic<k>``. An NVSwitch machine gets one ``nvswitch0`` for all
+    switch chips, since hardware stripes every transfer over them. What the matrix tells beside its links stays as
+    facts: adapters of NICs, host bridges where PHB and NODE tell them apart, CPU and NUMA affinity.
 
     Parameters
     ----------
@@ -104,12 +107,46 @@ def parse_nvidia_smi(
 
 
 def _devices(matrix: Matrix, nvlinks: Nvlinks, tree: HostTree, names: dict[str, str]) -> tuple[Device, ...]:
-    gpus = [Device(names[gpu], "gpu", _SERVER, numa=matrix.numa.get(gpu)) for gpu in matrix.gpus]
+    affinity = {names[gpu]: cpus for gpu, cpus in matrix.affinity.items()}
+    nodes = {names[gpu]: numa for gpu, numa in matrix.numa.items() if re.fullmatch(r"\d{1,4}", numa)}
+    several = {names[gpu]: numa for gpu, numa in matrix.numa.items() if names[gpu] not in nodes}
+    affinity_of, node_of = _of_cpus(tree, affinity), _of_cpus(tree, nodes)
+    gpus = []
+    for name in (names[gpu] for gpu in matrix.gpus):
+        known = {"host_bridge": tree.bridges.get(name), "numa_nodes": several.get(name)}
+        if tree.root(name) not in affinity_of:
+            known["cpus"] = affinity.get(name)
+        gpus.append(Device(name, "gpu", _SERVER, numa=_number(nodes.get(name)), facts=facts(**known)))
     switch = [Device("nvswitch0", "nvswitch", _SERVER)] if nvlinks.switched else []
     inner = [Device(name, "pcie", _SERVER) for name in tree.parents if name.startswith("pcie")]
-    cpus = [Device(name, "cpu", _SERVER) for name in cpus_of(tree.parents)]
-    nics = [Device(names[nic], "nic", _SERVER, model=matrix.hardware.get(nic, nic)) for nic in matrix.nics]
-    return (*gpus, *switch, *inner, *cpus, *nics)
+    cpus = [
+        Device(name, "cpu", _SERVER, numa=_number(node_of.get(name)), facts=facts(cpus=affinity_of.get(name)))
+        for name in cpus_of(tree.parents)
+    ]
+    return (*gpus, *switch, *inner, *cpus, *(_nic(nic, matrix, tree, names) for nic in matrix.nics))
+
+
+def _nic(nic: str, matrix: Matrix, tree: HostTree, names: dict[str, str]) -> Device:
+    """Newer drivers head the columns NIC0, NIC1, ... and name the adapters in a legend, older ones put them there."""
+    adapter = matrix.hardware.get(nic, "" if re.fullmatch(r"NIC\d+", nic) else nic)
+    known = facts(adapter=adapter, host_bridge=tree.bridges.get(names[nic]))
+    return Device(names[nic], "nic", _SERVER, facts=known)
+
+
+def _of_cpus(tree: HostTree, stated: Mapping[str, str]) -> dict[str, str]:
+    """Affinity of the CPUs whose GPUs agree on one that those of no other CPU have.
+
+    A job that is bound to a few cores prints the same for every GPU, which says nothing of any CPU.
+    """
+    found: dict[str, set[str]] = {}
+    for gpu, text in stated.items():
+        found.setdefault(tree.root(gpu), set()).add(text)
+    homes = Counter(text for texts in found.values() for text in texts)
+    return {cpu: text for cpu, texts in found.items() for text in texts if len(texts) == homes[text] == 1}
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
 
 
 def _nvlink_links(nvlinks: Nvlinks, names: dict[str, str], per_link: float) -> tuple[Link, ...]:

@@ -3,24 +3,25 @@
 A code says how far up the PCIe tree two devices meet, so true codes are an ultrametric: d(a, c) is at most
 the larger of d(a, b) and d(b, c), and equal to it where these differ. A pair whose code is not printed (NV#
 in its place, or cut rows) therefore gets the least, over all paths, of the largest code on the path: single
-linkage. Devices joined at PIX share a switch, at PXB a cascade of switches, at PHB or NODE a CPU; the last
-two give the same tree, for a root port of its own limits nothing, and so does a switch above one device,
-which is left out. Groups that no code joins are joined by CPU affinity: where their distance is unknown, or
-where it is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS everywhere, and a job
-bound to one core prints one affinity everywhere). The rest is assumed, with a note.
+linkage. Devices joined at PIX share a switch, at PXB a cascade of switches, at PHB a host bridge, at NODE a CPU; the
+last two give the same tree, for a root port of its own limits nothing, and so does a switch above one device,
+which is left out. Host bridges are named where a code tells two of a CPU apart. Groups that no code joins are joined
+by CPU affinity: where their distance is unknown, or where it is SYS but affinity differs elsewhere (firmware without
+NUMA nodes prints SYS everywhere, and a job bound to one core prints one affinity everywhere). The rest is assumed,
+with a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from topoplan.hosts.notes import listed
 
 CODES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """How far two devices are apart on PCIe, nearest first; position is the distance."""
 
-_PIX, _PXB, _NODE = 0, 1, 3
+_PIX, _PXB, _PHB, _NODE = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,19 @@ class HostTree:
         Child to parent, parents before their children; ``pcie0``, ... are switches, ``cpu0``, ... the roots.
     notes : tuple of str
         One line for each assumption.
+    bridges : dict of str to str
+        Host bridge ``pci0``, ... of the devices that a printed code tells from others of their CPU.
     """
 
     parents: dict[str, str]
     notes: tuple[str, ...] = ()
+    bridges: dict[str, str] = field(default_factory=dict)
+
+    def root(self, name: str) -> str:
+        """The CPU of a device."""
+        while name in self.parents:
+            name = self.parents[name]
+        return name
 
 
 def infer_host_tree(
@@ -81,7 +91,23 @@ def infer_host_tree(
                     parents[f"pcie{switches}"], parent = above, f"pcie{switches}"
                     switches += 1
                 parents.update(dict.fromkeys(leaf, parent))
-    return HostTree(parents, tuple(notes))
+    return HostTree(parents, tuple(notes), _host_bridges(names, distance, cpus))
+
+
+def _host_bridges(
+    names: Sequence[str], distance: Mapping[tuple[str, str], int], cpus: Sequence[Sequence[str]]
+) -> dict[str, str]:
+    """Host bridge of each device whose group a printed code puts on another bridge than a group of the same CPU."""
+    groups = _joined(names, distance, _PHB)
+    group_of = {name: i for i, group in enumerate(groups) for name in group}
+    cpu_of = {name: i for i, members in enumerate(cpus) for name in members}
+    told = {
+        group_of[name]
+        for (first, second), apart in distance.items()
+        for name in (first, second)
+        if apart > _PHB and group_of[first] != group_of[second] and cpu_of[first] == cpu_of[second]
+    }
+    return {name: f"pci{number}" for number, i in enumerate(sorted(told)) for name in groups[i]}
 
 
 def _joined(
@@ -135,9 +161,7 @@ def _cpus(
     if by_affinity:
         notes.append(f"{listed(by_affinity)}: PCIe codes are hidden by NV#; placed by CPU affinity")
     for number, devices in assumed.items():
-        notes.append(
-            f"{listed(devices)}: no code says where on PCIe; assumed at root ports of cpu{number} (NODE)"
-        )
+        notes.append(f"{listed(devices)}: no code says where on PCIe; assumed at root ports of cpu{number}")
     return [[name for j in cpu for name in hosts[j]] for cpu in cpus], notes
 
 
@@ -145,22 +169,20 @@ def _contradictions(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], hosts: Sequence[tuple[str, ...]]
 ) -> list[str]:
     """A note if some printed code is farther than what other codes imply; the nearer relation is kept."""
-    wrong = []
+    wrong: dict[tuple[str, str], tuple[int, int]] = {}
     for level, groups in (
-        (_PIX, _joined(names, distance, _PIX)),
-        (_PXB, _joined(names, distance, _PXB)),
+        *((level, _joined(names, distance, level)) for level in (_PIX, _PXB, _PHB)),
         (_NODE, hosts),
     ):
         group_of = {name: i for i, group in enumerate(groups) for name in group}
-        wrong += [
-            (first, second, CODES[apart], CODES[level])
-            for (first, second), apart in distance.items()
-            if apart > level and group_of[first] == group_of[second]
-        ]
+        for (first, second), apart in distance.items():
+            if apart > level and group_of[first] == group_of[second]:
+                wrong.setdefault((first, second), (apart, level))
     if not wrong:
         return []
-    first, second, printed, implied = wrong[0]
+    (first, second), (printed, implied) = next(iter(wrong.items()))
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return [
-        f"{first}-{second} is printed {printed} but other codes imply {implied}{more}; the nearer is kept"
+        f"{first}-{second} is printed {CODES[printed]} but other codes imply {CODES[implied]}{more}; "
+        "the nearer is kept"
     ]

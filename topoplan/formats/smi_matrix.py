@@ -36,8 +36,8 @@ class Matrix:
         X-free code of each stated pair, under both orders: ``NV2``, or one of `pcie_tree.CODES`.
     affinity : dict of str to str
         CPU affinity of the GPUs that state it.
-    numa : dict of str to int
-        NUMA node of the GPUs that state a single one.
+    numa : dict of str to str
+        NUMA affinity of the GPUs that state it, such as ``0`` or ``0-1``.
     cut : tuple of str
         GPUs without a row of their own.
     hardware : dict of str to str
@@ -48,7 +48,7 @@ class Matrix:
     nics: tuple[str, ...]
     codes: dict[tuple[str, str], str]
     affinity: dict[str, str]
-    numa: dict[str, int]
+    numa: dict[str, str]
     cut: tuple[str, ...]
     hardware: dict[str, str]
 
@@ -78,7 +78,7 @@ def read_matrix(text: str) -> Matrix:
     start, columns, affinities = _header(lines)
     rows: dict[str, list[str]] = {}
     affinity: dict[str, str] = {}
-    numa: dict[str, int] = {}
+    numa: dict[str, str] = {}
     hardware: dict[str, str] = {}
     legend = False
     for line in lines[start + 1 :]:
@@ -97,8 +97,8 @@ def read_matrix(text: str) -> Matrix:
             local = dict(zip(affinities, tokens[len(columns) :], strict=False))
             if re.fullmatch(r"\d[\d,-]*", local.get("CPU Affinity", "")):
                 affinity[name] = local["CPU Affinity"]
-            if re.fullmatch(r"\d{1,4}", local.get("NUMA Affinity", "")):
-                numa[name] = int(local["NUMA Affinity"])
+            if re.fullmatch(r"\d[\d,-]*", local.get("NUMA Affinity", "")):
+                numa[name] = local["NUMA Affinity"]
     gpus = tuple(name for name in columns if _GPU.fullmatch(name))
     if not any(name in rows for name in gpus):
         raise TopologyError(
