@@ -82,7 +82,8 @@ def parse_xml(text: str) -> Element:
         what = expat.ErrorString(error.code) or "not well-formed"
         still = f" while <{builder.open[-1][0]}> is open" if builder.open else ""
         raise TopologyError(
-            f"line {error.lineno + builder.skipped}: the XML text is not well-formed or ends too early ({what}{still}); give the whole file"
+            f"line {error.lineno + builder.skipped}: the XML text is not well-formed or ends too early "
+            f"({what}{still}); give the whole file"
         ) from None
     return builder.root
 
@@ -138,7 +139,9 @@ class _Builder:
 
     def _characters(self, text: str) -> None:
         if text.strip():
-            self._refuse(f"text {text.strip()[:20]!r} between elements; only elements and attributes are read")
+            self._refuse(
+                f"text {text.strip()[:20]!r} between elements; only elements and attributes are read"
+            )
 
     def _declaration(self, *_: object) -> None:
         self._refuse("document type declarations and entities are refused; leave out <!DOCTYPE …>")
