@@ -132,7 +132,7 @@ def _no_gpu(nodes: Sequence[PciNode], gpu_ids: Collection[str]) -> str:
     if not nodes:
         return "the file has no GPU: there is no pci element below a cpu; give the file that NCCL_TOPO_DUMP_FILE writes"
     if not unclassed:
-        return f"the file has no GPU: none of its {len(nodes)} pci elements has class 0x03… or 0x120000, or a gpu element"
+        return f"the file has no GPU: none of its {len(nodes)} pci elements has class 0x03… or a gpu element"
     if gpu_ids:
         return (
             f"the file has no GPU: {unclassed} of its {len(nodes)} pci elements state no class, and none of them is at "
