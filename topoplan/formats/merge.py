@@ -100,20 +100,25 @@ def _matched(topology: Topology, other: Topology) -> tuple[dict[str, str], str]:
     here, there = topology.gpus, other.gpus
     if len(here) != len(there):
         raise UsageError(
-            f"{topology.name} has {len(here)} GPUs and {other.name} has {len(there)}; --merge joins two descriptions of "
-            "one machine"
+            f"{topology.name} has {len(here)} GPUs and {other.name} has {len(there)}; --merge joins two "
+            "descriptions of one machine"
         )
-    ids = [[_plain(machine.device(gpu).busid) for gpu in machine.gpus] for machine in (topology, other)]
-    if not all(ids[0]) or not all(ids[1]):
+    here_ids, there_ids = gpu_bus_ids(topology), gpu_bus_ids(other)
+    if not all(here_ids) or not all(there_ids):
         return dict(zip(here, there, strict=True)), "number"
-    at = dict(zip(ids[1], there, strict=True))
-    for gpu, busid in zip(here, ids[0], strict=True):
+    at = dict(zip(there_ids, there, strict=True))
+    for gpu, busid in zip(here, here_ids, strict=True):
         if busid not in at:
             raise UsageError(
                 f"{gpu} of {topology.name} is at bus id {busid}, where {other.name} has no GPU; --merge joins two "
                 "descriptions of one machine"
             )
-    return {gpu: at[busid] for gpu, busid in zip(here, ids[0], strict=True)}, "bus id"
+    return {gpu: at[busid] for gpu, busid in zip(here, here_ids, strict=True)}, "bus id"
+
+
+def gpu_bus_ids(topology: Topology) -> tuple[str, ...]:
+    """Bus ids of the GPUs as the kernel writes them; empty where a description states none."""
+    return tuple(_plain(topology.device(gpu).busid) for gpu in topology.gpus)
 
 
 def _plain(busid: str) -> str:

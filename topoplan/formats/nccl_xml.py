@@ -23,6 +23,9 @@ from topoplan.hosts.host import Host
 from topoplan.hosts.link_rates import checked_rate
 from topoplan.topology import Topology
 
+UNNAMED = "nccl-xml"
+"""Name of a machine whose file states none."""
+
 _KNOWN = {
     "system": ("cpu",),
     "cpu": ("pci", "nic"),
@@ -93,7 +96,7 @@ def parse_nccl_xml(
         raise TopologyError(_no_gpu(nodes, gpu_ids))
     _note_unknown(system, findings)
     host = Host(
-        stated(system, "name") or "nccl-xml",
+        stated(system, "name") or UNNAMED,
         cpus,
         tuple(node.device for node in nodes),
         host_gpus(nodes, rates, findings),
