@@ -102,7 +102,7 @@ def test_a_name_like_nothing_lists_the_library(name: str) -> None:
         (b"\x7fELF\x02\x01\x01\0\0", "binary"),
         (b"\xff\xfe\0", "binary"),
         (b"\x89PNG\r\n\x1a\n", "binary"),
-        (b'<system version="1">\n</system>', "NCCL XML"),
+        (b'<system version="1">\n</system>', "no pci element"),
         (b"hello\nworld\n", "GPU0"),
         (b'{"format": "topoplan.plan/1"}', "topoplan.plan/1"),
     ],

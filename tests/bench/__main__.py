@@ -6,6 +6,7 @@ import sys
 
 from tests.bench import (
     allocations,
+    descriptions,
     fabrics,
     hybrid,
     loopback,
@@ -20,6 +21,7 @@ def main() -> int:
     """Run every benchmark, or those named on the command line."""
     benchmarks = {
         "allocations": allocations.main,
+        "descriptions": descriptions.main,
         "fabrics": fabrics.main,
         "hybrid": hybrid.main,
         "loopback": loopback.main,

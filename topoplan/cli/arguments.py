@@ -127,25 +127,36 @@ def size(text: str) -> int:
 
 
 def add_machine(parser: OneLineParser, *, or_plan: bool = False) -> None:
-    """TOPO and the bandwidths that the text of ``nvidia-smi topo -m`` leaves open."""
+    """TOPO, the bandwidths that its text leaves open, and where its NVLinks are if not there."""
     parser.add_argument(
         "topo",
         metavar="PLAN.json|TOPO" if or_plan else "TOPO",
         help=("a plan file, " if or_plan else "")
         + "a library machine (topoplan list), a file, or - for stdin; "
-        + "topology JSON, cluster JSON and the text of nvidia-smi topo -m are recognised by content",
+        + "topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m are recognised by content",
     )
     parser.add_argument(
         "--nvlink-gbps",
         type=bandwidth,
         metavar="GB/s",
-        help="GB/s of one NVLink in one direction, for nvidia-smi text, which does not say",
+        help="GB/s of one NVLink in one direction, for nvidia-smi text and XML, which do not say",
     )
     parser.add_argument(
         "--pcie-gbps",
         type=bandwidth,
         metavar="GB/s",
-        help="GB/s of one PCIe link in one direction, for nvidia-smi text",
+        help="GB/s of one PCIe link in one direction, for nvidia-smi text and in place of NCCL's for XML",
+    )
+    parser.add_argument(
+        "--socket-gbps",
+        type=bandwidth,
+        metavar="GB/s",
+        help="GB/s between two CPU sockets in one direction, for nvidia-smi text and XML",
+    )
+    parser.add_argument(
+        "--merge",
+        metavar="TOPO2",
+        help="another description of the machine: NVLinks are taken from there, PCIe, CPUs and NICs from TOPO",
     )
 
 

@@ -26,7 +26,8 @@ from topoplan.topology import Topology
 from topoplan.units import format_size
 
 OF_A_MACHINE = (
-    *("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps"),
+    *("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps", "socket_gbps"),
+    "merge",
     *CLUSTER_OPTIONS,
     *DAMAGE_OPTIONS,
 )

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 from topoplan.cli.cluster_options import as_cluster
 from topoplan.cli.damage_options import Machine, damaged
@@ -38,7 +39,25 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
 def _read_topology(options: argparse.Namespace) -> Topology:
     if options.topo == "-" and sys.stdin is None:
         raise UsageError(_CLOSED)
-    return _printable(load(options.topo, nvlink_gbps=options.nvlink_gbps, pcie_gbps=options.pcie_gbps))
+    return _printable(load(options.topo, **_asked(options)))
+
+
+class _Asked(TypedDict):
+    """Options that say what a description leaves open."""
+
+    nvlink_gbps: float | None
+    pcie_gbps: float | None
+    socket_gbps: float | None
+    merge: str | None
+
+
+def _asked(options: argparse.Namespace) -> _Asked:
+    return {
+        "nvlink_gbps": options.nvlink_gbps,
+        "pcie_gbps": options.pcie_gbps,
+        "socket_gbps": options.socket_gbps,
+        "merge": options.merge,
+    }
 
 
 def read_claimed_plan(path: str) -> Plan | SizePlans:
@@ -69,9 +88,9 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topo
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
         return _verified(_parse_plan(text, options.topo), options.topo)
     where = _where(options.topo)
-    speeds = {"nvlink_gbps": options.nvlink_gbps, "pcie_gbps": options.pcie_gbps}
     folder = "" if options.topo == "-" else str(path.parent)
-    return _printable(load_text(text, where, Path(where).stem, folder=folder, **speeds))
+    machine = load_text(text, where, Path(where).stem, folder=folder, **_asked(options))
+    return _printable(machine)
 
 
 def _parse_plan(text: str, path: str) -> Plan | SizePlans:

@@ -1,7 +1,7 @@
 """A machine from whatever names it: a library name, a file, ``-`` for stdin, or the text itself.
 
-Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, XML with ``<``,
-and anything else is read as the output of ``nvidia-smi topo -m``.
+Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
+with ``<``, and anything else is read as the output of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,6 +18,8 @@ from pathlib import Path
 import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.cluster_json import cluster_from_object, is_cluster
+from topoplan.formats.merge import gpu_bus_ids, merge_nvlink
+from topoplan.formats.nccl_xml import UNNAMED, parse_nccl_xml
 from topoplan.formats.nvidia_smi import parse_nvidia_smi
 from topoplan.formats.topology_json import decode_json, topology_from_object
 from topoplan.topology import Topology
@@ -24,8 +27,16 @@ from topoplan.topology import Topology
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
 
+_FORMATS = "topology JSON, NCCL topology XML or the output of nvidia-smi topo -m"
+
+
 def load(
-    source: str | os.PathLike[str], *, nvlink_gbps: float | None = None, pcie_gbps: float | None = None
+    source: str | os.PathLike[str],
+    *,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
+    merge: str | os.PathLike[str] | None = None,
 ) -> Topology:
     """Read a machine.
 
@@ -35,8 +46,12 @@ def load(
         A name of the library (see `library`), a file, ``-`` for stdin, or the text of a description (it holds
         a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
         ``./name`` for the file.
-    nvlink_gbps, pcie_gbps : float, optional
-        GB/s per direction of one NVLink and of one PCIe link, for nvidia-smi text, which states neither.
+    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
+        GB/s per direction of one NVLink, of one PCIe link and between CPUs, for nvidia-smi text, which states none, and
+        in place of NCCL's for XML.
+    merge : str or path, optional
+        Another description of the machine, as ``source``: NVLinks come from there, all else from ``source`` (see
+        `topoplan.formats.merge`). ``nvlink_gbps`` is for this one then.
 
     Raises
     ------
@@ -54,22 +69,32 @@ def load(
     Traceback (most recent call last):
     topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
     """
+    text, where, name, folder = _find(source)
+    return load_text(
+        text,
+        where,
+        name,
+        folder=folder,
+        nvlink_gbps=nvlink_gbps,
+        pcie_gbps=pcie_gbps,
+        socket_gbps=socket_gbps,
+        merge=merge,
+    )
+
+
+def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
+    """Text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
     if isinstance(source, str):
         if source == "-":
-            text = decode_text(_read_stdin())
-            return load_text(text, "stdin", "stdin", nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+            return decode_text(_read_stdin()), "stdin", "stdin", ""
         if "\n" in source or source.lstrip().startswith(("{", "<")):
-            return load_text(source, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+            return source, "", "", ""
         if source in library():
-            text = (library_path() / f"{source}.json").read_text(encoding="utf-8")
-            return load_text(text, source, source, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+            return (library_path() / f"{source}.json").read_text(encoding="utf-8"), source, source, ""
     path = os.fspath(source)
     if not os.path.exists(path):
         raise UsageError(_unknown(path))
-    folder = os.path.dirname(path)
-    return load_text(
-        _read(path), path, Path(path).stem, folder=folder, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
-    )
+    return _read(path), path, Path(path).stem, os.path.dirname(path)
 
 
 def load_text(
@@ -81,13 +106,15 @@ def load_text(
     single: bool = False,
     nvlink_gbps: float | None = None,
     pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
+    merge: str | os.PathLike[str] | None = None,
 ) -> Topology:
     """Read a machine from its text.
 
     Parameters
     ----------
     text : str
-        Topology or cluster JSON, or the output of ``nvidia-smi topo -m``.
+        Topology or cluster JSON, NCCL's topology XML, or the output of ``nvidia-smi topo -m``.
     where : str
         Begins an error.
     name : str
@@ -96,7 +123,7 @@ def load_text(
         Paths in cluster JSON are relative to it.
     single : bool
         Refuse cluster JSON.
-    nvlink_gbps, pcie_gbps : float, optional
+    nvlink_gbps, pcie_gbps, socket_gbps, merge : optional
         As `load`.
 
     Raises
@@ -104,23 +131,43 @@ def load_text(
     UsageError, TopologyError
         As `load`.
     """
+    if merge is None:
+        rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+        return _read_machine(text, where, name, rates, folder=folder, single=single)
+    if where == "stdin" and merge == "-":
+        raise UsageError("stdin holds one description; give --merge a file")
+    other = load(merge, nvlink_gbps=nvlink_gbps)
+    rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+    topology = _read_machine(
+        text, where, name, rates, folder=folder, single=single, gpu_ids=gpu_bus_ids(other)
+    )
+    return merge_nvlink(topology, other)
+
+
+def _read_machine(
+    text: str,
+    where: str,
+    name: str,
+    rates: Mapping[str, float | None],
+    *,
+    folder: str,
+    single: bool,
+    gpu_ids: Sequence[str] = (),
+) -> Topology:
+    """The machine of one description; ``gpu_ids`` are the bus ids of its GPUs where another one knows them."""
     start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
         if not start:
-            raise TopologyError(
-                "the content is empty; give topology JSON or the output of nvidia-smi topo -m"
-            )
-        if start == "<":
-            raise TopologyError(
-                "NCCL XML is not read yet by this version; give topology JSON or nvidia-smi topo -m text"
-            )
+            raise TopologyError(f"the content is empty; give {_FORMATS}")
         if start == "{":
-            if nvlink_gbps is not None or pcie_gbps is not None:
-                raise UsageError(
-                    "topology JSON states its own bandwidths; leave out --nvlink-gbps and --pcie-gbps"
-                )
+            given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
+            if given:
+                raise UsageError(f"topology JSON states its own bandwidths; leave out {' and '.join(given)}")
             return _from_json(text, folder, single)
-        topology = parse_nvidia_smi(text, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps)
+        if start == "<":
+            topology = parse_nccl_xml(text, gpu_ids=gpu_ids, **rates)
+            return replace(topology, name=name) if name and topology.name == UNNAMED else topology
+        topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     return replace(topology, name=name) if name else topology
@@ -188,9 +235,7 @@ def decode_text(content: bytes) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise TopologyError(
-            "the content is binary, not text; give topology JSON or the output of nvidia-smi topo -m"
-        )
+        raise TopologyError(f"the content is binary, not text; give {_FORMATS}")
     return text
 
 

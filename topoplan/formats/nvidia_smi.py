@@ -24,7 +24,11 @@ _SERVER = "s0"
 
 
 def parse_nvidia_smi(
-    text: str, *, nvlink_gbps: float | None = None, pcie_gbps: float | None = None
+    text: str,
+    *,
+    nvlink_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    socket_gbps: float | None = None,
 ) -> Topology:
     """Read the matrix that ``nvidia-smi topo -m`` prints.
 
@@ -36,8 +40,8 @@ def parse_nvidia_smi(
     ----------
     text : str
         The output; lines that begin with # are skipped.
-    nvlink_gbps, pcie_gbps : float, optional
-        GB/s per direction of one NVLink and of one PCIe link, in place of those of the assumed generation.
+    nvlink_gbps, pcie_gbps, socket_gbps : float, optional
+        GB/s per direction of one NVLink, of one PCIe link and between CPUs, in place of what is assumed.
 
     Returns
     -------
@@ -57,10 +61,9 @@ def parse_nvidia_smi(
     >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
     [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
     """
-    nvlink_given, pcie_given = (
-        checked_rate("--nvlink-gbps", nvlink_gbps),
-        checked_rate("--pcie-gbps", pcie_gbps),
-    )
+    nvlink_given = checked_rate("--nvlink-gbps", nvlink_gbps)
+    pcie_given = checked_rate("--pcie-gbps", pcie_gbps)
+    socket_given = checked_rate("--socket-gbps", socket_gbps)
     matrix = read_matrix(text)
     nvlinks = read_nvlinks(matrix)
     names = {name: name.lower() for name in matrix.gpus} | {
@@ -78,6 +81,7 @@ def parse_nvidia_smi(
     generation = nvlinks.generation
     nvlink = nvlink_given or generation.nvlink
     pcie = pcie_given or generation.pcie
+    socket = socket_given or generation.socket
     notes = [*nvlinks.notes, *tree.notes]
     if matrix.cut:
         notes.insert(
@@ -92,14 +96,14 @@ def parse_nvidia_smi(
         )
     if pcie_given is None:
         notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
-    if len(cpus_of(tree.parents)) > 1:
-        notes.append(f"between CPUs assumed {generation.socket:g} GB/s per direction")
+    if socket_given is None and len(cpus_of(tree.parents)) > 1:
+        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-gbps")
     return Topology(
         name="nvidia-smi",
         devices=_devices(matrix, nvlinks, tree, names),
         links=(
             *_nvlink_links(nvlinks, names, nvlink),
-            *host_links(tree.parents, pcie=pcie, socket=generation.socket),
+            *host_links(tree.parents, pcie=pcie, socket=socket),
         ),
         notes=tuple(notes),
         source="nvidia-smi topo -m; it states no bandwidths, the notes say which were assumed",

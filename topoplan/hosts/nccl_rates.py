@@ -28,8 +28,30 @@ XGMI = {"gfx90a": 36.0, "gfx94": 48.0, "": 24.0}
 MOST_NVLINKS = {60: 4, 70: 6, 80: 12, 90: 18}
 """NVLinks of one GPU, from this compute capability on."""
 
+CPU_VENDORS = ("GenuineIntel", "AuthenticAMD", "CentaurHauls", "  Shanghai  ")
+"""Vendors of x86_64 processors that NCCL knows; the last two are Zhaoxin."""
+
 _INTEL = {0xCF: 40.0, 0x8F: 22.0, 0x55: 10.0, 0: 6.0}
-_NUMBERED_GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a"}
+_NUMBERED_GCN = {
+    "906": "gfx906",
+    "908": "gfx908",
+    "910": "gfx90a",
+    "940": "gfx940",
+    "941": "gfx941",
+    "942": "gfx942",
+}
+
+
+def lane_bandwidth(speed: str) -> float | None:
+    """GB/s per direction of one PCIe lane, from the kernel's text of its rate; None of an unknown one.
+
+    Examples
+    --------
+    >>> lane_bandwidth("16 GT/s"), lane_bandwidth("16.0 GT/s PCIe"), lane_bandwidth("Unknown speed")
+    (1.5, 1.5, None)
+    """
+    match = re.match(r"\s*([0-9]{1,3}(?:\.[0-9]{1,3})?)\s*GT/s", speed)
+    return LANE.get(float(match[1])) if match else None
 
 
 def pcie_bandwidth(speed: str, width: int) -> float:
@@ -40,8 +62,7 @@ def pcie_bandwidth(speed: str, width: int) -> float:
     >>> pcie_bandwidth("8 GT/s", 16), pcie_bandwidth("16.0 GT/s PCIe", 8), pcie_bandwidth("", 0)
     (12.0, 12.0, 12.0)
     """
-    match = re.match(r"\s*(\d+(?:\.\d+)?)\s*GT/s", speed)
-    return (width or UNKNOWN_WIDTH) * (LANE.get(float(match[1]), UNKNOWN_LANE) if match else UNKNOWN_LANE)
+    return (width or UNKNOWN_WIDTH) * (lane_bandwidth(speed) or UNKNOWN_LANE)
 
 
 def nvlink_bandwidth(sm: int) -> float:
@@ -55,6 +76,17 @@ def nvlink_bandwidth(sm: int) -> float:
     return next((rate for least, rate in sorted(NVLINK.items(), reverse=True) if sm >= least), NVLINK[80])
 
 
+def gcn_name(gcn: str) -> str:
+    """Name of an AMD GPU's architecture, which old files give as a number.
+
+    Examples
+    --------
+    >>> gcn_name("910"), gcn_name("gfx942")
+    ('gfx90a', 'gfx942')
+    """
+    return _NUMBERED_GCN.get(gcn, gcn)
+
+
 def xgmi_bandwidth(gcn: str) -> float:
     """GB/s per direction of one XGMI link; the architecture is a name, or a number as old files have it.
 
@@ -63,8 +95,7 @@ def xgmi_bandwidth(gcn: str) -> float:
     >>> xgmi_bandwidth("gfx942"), xgmi_bandwidth("910"), xgmi_bandwidth("908")
     (48.0, 36.0, 24.0)
     """
-    name = _NUMBERED_GCN.get(gcn, gcn)
-    return next(rate for start, rate in XGMI.items() if name.startswith(start))
+    return next(rate for start, rate in XGMI.items() if gcn_name(gcn).startswith(start))
 
 
 def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
