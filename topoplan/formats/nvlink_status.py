@@ -163,11 +163,9 @@ def _said(state: State) -> str:
     return f"{state:g} GB/s" if isinstance(state, float) else f"to {state[0] or 'a hidden device'}"
 
 
-def _links(
-    number: int, speeds: Mapping[int, State], remotes: Mapping[int, State]
-) -> tuple[NvlinkState, ...]:
+def _links(number: int, speeds: Mapping[int, State], remotes: Mapping[int, State]) -> tuple[NvlinkState, ...]:
     """Speeds and far ends side by side (see the head of this file)."""
-    ends = {index: end for index, end in remotes.items() if isinstance(end, tuple)}
+    ends: Mapping[int, FarEnd] = {index: end for index, end in remotes.items() if isinstance(end, tuple)}
     if speeds:
         ends = _numbered_as_speeds(number, speeds, remotes, ends) if remotes else {}
     elif set(remotes) != set(range(len(remotes))):
