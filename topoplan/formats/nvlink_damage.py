@@ -153,9 +153,10 @@ def _amiss(gpus: Sequence[ListedGpu]) -> str:
     """Such as ``gpu3 has 2 of 6 NVLinks down``."""
     parts = []
     for gpu in gpus:
-        states = [f"{n} {word}" for n, word in ((gpu.dead, "down"), (len(gpu.slow), "slow")) if n]
-        if states:
-            parts.append(f"{gpu.name} has {' and '.join(states)} of {sum(gpu.wires.values())} NVLinks")
+        down = [f"{gpu.dead} of {sum(gpu.wires.values())} NVLinks down"] if gpu.dead else []
+        slow = [f"{len(gpu.slow)} of {len(gpu.up)} slow"] if gpu.slow else []
+        if down or slow:
+            parts.append(f"{gpu.name} has {' and '.join(down + slow)}")
     return ", ".join([*parts[:4], *(["…"] if len(parts) > 4 else [])]) or "no listed GPU has a link down"
 
 

@@ -2,7 +2,7 @@
 
 Where the topology knows bus ids, they tell. Where it knows none (a library machine, a matrix), the listed bus ids are
 those of its GPUs, and nvidia-smi numbers GPUs in the order of their bus ids: so the ids stand for GPUs in ascending
-order. If every GPU has a link that is up there is one such reading, and otherwise perhaps several. A GPU all of whose
+order. If all GPUs are listed there is one such reading, and otherwise perhaps several. A GPU all of whose
 NVLinks lead to one device, such as a switch, needs no far ends.
 """
 
@@ -61,7 +61,9 @@ def readings(topology: Topology, listed: Sequence[ListedGpu]) -> Iterator[Ends]:
     if len(ids) > MOST_IDS:
         raise TooManyPlaces
     found = False
-    for meaning in _in_order(ids, topology.gpus, told, [MOST_TRIALS]):
+    dark = {gpu.name for gpu in listed if not gpu.up}
+    gpus = [gpu for gpu in topology.gpus if gpu not in dark]
+    for meaning in _in_order(ids, gpus, told, [MOST_TRIALS]):
         found = True
         yield sure | {gpu.name: _by_end(gpu, meaning) for gpu in told}
     if not found:
