@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from topoplan.formats.load import load
+    from topoplan.formats.nvlink_overlay import overlay
     from topoplan.packing.planner import plan
     from topoplan.packing.upper_bound import bound
     from topoplan.plans.plan import Plan
@@ -61,6 +62,7 @@ _HOME = {
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
+    "overlay": "topoplan.formats.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
     "probe": "topoplan.probing.probe",
@@ -96,6 +98,7 @@ __all__ = [
     "lowest_tree",
     "nvswitch_cluster",
     "one_hop",
+    "overlay",
     "plan",
     "plan_by_size",
     "probe",

@@ -1,4 +1,4 @@
-"""``--without-link``, ``--slow-link``, ``--without-gpu`` and ``--without-device``: a machine that is not whole.
+"""``--overlay``, ``--without-link``, ``--slow-link``, ``--without-gpu``, ``--without-device``: a machine not whole.
 
 GPU numbers on the command line and in tables always are those of the whole machine, so that a GPU keeps its number
 when another one dies.
@@ -22,7 +22,7 @@ from topoplan.degraded import (
 from topoplan.errors import UsageError
 from topoplan.topology import Topology
 
-DAMAGE_OPTIONS = ("without_link", "slow_link", "without_gpu", "without_device")
+DAMAGE_OPTIONS = ("overlay", "without_link", "slow_link", "without_gpu", "without_device")
 """All of them, as argparse stores them; None where an option was not given."""
 
 
@@ -68,6 +68,13 @@ def add_damage(parser: OneLineParser) -> None:
     """What is broken."""
     group = parser.add_argument_group("a broken machine", "each may be given several times")
     group.add_argument(
+        "--overlay",
+        action="append",
+        metavar="FILE",
+        help="nvidia-smi nvlink -s and -R listings of this machine, whose dead links are taken out and slow ones "
+        "slowed; with --servers they hold for every server",
+    )
+    group.add_argument(
         "--without-link",
         action="append",
         metavar="A-B",
@@ -90,6 +97,19 @@ def add_damage(parser: OneLineParser) -> None:
     group.add_argument(
         "--without-device", action="append", metavar="NAME", help="take out a switch or NIC by name"
     )
+
+
+def overlaid(options: argparse.Namespace, topology: Topology) -> Topology:
+    """The machine as the listings of its NVLinks say it is; errors as `topoplan.overlay`."""
+    listings: list[str] = options.overlay or []
+    if not listings:
+        return topology
+    if listings.count("-") + (options.topo == "-") > 1:
+        raise UsageError("TOPO and --overlay cannot all be read from stdin; give a file")
+    # Few runs have one, and none should wait for its reader.
+    from topoplan.formats.nvlink_overlay import overlay
+
+    return overlay(topology, *listings)
 
 
 def damaged(options: argparse.Namespace, topology: Topology) -> Machine:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from topoplan.cli.cluster_options import as_cluster
-from topoplan.cli.damage_options import Machine, damaged
+from topoplan.cli.damage_options import Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import decode_text, library, load, load_text
 from topoplan.plans.plan import Plan
@@ -33,7 +33,7 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
-    return damaged(options, as_cluster(options, topology, gpus=used))
+    return damaged(options, as_cluster(options, overlaid(options, topology), gpus=used))
 
 
 def _read_topology(options: argparse.Namespace) -> Topology:

@@ -132,8 +132,8 @@ def _header(lines: Sequence[str]) -> tuple[int, tuple[str, ...], tuple[str, ...]
             return number, columns, tuple(_AFFINITY_COLUMN.findall(" ".join(tokens[end:])))
     if any(re.match(r"\s*Link \d+:", line) for line in lines):
         raise TopologyError(
-            "this is the listing of nvidia-smi nvlink, which does not show the PCIe side; "
-            "give the output of nvidia-smi topo -m"
+            "this is a listing of nvidia-smi nvlink, which shows no whole machine; give it to --overlay, and the "
+            "machine itself, such as the output of nvidia-smi topo -m, as TOPO"
         )
     raise TopologyError(
         "this is neither topology JSON nor an nvidia-smi matrix (no header line names GPU0, GPU1, ...); "
