@@ -1,8 +1,8 @@
 """Which GPU of a topology each GPU that CUDA shows is.
 
-CUDA numbers the GPUs that a process may see, in an order of its own (``CUDA_VISIBLE_DEVICES``,
-``CUDA_DEVICE_ORDER``). Where the topology knows bus ids, they decide. Where it does not, the GPUs are taken in the order
-of their bus ids, which is that of ``nvidia-smi``, and there must be as many as the topology has or as are asked for.
+CUDA numbers the GPUs that a process may see in an order of its own (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``).
+Where the topology knows bus ids, they decide. Where it does not, the GPUs are taken in the order of their bus ids, as
+``nvidia-smi`` counts them, and there must be as many as the topology has, or as are asked for.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def match_gpus(
         )
     chosen = topology.select(gpus)
     shown = [_normal(text) for text in bus_ids]
-    if len(set(shown)) < len(shown):
+    shared = sorted({busid for busid in shown if shown.count(busid) > 1})
+    if shared:
         raise UsageError(
-            f"CUDA shows several GPUs at {few(sorted(x for x in set(shown) if shown.count(x) > 1))}, which are parts of "
-            "one (MIG); measure whole GPUs"
+            f"CUDA shows several GPUs at {few(shared)}, which are parts of one (MIG); measure whole GPUs"
         )
     known = {name: topology.device(name).busid for name in topology.gpus}
     if all(known.values()):

@@ -112,6 +112,9 @@ class Measurement:
 class Meter(Protocol):
     """Whatever times copies between the GPUs of the machine that it runs on."""
 
+    def ready(self) -> None:
+        """Raise ProbeError, with what to do, where nothing can be measured here."""
+
     def measure(
         self,
         topology: Topology,
