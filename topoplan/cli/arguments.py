@@ -126,14 +126,16 @@ def size(text: str) -> int:
     return sizes[0]
 
 
-def add_machine(parser: OneLineParser, *, or_plan: bool = False) -> None:
-    """TOPO, the bandwidths that its text leaves open, and where its NVLinks are if not there."""
+def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "") -> None:
+    """TOPO, the bandwidths that its text leaves open, where its NVLinks are if not there; ``otherwise``: its default."""
     parser.add_argument(
         "topo",
+        nargs="?" if otherwise else None,
         metavar="PLAN.json|TOPO" if or_plan else "TOPO",
         help=("a plan file, " if or_plan else "")
         + "a library machine (topoplan list), a file, or - for stdin; "
-        + "topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m are recognised by content",
+        + "topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m are recognised by content"
+        + (f" (default: {otherwise})" if otherwise else ""),
     )
     parser.add_argument(
         "--nvlink-gbps",

@@ -22,6 +22,7 @@ from topoplan.errors import TopoplanError, UsageError
 COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
+    "calibrate": "measure this machine's links between GPUs",
     "plan": "plan a collective and prove its rate",
     "probe": "this machine, through its driver and Linux",
     "compare": "trees against rings",

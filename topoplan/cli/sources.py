@@ -25,7 +25,7 @@ _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 def read_machine(options: argparse.Namespace) -> Machine:
     """The machine that TOPO and the options of clusters and broken machines ask for; errors as `topoplan.load`."""
-    return as_asked(options, _read_topology(options))
+    return as_asked(options, read_topology(options))
 
 
 def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
@@ -36,7 +36,8 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
     return damaged(options, as_cluster(options, overlaid(options, topology), gpus=used))
 
 
-def _read_topology(options: argparse.Namespace) -> Topology:
+def read_topology(options: argparse.Namespace) -> Topology:
+    """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
     if options.topo == "-" and sys.stdin is None:
         raise UsageError(_CLOSED)
     return _printable(load(options.topo, **_asked(options)))
@@ -83,7 +84,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topo
     """
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
-        return _read_topology(options)
+        return read_topology(options)
     text = _read_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
         return _verified(_parse_plan(text, options.topo), options.topo)

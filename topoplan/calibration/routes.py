@@ -1,0 +1,166 @@
+"""Which links a copy from one GPU to another crosses.
+
+Over NVLink where there is a path, direct or through NVSwitches; else over PCIe, sockets and C2C; always by as few links
+as possible, and through no other GPU. Where peer access is refused, the driver stages copies in the memory of the host:
+up to a CPU and down again, even below one PCIe switch.
+
+Where several NVSwitches lie side by side, hardware stripes a copy over all of them, so a route is a sequence of stages
+and a stage is one or several links. Over PCIe a copy takes one path: at each device the widest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from topoplan.topology import Link, Topology
+
+WIRES = {"nvlink": ("nvlink",), "pcie": ("pcie", "sys", "c2c")}
+"""Which links of the topology the two kinds of route are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Links of a copy, from source to destination.
+
+    Parameters
+    ----------
+    channel : str
+        nvlink or pcie.
+    stages : tuple of tuple of Link
+        A copy is striped over the links of a stage in proportion to their stated bandwidths.
+    """
+
+    channel: str
+    stages: tuple[tuple[Link, ...], ...]
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links of all stages."""
+        return tuple(link for stage in self.stages for link in stage)
+
+    @property
+    def bandwidth(self) -> float:
+        """What the links as stated let through, in GB/s: that of the narrowest stage."""
+        return min(stage_bandwidth(stage) for stage in self.stages)
+
+
+def stage_bandwidth(stage: tuple[Link, ...]) -> float:
+    """Stated GB/s of all links of a stage together."""
+    return sum(link.bandwidth for link in stage)
+
+
+class Routes:
+    """Routes of copies in one machine.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> routes = Routes(topoplan.load("dgx-1v"))
+    >>> route = routes.between("gpu0", "gpu5")
+    >>> route.channel, route.bandwidth, [link.dst for link in route.links]
+    ('pcie', 8.0, ['pcie0', 'cpu0', 'cpu1', 'pcie2', 'gpu5'])
+    >>> [link.dst for link in routes.between("gpu0", "gpu1", through_host=True).links]
+    ['pcie0', 'cpu0', 'pcie0', 'gpu1']
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._gpus = set(topology.gpus)
+        self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
+        self._leaving: dict[str, dict[str, tuple[Link, ...]]] = {
+            channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
+        }
+        self._steps = cache(self._searched)
+
+    def between(self, src: str, dst: str, *, through_host: bool = False) -> Route | None:
+        """The route of a copy; None where the machine has none.
+
+        Parameters
+        ----------
+        src, dst : str
+            Names of two GPUs.
+        through_host : bool
+            Peer access is refused.
+        """
+        if not through_host:
+            striped = self._stages("nvlink", src, dst)
+            if striped:
+                return Route("nvlink", striped)
+        path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
+        return Route("pcie", tuple((link,) for link in path)) if path else None
+
+    def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
+        """The shortest PCIe path through a CPU, the first of them where several are equally short."""
+        halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
+        whole = [up + down for up, down in halves if up and down]
+        return min(whole, key=len, default=())
+
+    def _path(self, src: str, dst: str) -> tuple[Link, ...]:
+        """One shortest PCIe path; empty where there is none."""
+        links = []
+        at = src
+        for stage in self._stages("pcie", src, dst):
+            onwards = [link for link in stage if link.src == at]
+            links.append(max(onwards, key=lambda link: link.bandwidth))
+            at = links[-1].dst
+        return tuple(links)
+
+    def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[Link, ...], ...]:
+        """The links of all shortest paths, by how far they are from the source; empty where there is none."""
+        steps = self._steps(channel, src)
+        if dst not in steps or src == dst:
+            return ()
+        wanted = {dst}
+        stages: list[tuple[Link, ...]] = []
+        for distance in range(steps[dst] - 1, -1, -1):
+            stage = tuple(
+                link
+                for device, links in self._leaving[channel].items()
+                if steps.get(device) == distance and (device == src or device not in self._gpus)
+                for link in links
+                if link.dst in wanted
+            )
+            wanted = {link.src for link in stage}
+            stages.append(stage)
+        return tuple(reversed(stages))
+
+    def _searched(self, channel: str, src: str) -> Mapping[str, int]:
+        """Number of links to every device that can be reached without passing a GPU."""
+        leaving = self._leaving[channel]
+        steps = {src: 0}
+        frontier = [src]
+        for device in frontier:
+            if device != src and device in self._gpus:
+                continue
+            for link in leaving.get(device, ()):
+                if link.dst not in steps:
+                    steps[link.dst] = steps[device] + 1
+                    frontier.append(link.dst)
+        return steps
+
+
+def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = False) -> Route | None:
+    """The route of one copy (see `Routes.between`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> copy_route(topoplan.load("dgx-2"), "gpu0", "gpu9").links[1].src
+    'nvswitch0'
+    """
+    return Routes(topology).between(src, dst, through_host=through_host)
+
+
+def _widest_from(topology: Topology, kinds: Collection[str]) -> dict[str, tuple[Link, ...]]:
+    """The links of some channels by source; of several between the same two devices the widest."""
+    widest: dict[tuple[str, str], Link] = {}
+    for link in topology.links:
+        if link.channel in kinds:
+            ends = (link.src, link.dst)
+            if ends not in widest or link.bandwidth > widest[ends].bandwidth:
+                widest[ends] = link
+    leaving: dict[str, list[Link]] = {}
+    for link in widest.values():
+        leaving.setdefault(link.src, []).append(link)
+    return {src: tuple(links) for src, links in leaving.items()}
