@@ -232,27 +232,3 @@ def _chip(pci: str) -> list[tuple[str, str]]:
     return (
         [(key, f"0x{part}") for key, part in zip(keys, parts, strict=True)] if len(parts) == len(keys) else []
     )
-
-
-def _numa_nodes(machine: Topology, cpus: list[Device], tree: HostTree) -> dict[str, tuple[int, bool]]:
-    """Number of every CPU's NUMA node, and whether it is stated.
-
-    Raises
-    ------
-    UsageError
-        Two CPUs state the same.
-    """
-    stated = {cpu.name: cpu.numa for cpu in cpus if cpu.numa is not None}
-    taken: dict[int, str] = {}
-    for name, number in stated.items():
-        if number in taken:
-            raise UsageError(
-                f"{taken[number]} and {name} are both NUMA node {number}, and NCCL's file has one CPU for a node; "
-                "number them apart"
-            )
-        taken[number] = name
-    nodes: dict[str, tuple[int, bool]] = {}
-    free = (number for number in range(len(cpus) + len(taken)) if number not in taken)
-    for cpu in cpus:
-        nodes[cpu.name] = (stated[cpu.name], True) if cpu.name in stated else (next(free), False)
-    return nodes
