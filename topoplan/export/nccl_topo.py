@@ -23,6 +23,7 @@ from topoplan.export.host_tree import HostTree, host_tree
 from topoplan.export.nccl_topo_notes import topology_notes
 from topoplan.export.nccl_xml_text import Element, nccl_xml
 from topoplan.export.net_elements import net_elements
+from topoplan.export.numa_nodes import numa_nodes
 from topoplan.export.nvlink_ends import GpuLinks, gpu_links
 from topoplan.export.one_server import one_server
 from topoplan.export.pcie_speed import nearest_pcie
@@ -72,7 +73,14 @@ def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
             f"{machine.name} takes {root.size} elements, and NCCL reads {MOST_ELEMENTS}; choose fewer GPUs with --gpus"
         )
     notes = (
-        topology_notes(machine, writer.tree, gpus=writer.gpus, cpus=writer.cpus, invented=writer.invented)
+        topology_notes(
+            machine,
+            writer.tree,
+            gpus=writer.gpus,
+            cpus=writer.cpus,
+            nodes=writer.nodes,
+            invented=writer.invented,
+        )
         + writer.nvlink_notes
     )
     kind = "RCCL" if writer.amd else "NCCL"
@@ -90,7 +98,8 @@ class _Writer:
     invented: frozenset[str]
     amd: bool
     numbers: dict[str, int]
-    nodes: dict[str, tuple[int, bool]]
+    nodes: dict[str, int]
+    unnumbered: frozenset[str]
     cpus: dict[str, CpuIdentity]
     gpus: dict[str, GpuIdentity]
     links: dict[str, GpuLinks]
@@ -111,7 +120,7 @@ class _Writer:
             invented,
             amd,
             gpu_numbers(machine.gpus),
-            _numa_nodes(machine, cpus, tree),
+            *numa_nodes(machine, tree),
             {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus},
             {gpu.name: gpu_identity(gpu, amd=amd) for gpu in gpus},
             links,
@@ -124,10 +133,9 @@ class _Writer:
         return Element("system", (("version", version), ("name", self.machine.name)), cpus)
 
     def _cpu(self, device: Device) -> Element:
-        number, stated = self.nodes[device.name]
         identity = self.cpus[device.name]
         known = [
-            ("numaid", str(number)),
+            ("numaid", str(self.nodes[device.name])),
             *identity.attributes,
             ("name", device.name),
             ("model", device.model),
@@ -135,7 +143,7 @@ class _Writer:
         if device.name in self.tree.socket:
             known.append(("socket", repr(float(self.tree.socket[device.name]))))
         known.append(("affinity", cpu_mask(device.fact("cpus"))))
-        known.append(_assumed(*([] if stated else ["numaid"]), *identity.invented))
+        known.append(_assumed(*(["numaid"] if device.name in self.unnumbered else []), *identity.invented))
         return Element("cpu", _filled(known), self._below(device.name))
 
     def _below(self, name: str) -> tuple[Element, ...]:

@@ -30,6 +30,7 @@ def topology_notes(
     *,
     gpus: Mapping[str, GpuIdentity],
     cpus: Mapping[str, CpuIdentity],
+    nodes: Mapping[str, int],
     invented: Iterable[str],
 ) -> tuple[str, ...]:
     """One line for each thing that the reader of the file should know.
@@ -40,6 +41,8 @@ def topology_notes(
     tree : HostTree
     gpus, cpus : mapping of str to identity
         By name of the device.
+    nodes : mapping of str to int
+        NUMA node of each CPU in the file.
     invented : iterable of str
         Names of devices whose bus id is.
     """
@@ -49,7 +52,7 @@ def topology_notes(
         *_bus_id_notes([device for device in machine.devices if device.name in made_up]),
         *_guess_notes(gpus),
         *_rate_notes(machine, tree, gpus, cpus),
-        *_unsaid_notes(machine, tree),
+        *_unsaid_notes(machine, tree, nodes),
     )
 
 
@@ -94,7 +97,7 @@ def _rate_notes(
     return [f"{line}: {listed(dict.fromkeys(places))}" for line, places in counted.items()]
 
 
-def _unsaid_notes(machine: Topology, tree: HostTree) -> list[str]:
+def _unsaid_notes(machine: Topology, tree: HostTree, nodes: Mapping[str, int]) -> list[str]:
     unsaid: dict[str, list[str]] = {}
     for device in machine.devices:
         for key, _ in device.facts:
@@ -108,10 +111,9 @@ def _unsaid_notes(machine: Topology, tree: HostTree) -> list[str]:
             unsaid.setdefault(f"name, model and bus id of an NVSwitch, which is read as {SWITCH}", []).append(
                 device.name
             )
-        if device.kind in ("gpu", "nic") and device.name in tree.above and device.numa is not None:
-            cpu = machine.device(tree.cpu_of(device.name))
-            if cpu.numa != device.numa:
-                unsaid.setdefault("a NUMA node that is not that of the CPU above", []).append(device.name)
+        placed = device.kind in ("gpu", "nic") and device.name in tree.above and device.numa is not None
+        if placed and nodes[tree.cpu_of(device.name)] != device.numa:
+            unsaid.setdefault("a NUMA node that is not that of the CPU above", []).append(device.name)
         if device.kind == "pcie" and device.numa is not None:
             unsaid.setdefault("the NUMA node of a switch", []).append(device.name)
     for link in machine.links:

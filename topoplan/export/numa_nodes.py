@@ -33,8 +33,8 @@ def numa_nodes(machine: Topology, tree: HostTree) -> tuple[dict[str, int], froze
         if cpu.numa is not None:
             if cpu.numa in taken:
                 raise UsageError(
-                    f"{taken[cpu.numa]} and {cpu.name} are both NUMA node {cpu.numa}, and NCCL's file has one CPU for a "
-                    "node; number them apart"
+                    f"{taken[cpu.numa]} and {cpu.name} are both NUMA node {cpu.numa}, and NCCL's file has one CPU for "
+                    "a node; number them apart"
                 )
             taken[cpu.numa] = cpu.name
     below: dict[str, set[int]] = {}
