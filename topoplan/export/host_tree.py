@@ -1,0 +1,180 @@
+"""One server as NCCL's topology file can hold it: a PCIe tree below each CPU, a rate between CPUs, ends of NVLinks.
+
+What the file has no place for is refused here, in one line that names the link: a device with two ways up, a GPU joined
+to a NIC, links that are missing or slower in one direction, CPUs that are not all joined. What can be left out without
+changing the rest is left out, and a note says so: networks, and what hangs on no CPU and carries nothing between GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from topoplan.errors import UsageError
+from topoplan.hosts.notes import listed
+from topoplan.topology import Link, Topology
+
+_CLIMBING = {"gpu", "nic", "pcie"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostTree:
+    """The PCIe side of a server.
+
+    Parameters
+    ----------
+    children : dict of str to tuple of str
+        What hangs directly below a CPU or switch, in the order of the topology's devices.
+    above : dict of str to str
+        Parent of every GPU, NIC and switch in the tree.
+    bandwidth : dict of str to float
+        GB/s per direction of the link to the parent.
+    socket : dict of str to float
+        GB/s from every CPU to any other one; empty for a single CPU.
+    notes : tuple of str
+        What is left out.
+    """
+
+    children: dict[str, tuple[str, ...]]
+    above: dict[str, str]
+    bandwidth: dict[str, float]
+    socket: dict[str, float]
+    notes: tuple[str, ...]
+
+    def cpu_of(self, name: str) -> str:
+        """The CPU at the root above a device."""
+        while name in self.above:
+            name = self.above[name]
+        return name
+
+
+def host_tree(topology: Topology) -> HostTree:
+    """The PCIe tree and the CPUs of one server.
+
+    Raises
+    ------
+    UsageError
+        The file cannot hold it; the message names the device or link.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> tree = host_tree(topoplan.load("dgx-1v"))
+    >>> tree.children["cpu0"], tree.children["pcie0"], tree.socket
+    (('pcie0', 'pcie1'), ('gpu0', 'gpu1', 'nic0'), {'cpu0': 8.0, 'cpu1': 8.0})
+    """
+    kind = {device.name: device.kind for device in topology.devices}
+    wires = _full_duplex(link for link in topology.links if link.channel == "pcie")
+    near: dict[str, list[str]] = {name: [] for name in kind}
+    for src, dst in wires:
+        near[src].append(dst)
+    order = {name: place for place, name in enumerate(kind)}
+    cpus = [name for name in kind if kind[name] == "cpu"]
+    above: dict[str, str] = {}
+    children: dict[str, tuple[str, ...]] = {}
+    reached = list(cpus)
+    for name in reached:
+        below = sorted((other for other in near[name] if other != above.get(name)), key=order.__getitem__)
+        for other in below:
+            if kind[name] in ("gpu", "nic"):
+                raise UsageError(
+                    f"{name} is joined to {other} by PCIe, and in NCCL's file nothing hangs below a {kind[name]}; take "
+                    "the link out with --without-link"
+                )
+            if other in above or kind[other] not in _CLIMBING:
+                raise UsageError(
+                    f"{name} and {other}: PCIe is no tree below one CPU each, as NCCL's file has it; take a link out "
+                    "with --without-link"
+                )
+            above[other] = name
+        children[name] = tuple(below)
+        reached += below
+    for name in topology.gpus:
+        if name not in above:
+            raise UsageError(
+                f"{name} has no PCIe way to a CPU, and NCCL's file hangs every GPU below a CPU; state the links of "
+                "channel pcie"
+            )
+    kept = _with_ends(children, above, kind)
+    return HostTree(
+        {name: tuple(child for child in below if child in kept) for name, below in children.items()},
+        {name: parent for name, parent in above.items() if name in kept},
+        {name: wires[name, parent].bandwidth for name, parent in above.items() if name in kept},
+        _sockets(topology, cpus),
+        _left_out(topology, kept | set(cpus)),
+    )
+
+
+def _full_duplex(links: Iterable[Link]) -> dict[tuple[str, str], Link]:
+    """Links by their ends, each as fast as its way back."""
+    wires = {(link.src, link.dst): link for link in links}
+    for (src, dst), link in wires.items():
+        back = wires.get((dst, src))
+        if back is None or back.bandwidth != link.bandwidth:
+            other = "none" if back is None else f"{back.bandwidth:g}"
+            raise UsageError(
+                f"{src}->{dst} ({link.channel}) has {link.bandwidth:g} GB/s and {other} back, and NCCL's file has one "
+                "figure for both directions; make them equal with --slow-link, or take the link out with --without-link"
+            )
+    return wires
+
+
+def _with_ends(children: dict[str, tuple[str, ...]], above: dict[str, str], kind: dict[str, str]) -> set[str]:
+    """GPUs, NICs and the switches above them; a switch without either limits nothing."""
+    kept = {name for name in above if kind[name] in ("gpu", "nic")}
+    for name in reversed(list(children)):
+        if name in above and kept.intersection(children[name]):
+            kept.add(name)
+    return kept
+
+
+def _sockets(topology: Topology, cpus: list[str]) -> dict[str, float]:
+    """GB/s from each CPU to the others."""
+    rates: dict[str, set[float]] = {name: set() for name in cpus}
+    joined = set()
+    for link in topology.links:
+        if link.channel == "sys":
+            if link.src not in rates or link.dst not in rates:
+                raise UsageError(
+                    f"{link.src}->{link.dst} (sys) does not join two CPUs, and NCCL's file has no place for it; take "
+                    "it out with --without-link"
+                )
+            rates[link.src].add(link.bandwidth)
+            joined.add((link.src, link.dst))
+    for src in cpus:
+        for dst in cpus:
+            if src != dst and (src, dst) not in joined:
+                raise UsageError(
+                    f"{src} and {dst} are not joined, and NCCL joins every two CPUs; export a server whose CPUs are"
+                )
+        if len(rates[src]) > 1:
+            figures = ", ".join(f"{rate:g}" for rate in sorted(rates[src]))
+            raise UsageError(
+                f"{src} reaches other CPUs at {figures} GB/s, and NCCL's file has one figure for all; make them equal "
+                "with --slow-link"
+            )
+    return {name: next(iter(found)) for name, found in rates.items() if found}
+
+
+def _left_out(topology: Topology, kept: set[str]) -> tuple[str, ...]:
+    out = [device for device in topology.devices if device.name not in kept and device.kind != "nvswitch"]
+    network = sum(link.channel == "network" for link in topology.links)
+    several = [
+        f"{link.src}->{link.dst}"
+        for link in topology.links
+        if link.channel in ("pcie", "sys") and link.count > 1
+    ]
+    notes = []
+    if network:
+        notes.append(
+            f"the network is left out ({network} links): NCCL's file describes one server up to its NICs"
+        )
+    if out:
+        notes.append(
+            f"left out, below no CPU or above no GPU or NIC: {listed(device.name for device in out)}"
+        )
+    if several:
+        notes.append(
+            f"numbers of wires have no place on PCIe and between CPUs: {listed(several)} count as one"
+        )
+    return tuple(notes)
