@@ -347,3 +347,11 @@ def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_c
         f"warning: access over PCIe is refused (chipset not supported) between gpu0-gpu1; {end}",
         f"access over PCIe is refused (chipset not supported) between gpu0-gpu2; {end}",
     )
+
+
+def test_links_that_are_all_down_are_a_fault_only_beside_links_that_are_up() -> None:
+    down = [replace(up(number, None), active=False) for number in range(3)]
+    _, notes = counts(driver_gpu(links=down))
+    assert notes == ["gpu0: no NVLink is up"]
+    _, notes = counts(*pair(down, [up(0, ""), replace(up(1, None), active=False), replace(up(2, None), active=False)]))
+    assert notes == ["warning: gpu1: NVLink 1-2 of 3 is down", "warning: gpu0: no NVLink is up"]

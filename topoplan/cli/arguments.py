@@ -127,7 +127,7 @@ def size(text: str) -> int:
 
 
 def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "") -> None:
-    """TOPO, the bandwidths that its text leaves open, where its NVLinks are if not there; ``otherwise``: its default."""
+    """TOPO, the bandwidths its text leaves open, where its NVLinks are if not there; ``otherwise``: its default."""
     parser.add_argument(
         "topo",
         nargs="?" if otherwise else None,

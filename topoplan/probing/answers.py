@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 INSTEAD = "or give a machine instead: a library name (topoplan list), a file, or nvidia-smi topo -m | topoplan plan -"
 
-_NOT_MINE = ("NVMLError_InvalidArgument", "NVMLError_NotSupported")
+_NO_SUCH_THING = ("NVMLError_InvalidArgument", "NVMLError_NotSupported", "NVMLError_NotFound")
 
 
 class Answers:
@@ -28,8 +28,8 @@ class Answers:
     nvml : module
         ``pynvml`` of nvidia-ml-py, for its constants.
     unanswered : Counter of (str, str)
-        Calls that failed, by function and kind of error. NotSupported and InvalidArgument do not count: they say that
-        the hardware has no such thing.
+        Calls that failed, by function and kind of error. NotSupported, InvalidArgument and NotFound do not count: they
+        say that the hardware has no such thing.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,16 @@ class Answers:
         except self.nvml.NVMLError as error:
             self.unanswered["nvmlShutdown", type(error).__name__] += 1
 
-    def ask(self, function: str, *arguments: object, kind: type[Value]) -> Value | None:
-        """The answer of ``nvml<function>``, None where there is none or one of another kind."""
+    def ask(self, function: str, *arguments: object, kind: type[Value], newer: bool = False) -> Value | None:
+        """The answer of ``nvml<function>``, None where there is none or one of another kind.
+
+        ``newer`` is for what only newer GPUs have: a driver that is too old to know the function hides nothing.
+        """
         try:
             answer = getattr(self.nvml, f"nvml{function}")(*arguments)
         except (self.nvml.NVMLError, AttributeError, UnicodeError) as error:
             name = type(error).__name__
-            if name not in _NOT_MINE:
+            if name not in _NO_SUCH_THING and not (newer and name == "NVMLError_FunctionNotFound"):
                 self.unanswered[function, name.removeprefix("NVMLError_")] += 1
             return None
         return answer if isinstance(answer, kind) else None

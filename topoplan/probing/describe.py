@@ -37,12 +37,12 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
     else:
         places = {}
         side = driver_tree(driver)
-        cpus |= {device.cpu: cpus.get(device.cpu, "") for device in side.tree}
+    used = sorted({device.cpu for device in side.tree})
     access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
     fabric = [f"warning: gpu{gpu.index}: NVLink fabric: {gpu.fabric}" for gpu in driver.gpus if gpu.fabric]
     return Host(
         name=name,
-        cpus=_cpus(driver, sysfs, cpus),
+        cpus=_cpus(driver, sysfs, {number: cpus.get(number, "") for number in used}),
         tree=side.tree,
         gpus=tuple(
             HostGpu(
@@ -67,9 +67,10 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
 def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
     if not sysfs.unreadable:
         return ()
-    files = dict.fromkeys(sysfs.unreadable)
+    files = [path.split("/")[-2:] for path in dict.fromkeys(sysfs.unreadable)]
+    names = listed(("/".join(parts) for parts in files), noun="files")
     return (
-        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({listed(files, noun='files')}); what they "
+        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({names}); what they "
         "hide is assumed",
     )
 
@@ -99,8 +100,8 @@ def _cpus(driver: Driver, sysfs: Sysfs, cpus: dict[int, str]) -> tuple[HostCpu, 
     known = facts(arch=arch, vendor=vendor, family=family or None, model=model or None)
     name = sysfs.processor_name()
     return tuple(
-        HostCpu(number, bandwidth, name, facts(**dict(known) | {"cpus": logical}))
-        for number, logical in sorted(cpus.items())
+        HostCpu(number, bandwidth, name, facts(**dict(known) | {"cpus": logical}), f"cpu{number}")
+        for number, logical in cpus.items()
     )
 
 

@@ -214,7 +214,7 @@ def _gpu(answers: Answers, index: int, handle: object, busid: str) -> DriverGpu:
         width=answers.ask("DeviceGetCurrPcieLinkWidth", handle, kind=int),
         most_width=answers.ask("DeviceGetMaxPcieLinkWidth", handle, kind=int),
         idle=state is None or state > 0,
-        numa=answers.ask("DeviceGetNumaNodeId", handle, kind=int),
+        numa=answers.ask("DeviceGetNumaNodeId", handle, kind=int, newer=True),
         mig=_mig(answers, handle),
         c2c=_chip_to_chip(answers, handle),
         fabric=fabric_state(answers, handle),
@@ -239,7 +239,7 @@ def _links(answers: Answers, handle: object) -> tuple[DriverLink, ...]:
         allowed = answers.ask(
             "DeviceGetNvLinkCapability", handle, number, nvml.NVML_NVLINK_CAP_P2P_SUPPORTED, kind=int
         )
-        kind = answers.ask("DeviceGetNvLinkRemoteDeviceType", handle, number, kind=int)
+        kind = answers.ask("DeviceGetNvLinkRemoteDeviceType", handle, number, kind=int, newer=True)
         links.append(
             DriverLink(
                 number=number,
@@ -275,7 +275,7 @@ def _pair(answer: object) -> tuple[int, int] | None:
 
 def _mig(answers: Answers, handle: object) -> tuple[str, ...] | None:
     """UUIDs of the MIG instances; None if MIG mode is off or unknown."""
-    mode = _pair(answers.ask("DeviceGetMigMode", handle, kind=object))
+    mode = _pair(answers.ask("DeviceGetMigMode", handle, kind=object, newer=True))
     if not mode or not mode[0]:
         return None
     most = answers.ask("DeviceGetMaxMigDeviceCount", handle, kind=int) or 0

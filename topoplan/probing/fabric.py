@@ -19,7 +19,7 @@ def fabric_state(answers: Answers, handle: object) -> str:
         if make is None:
             continue
         info = make()
-        if answers.ask(function, handle, ctypes.byref(info), kind=object) is not None:
+        if answers.ask(function, handle, ctypes.byref(info), kind=object, newer=True) is not None:
             if info.state == answers.nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status:
                 return f"registration failed with status {info.status}"
             return _STATES.get(info.state, "")

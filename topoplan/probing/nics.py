@@ -45,7 +45,7 @@ class FoundNic:
     busid : str
         Empty where the kernel gives none.
     gigabits : float or None
-        Gb/s of its ports that are active, of all of them if none is, None where the kernel does not say.
+        Gb/s of its active ports together; None where the kernel does not say.
     active : bool
         Some port is.
     """
@@ -58,19 +58,17 @@ class FoundNic:
 
 def find_nics(sysfs: Sysfs) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
     """NICs in natural order of their adapters' names, and notes."""
-    remote = [
+    found = [
         nic for name in _natural(sysfs.names(sysfs.root / "class/infiniband")) if (nic := _rdma(sysfs, name))
     ]
     interfaces = [
         nic for name in _natural(sysfs.names(sysfs.root / "class/net")) if (nic := _interface(sysfs, name))
     ]
-    taken = {nic.busid for nic in remote}
+    taken = {nic.busid for nic in found}
     plain = [nic for nic in interfaces if nic.busid not in taken]
-    notes = [
-        f"warning: NIC {nic.adapter}: no port is active; counted with the speed it would have"
-        for nic in remote
-        if not nic.active
-    ]
+    remote = [nic for nic in found if nic.active]
+    dark = ", ".join(nic.adapter for nic in found if not nic.active)
+    notes = [f"warning: NICs without an active port, left out as in NCCL: {dark}"] if dark else []
     if remote and plain:
         names = ", ".join(nic.adapter for nic in plain)
         notes.append(f"NICs are those with RDMA; {names} left out")
@@ -87,9 +85,8 @@ def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
         match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", sysfs.text(folder / "ports" / port / "rate") or "")
         state = sysfs.text(folder / "ports" / port / "state")
         rates.append((float(match[1]) if match else None, state is None or state.startswith("4")))
-    active = [rate for rate, up in rates if up]
-    known = [rate for rate in active or [rate for rate, _ in rates] if rate is not None]
-    return FoundNic(name, busid, sum(known) if known else None, bool(active))
+    known = [rate for rate, up in rates if up and rate is not None]
+    return FoundNic(name, busid, sum(known) if known else None, any(up for _, up in rates))
 
 
 def _interface(sysfs: Sysfs, name: str) -> FoundNic | None:

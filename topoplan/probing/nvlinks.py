@@ -65,7 +65,7 @@ def nvlink_bundles(
     for gpu in driver.gpus:
         wires[gpu.busid], gpu_notes = _wires(gpu, gpus, switches, others)
         notes += gpu_notes
-    notes += _slow(driver, wires)
+    notes += _dark(driver) + _slow(driver, wires)
     bundles = {busid: _bundled(found) for busid, found in wires.items()}
     agreed = _agreed(gpus, bundles, notes)
     allowed, refusals = _without_refused(driver, agreed)
@@ -92,7 +92,7 @@ def _wires(
             end = _far_end(link, gpus, switches, others)
             wires.append(Wire(end, link.remote or _HIDDEN, _bandwidth(gpu, link)))
     notes = []
-    if down:
+    if down and len(down) < len(gpu.links):
         notes.append(f"warning: {name}: NVLink {_numbers(down)} of {len(gpu.links)} is down")
     if barred:
         notes.append(
@@ -123,6 +123,16 @@ def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
             (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
         )
     return link.speed if link.speed and link.speed < WHOLE * nominal else nominal
+
+
+def _dark(driver: Driver) -> list[str]:
+    """GPUs of which no link is up: a fault beside others that have some, else a machine that is not wired."""
+    dark = [gpu for gpu in driver.gpus if gpu.links and all(link.active is False for link in gpu.links)]
+    if not dark:
+        return []
+    names = listed(f"gpu{gpu.index}" for gpu in dark)
+    fault = "" if len(dark) == len(driver.gpus) else "warning: "
+    return [f"{fault}{names}: no NVLink is up"]
 
 
 def _slow(driver: Driver, wires: dict[str, list[Wire]]) -> list[str]:
@@ -234,4 +244,11 @@ def _without_refused(
 
 
 def _numbers(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+    """Ascending numbers, runs shortened: ``0, 2-5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
