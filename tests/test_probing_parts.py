@@ -353,5 +353,7 @@ def test_links_that_are_all_down_are_a_fault_only_beside_links_that_are_up() -> 
     down = [replace(up(number, None), active=False) for number in range(3)]
     _, notes = counts(driver_gpu(links=down))
     assert notes == ["gpu0: no NVLink is up"]
-    _, notes = counts(*pair(down, [up(0, ""), replace(up(1, None), active=False), replace(up(2, None), active=False)]))
+    _, notes = counts(
+        *pair(down, [up(0, ""), replace(up(1, None), active=False), replace(up(2, None), active=False)])
+    )
     assert notes == ["warning: gpu1: NVLink 1-2 of 3 is down", "warning: gpu0: no NVLink is up"]

@@ -16,7 +16,7 @@ from topoplan.probing.driver import Driver
 def refused_access(
     driver: Driver, bundles: Mapping[str, tuple[NvlinkBundle, ...]], cpu_of: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """One line for each reason, pairs below one CPU apart from pairs across CPUs.
+    """One line for each reason, pairs below one CPU apart from pairs across CPUs; GPUs in MIG mode have none.
 
     Parameters
     ----------
@@ -29,7 +29,10 @@ def refused_access(
     busid = {gpu.index: gpu.busid for gpu in driver.gpus}
     switched = {one for one, found in bundles.items() if any(bundle.end == "nvswitch" for bundle in found)}
     grouped: dict[tuple[bool, str], list[str]] = {}
+    divided = {gpu.index for gpu in driver.gpus if gpu.mig is not None}
     for (first, second), reason in driver.refused.items():
+        if {first, second} & divided:
+            continue
         ends = busid[first], busid[second]
         joined = set(ends) <= switched or any(bundle.target == ends[1] for bundle in bundles[ends[0]])
         if not joined:

@@ -65,7 +65,7 @@ def nvlink_bundles(
     for gpu in driver.gpus:
         wires[gpu.busid], gpu_notes = _wires(gpu, gpus, switches, others)
         notes += gpu_notes
-    notes += _dark(driver) + _slow(driver, wires)
+    notes += _dark(driver) + _untold(driver) + _slow(driver, wires)
     bundles = {busid: _bundled(found) for busid, found in wires.items()}
     agreed = _agreed(gpus, bundles, notes)
     allowed, refusals = _without_refused(driver, agreed)
@@ -80,15 +80,13 @@ def _wires(
         note = f"warning: {name} is in MIG mode ({len(gpu.mig)} instances): no access between GPUs, NVLinks left out"
         return [], [note] if gpu.links else [f"warning: {name} is in MIG mode ({len(gpu.mig)} instances)"]
     wires = []
-    down, barred, silent = [], [], []
+    down, barred = [], []
     for link in gpu.links:
         if link.active is False:
             down.append(link.number)
         elif link.peer_to_peer is False:
             barred.append(link.number)
-        elif link.remote is None and link.end is None:
-            silent.append(link.number)
-        else:
+        elif link.remote is not None or link.end is not None:
             end = _far_end(link, gpus, switches, others)
             wires.append(Wire(end, link.remote or _HIDDEN, _bandwidth(gpu, link)))
     notes = []
@@ -98,8 +96,6 @@ def _wires(
         notes.append(
             f"warning: {name}: NVLink {_numbers(barred)} may not carry traffic between GPUs; left out"
         )
-    if silent:
-        notes.append(f"warning: {name}: where NVLink {_numbers(silent)} leads is not told")
     return wires, notes
 
 
@@ -127,12 +123,29 @@ def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
 
 def _dark(driver: Driver) -> list[str]:
     """GPUs of which no link is up: a fault beside others that have some, else a machine that is not wired."""
-    dark = [gpu for gpu in driver.gpus if gpu.links and all(link.active is False for link in gpu.links)]
+    able = [gpu for gpu in driver.gpus if gpu.links and gpu.mig is None]
+    dark = [gpu for gpu in able if all(link.active is False for link in gpu.links)]
     if not dark:
         return []
     names = listed(f"gpu{gpu.index}" for gpu in dark)
-    fault = "" if len(dark) == len(driver.gpus) else "warning: "
+    fault = "" if len(dark) == len(able) else "warning: "
     return [f"{fault}{names}: no NVLink is up"]
+
+
+def _untold(driver: Driver) -> list[str]:
+    """Links of which the driver does not say where they lead; GPUs with the same ones in one line."""
+    untold: dict[str, list[str]] = {}
+    for gpu in driver.gpus:
+        numbers = [
+            link.number
+            for link in gpu.links
+            if link.active is not False and link.remote is None and link.end is None
+        ]
+        if numbers and gpu.mig is None:
+            untold.setdefault(_numbers(numbers), []).append(f"gpu{gpu.index}")
+    return [
+        f"warning: {listed(names)}: where NVLink {text} leads is not told" for text, names in untold.items()
+    ]
 
 
 def _slow(driver: Driver, wires: dict[str, list[Wire]]) -> list[str]:
