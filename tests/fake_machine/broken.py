@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from zlib import crc32
+from hashlib import sha256
 
 from fake_machine.description import FakeMachine, Gpu
 from fake_machine.dgx1 import GPU_BUS_IDS, dgx1v
@@ -83,7 +83,7 @@ def one_mig() -> FakeMachine:
 
 def _mix(what: str) -> int:
     """The same number for the same text in every run and process."""
-    return crc32(what.encode()) >> 8
+    return int.from_bytes(sha256(what.encode()).digest()[:4])
 
 
 def refusals(seed: int) -> Iterator[str]:
@@ -138,7 +138,7 @@ def no_driver() -> FakeMachine:
 
 def old_driver() -> FakeMachine:
     """A DGX-1V with a driver whose library lacks the newer functions altogether."""
-    return replace(dgx1v(), name="old_driver", driver="418.67", library="old")
+    return replace(dgx1v(), name="old_driver", driver="418.67", cuda=10010, library="old")
 
 
 def lost_gpu() -> FakeMachine:

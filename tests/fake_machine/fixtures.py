@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from fake_machine.description import FakeMachine
 from fake_machine.install import FakeHost, install
-from fake_machine.library import build_libraries, compiler
+from fake_machine.library import SONAME, build_libraries, compiler
 from fake_machine.machines import MACHINES
 
 Installer = Callable[[str | FakeMachine], FakeHost]
@@ -50,6 +51,9 @@ def fake_here(fake_host: Installer, monkeypatch: pytest.MonkeyPatch) -> Installe
         if host.machine.library != "new":
             raise ValueError(f"{host.machine.name} needs a process of its own: use fake_host")
         ctypes.CDLL(str(host.library), mode=ctypes.RTLD_GLOBAL)
+        for loaded in (pynvml.nvmlLib, ctypes.CDLL(SONAME)):
+            if loaded is not None and not hasattr(loaded, "fakeNvml"):
+                pytest.skip("this process has loaded NVIDIA's own NVML: no room for another")
         for name, value in host.settings.items():
             if name != "LD_LIBRARY_PATH":
                 monkeypatch.setenv(name, value)
