@@ -103,7 +103,7 @@ def test_a_text_that_cannot_be_read_is_no_machine(
     fake_here: Installer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A mistake in a description must not pass for a failing driver."""
-    host = fake_here("pcie_box")
+    host = fake_here(MACHINES["pcie_box"]())
     with (host.folder / "nvml.txt").open("a") as text:
         text.write("pstaet 8\n")
     with pytest.raises(pynvml.NVMLError_Unknown):

@@ -35,14 +35,18 @@ def test_links_lead_to_nested_folders(name: str, fake_host: Installer) -> None:
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_links_stay_inside_the_tree(name: str, fake_host: Installer) -> None:
     """All are relative, so the tree is the same wherever it stands; only unreadable files point out of it."""
-    host = fake_host(name)
+    host = fake_host(MACHINES[name]())
     folder = host.folder.rename(host.folder.with_name("elsewhere"))
-    links = [path for path in folder.rglob("*") if path.is_symlink()]
+    inside = folder.resolve()
+    links = [path for path in inside.rglob("*") if path.is_symlink()]
     assert len(links) > 4
     for link in links:
-        if str(link.readlink()) != "/proc/self/mem":
-            assert not link.readlink().is_absolute()
-            assert link.resolve(strict=True).is_relative_to(folder.resolve())
+        target = os.readlink(link)
+        if target != "/proc/self/mem":
+            end = Path(os.path.normpath(link.parent / target))
+            assert not os.path.isabs(target)
+            assert end.is_relative_to(inside)
+            assert end.exists()
 
 
 def test_files_say_what_linux_would(fake_host: Installer) -> None:

@@ -25,7 +25,8 @@ def ask(environment: dict[str, str]) -> dict[str, Any]:
     told = subprocess.run(
         [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
     )
-    return json.loads(told.stdout)
+    answers: dict[str, Any] = json.loads(told.stdout)
+    return answers
 
 
 def answer(function: Callable[..., Any], *arguments: Any) -> Any:

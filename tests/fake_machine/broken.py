@@ -43,11 +43,11 @@ _ABOUT_LINKS = (
 )
 
 
-def _spoilt(gpu: Gpu, far: str, **change: bool | int) -> Gpu:
-    """A GPU with its first link to another changed."""
+def _spoilt(gpu: Gpu, far: str, *, megabytes: int) -> Gpu:
+    """A GPU whose first link to another has a new speed; 0: it is down."""
     index = next(index for index, link in enumerate(gpu.links) if link.remote == far)
     links = list(gpu.links)
-    links[index] = replace(links[index], **change)
+    links[index] = replace(links[index], megabytes=megabytes, up=megabytes > 0)
     return replace(gpu, links=tuple(links))
 
 
@@ -56,7 +56,7 @@ def dead_nvlinks() -> FakeMachine:
     machine = dgx1v()
     gpus = list(machine.gpus)
     for a, b in ((0, 3), (3, 0)):
-        gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], up=False)
+        gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], megabytes=0)
     for a, b in ((5, 6), (6, 5)):
         gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], megabytes=HALF_SPEED)
     return replace(machine, name="dead_nvlinks", gpus=tuple(gpus))

@@ -27,13 +27,22 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_libraries((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fake-nvml")
 
 
-@pytest.fixture
-def fake_host(fake_nvml: Path, tmp_path: Path) -> Installer:
-    """A function that installs a machine; run subprocesses with its ``environment``."""
+@pytest.fixture(scope="session")
+def fake_host(fake_nvml: Path, tmp_path_factory: pytest.TempPathFactory) -> Installer:
+    """A function that installs a machine; run subprocesses with its ``environment``.
+
+    A machine by name is installed once for all tests, which leave its files alone; a description gets files of its own.
+    """
+    shared: dict[str, FakeHost] = {}
 
     def installed(machine: str | FakeMachine) -> FakeHost:
         told = MACHINES[machine]() if isinstance(machine, str) else machine
-        return install(told, tmp_path / told.name, fake_nvml)
+        if told.name in shared and isinstance(machine, str):
+            return shared[told.name]
+        host = install(told, tmp_path_factory.mktemp("fake") / told.name, fake_nvml)
+        if isinstance(machine, str):
+            shared[told.name] = host
+        return host
 
     return installed
 

@@ -43,13 +43,15 @@ def write_sysfs(machine: FakeMachine, folder: Path) -> Path:
 
 
 def _put(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
     path.write_text(text + "\n")
 
 
 def _link(path: Path, target: Path) -> None:
     """A link that stays right wherever the whole tree is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
     path.symlink_to(os.path.relpath(target, path.parent))
 
 
