@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from zlib import crc32
+from hashlib import sha256
 
 from fake_machine.description import FakeMachine, Gpu
 from fake_machine.dgx1 import GPU_BUS_IDS, dgx1v
@@ -43,11 +43,11 @@ _ABOUT_LINKS = (
 )
 
 
-def _spoilt(gpu: Gpu, far: str, **change: bool | int) -> Gpu:
-    """A GPU with its first link to another changed."""
+def _spoilt(gpu: Gpu, far: str, *, megabytes: int) -> Gpu:
+    """A GPU whose first link to another has a new speed; 0: it is down."""
     index = next(index for index, link in enumerate(gpu.links) if link.remote == far)
     links = list(gpu.links)
-    links[index] = replace(links[index], **change)
+    links[index] = replace(links[index], megabytes=megabytes, up=megabytes > 0)
     return replace(gpu, links=tuple(links))
 
 
@@ -56,7 +56,7 @@ def dead_nvlinks() -> FakeMachine:
     machine = dgx1v()
     gpus = list(machine.gpus)
     for a, b in ((0, 3), (3, 0)):
-        gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], up=False)
+        gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], megabytes=0)
     for a, b in ((5, 6), (6, 5)):
         gpus[a] = _spoilt(gpus[a], GPU_BUS_IDS[b], megabytes=HALF_SPEED)
     return replace(machine, name="dead_nvlinks", gpus=tuple(gpus))
@@ -83,7 +83,7 @@ def one_mig() -> FakeMachine:
 
 def _mix(what: str) -> int:
     """The same number for the same text in every run and process."""
-    return crc32(what.encode()) >> 8
+    return int.from_bytes(sha256(what.encode()).digest()[:4])
 
 
 def refusals(seed: int) -> Iterator[str]:
@@ -138,7 +138,7 @@ def no_driver() -> FakeMachine:
 
 def old_driver() -> FakeMachine:
     """A DGX-1V with a driver whose library lacks the newer functions altogether."""
-    return replace(dgx1v(), name="old_driver", driver="418.67", library="old")
+    return replace(dgx1v(), name="old_driver", driver="418.67", cuda=10010, library="old")
 
 
 def lost_gpu() -> FakeMachine:

@@ -166,6 +166,14 @@ class Cpus:
     nodes: tuple[str, ...]
     distances: tuple[tuple[int, ...], ...]
 
+    def count(self) -> int:
+        """How many CPUs there are."""
+        return 1 + max(int(part.split("-")[-1]) for node in self.nodes if node for part in node.split(","))
+
+    def near(self, node: int) -> str:
+        """CPUs of a NUMA node; all of them where it is not told (-1)."""
+        return self.nodes[node] if node >= 0 else f"0-{self.count() - 1}"
+
 
 @dataclass(frozen=True, slots=True)
 class FakeMachine:
@@ -181,6 +189,8 @@ class FakeMachine:
     nics : tuple of Nic
     driver : str
         Version; empty: no driver is installed.
+    cuda : int
+        Newest CUDA version that the driver supports, as NVML says it.
     library : str
         ``new``, ``old`` (newer functions are absent) or ``none``.
     p2p_across_sockets : bool
@@ -199,6 +209,7 @@ class FakeMachine:
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
     driver: str = "535.161.08"
+    cuda: int = 12020
     library: str = "new"
     p2p_across_sockets: bool = True
     refused: tuple[tuple[int, int, int], ...] = ()

@@ -53,7 +53,7 @@ def _over(bus: int, device: Pci, *more: Pci) -> Pci:
     return pcie_switch(f"0000:{bus:02x}:00.0", _CHIP, ports, generation=4)
 
 
-def _group(root: str, numa: int, gpus: tuple[str, str], nics: tuple[str, str], *more: Pci) -> Root:
+def _group(root: str, numa: int, gpus: tuple[str, ...], nics: tuple[str, str], *more: Pci) -> Root:
     first, second = (int(gpu[5:7], 16) for gpu in gpus)
     near, far = (int(nic[5:7], 16) for nic in nics)
     top = int(root[5:7], 16) + 1

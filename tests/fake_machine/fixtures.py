@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from fake_machine.description import FakeMachine
 from fake_machine.install import FakeHost, install
-from fake_machine.library import build_libraries, compiler
+from fake_machine.library import SONAME, build_libraries, compiler
 from fake_machine.machines import MACHINES
 
 Installer = Callable[[str | FakeMachine], FakeHost]
@@ -26,13 +27,22 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_libraries((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "fake-nvml")
 
 
-@pytest.fixture
-def fake_host(fake_nvml: Path, tmp_path: Path) -> Installer:
-    """A function that installs a machine; run subprocesses with its ``environment``."""
+@pytest.fixture(scope="session")
+def fake_host(fake_nvml: Path, tmp_path_factory: pytest.TempPathFactory) -> Installer:
+    """A function that installs a machine; run subprocesses with its ``environment``.
+
+    A machine by name is installed once for all tests, which leave its files alone; a description gets files of its own.
+    """
+    shared: dict[str, FakeHost] = {}
 
     def installed(machine: str | FakeMachine) -> FakeHost:
         told = MACHINES[machine]() if isinstance(machine, str) else machine
-        return install(told, tmp_path / told.name, fake_nvml)
+        if told.name in shared and isinstance(machine, str):
+            return shared[told.name]
+        host = install(told, tmp_path_factory.mktemp("fake") / told.name, fake_nvml)
+        if isinstance(machine, str):
+            shared[told.name] = host
+        return host
 
     return installed
 
@@ -50,6 +60,9 @@ def fake_here(fake_host: Installer, monkeypatch: pytest.MonkeyPatch) -> Installe
         if host.machine.library != "new":
             raise ValueError(f"{host.machine.name} needs a process of its own: use fake_host")
         ctypes.CDLL(str(host.library), mode=ctypes.RTLD_GLOBAL)
+        for loaded in (pynvml.nvmlLib, ctypes.CDLL(SONAME)):
+            if loaded is not None and not hasattr(loaded, "fakeNvml"):
+                pytest.skip("this process has loaded NVIDIA's own NVML: no room for another")
         for name, value in host.settings.items():
             if name != "LD_LIBRARY_PATH":
                 monkeypatch.setenv(name, value)

@@ -40,8 +40,8 @@ def nvml_bus_id(busid: str) -> str:
 
 def _lines(machine: FakeMachine) -> Iterator[str]:
     yield f"driver {machine.driver}"
-    yield f"nvml 12.{machine.driver}"
-    yield "cuda 12020"
+    yield f"nvml {machine.cuda // 1000}.{machine.driver}"
+    yield f"cuda {machine.cuda}"
     places = machine.places()
     for index, gpu in enumerate(machine.gpus):
         yield "gpu"
@@ -72,7 +72,7 @@ def _identity(
     yield f"  pstate {gpu.pstate}"
     if gpu.memory_node >= 0:
         yield f"  numa {gpu.memory_node}"
-    yield f"  affinity {machine.cpus.nodes[max(root.numa, 0)]}"
+    yield f"  affinity {machine.cpus.near(root.numa)}"
     if gpu.mig:
         yield f"  mig {' '.join(map(str, gpu.mig))}"
     for number, name in enumerate(gpu.instances):

@@ -43,13 +43,15 @@ def write_sysfs(machine: FakeMachine, folder: Path) -> Path:
 
 
 def _put(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
     path.write_text(text + "\n")
 
 
 def _link(path: Path, target: Path) -> None:
     """A link that stays right wherever the whole tree is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
     path.symlink_to(os.path.relpath(target, path.parent))
 
 
@@ -61,7 +63,7 @@ def _write_pci(machine: FakeMachine, sys: Path, above: Path, root: Root, pci: Pc
         _put(here / name, f"0x{number}")
     _put(here / "class", pci.pci_class)
     _put(here / "numa_node", str(root.numa))
-    _put(here / "local_cpulist", machine.cpus.nodes[max(root.numa, 0)])
+    _put(here / "local_cpulist", machine.cpus.near(root.numa))
     for prefix, generation in (
         ("max", pci.generation),
         ("current", pci.current_generation or pci.generation),
@@ -114,8 +116,7 @@ def _write_nodes(machine: FakeMachine, nodes: Path) -> None:
 
 def _write_cpus(machine: FakeMachine, folder: Path, proc: Path) -> None:
     cpus = machine.cpus
-    count = 1 + max(int(part.split("-")[-1]) for node in cpus.nodes if node for part in node.split(","))
-    _put(folder / "online", f"0-{count - 1}")
+    _put(folder / "online", cpus.near(-1))
     vendors = {"GenuineIntel": "0000", "AuthenticAMD": "0002"}
     if cpus.vendor in vendors:
         kind = f"type:x86,ven{vendors[cpus.vendor]}fam{cpus.family:04X}mod{cpus.model:04X}"
@@ -129,5 +130,5 @@ def _write_cpus(machine: FakeMachine, folder: Path, proc: Path) -> None:
             f"CPU implementer\t: 0x{cpus.family:02x}\nCPU architecture: 8\nCPU part\t: 0x{cpus.model:03x}\n"
         )
     _put(folder / "modalias", f"cpu:{kind}:feature:,0000,0001,0002,0003")
-    _put(proc / "cpuinfo", "\n".join(f"processor\t: {number}\n{head}" for number in range(count)))
+    _put(proc / "cpuinfo", "\n".join(f"processor\t: {number}\n{head}" for number in range(cpus.count())))
     _put(proc / "sys/kernel/random/boot_id", machine.uuid("boot"))
