@@ -67,17 +67,14 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
     links = _nvlinks(topology, other, names)
     none = "" if links else "; it states none"
     notes.append(f"NVLinks from {other.name}, GPUs matched by {how}{none}")
-    replaced = sum(link.count for link in topology.links if link.channel == "nvlink")
-    if replaced:
-        notes.append(f"the {replaced} NVLinks of {topology.name} itself are replaced")
+    if any(link.channel == "nvlink" for link in topology.links):
+        notes.append(f"the NVLinks that {topology.name} itself states are replaced")
     return replace(
         bare,
         devices=(*gpus, *switches, *rest),
         links=(*links, *bare.links),
         notes=(*notes, *_contradictions(topology, other, same)),
-        source="; ".join(
-            part for part in (topology.source, f"NVLinks: {other.source or other.name}") if part
-        ),
+        source="; ".join(filter(None, (topology.source, f"NVLinks from {other.name}: {other.source}"))),
         peer_access=topology.peer_access or other.peer_access,
     )
 

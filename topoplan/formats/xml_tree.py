@@ -29,6 +29,16 @@ MOST_ATTRIBUTES = 64
 LONGEST_VALUE = 4_096
 """Characters of an attribute; NCCL keeps 255."""
 
+_CUT = tuple(
+    expat.errors.codes[fault]
+    for fault in (
+        expat.errors.XML_ERROR_NO_ELEMENTS,
+        expat.errors.XML_ERROR_UNCLOSED_TOKEN,
+        expat.errors.XML_ERROR_PARTIAL_CHAR,
+    )
+)
+"""Faults of a text that was cut off."""
+
 
 @dataclass(frozen=True, slots=True)
 class Element:
@@ -79,11 +89,14 @@ def parse_xml(text: str) -> Element:
     try:
         builder.parser.Parse(rest, True)
     except expat.ExpatError as error:
-        what = expat.ErrorString(error.code) or "not well-formed"
-        still = f" while <{builder.open[-1][0]}> is open" if builder.open else ""
+        inside = f", inside <{builder.open[-1][0][:40]}>" if builder.open else ""
+        what = (
+            "ends too early"
+            if error.code in _CUT
+            else f"is not well-formed ({expat.ErrorString(error.code) or 'invalid'})"
+        )
         raise TopologyError(
-            f"line {error.lineno + builder.skipped}: the XML text is not well-formed or ends too early "
-            f"({what}{still}); give the whole file"
+            f"line {error.lineno + builder.skipped}: the XML text {what}{inside}; give the whole file"
         ) from None
     return builder.root
 
