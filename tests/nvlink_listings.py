@@ -53,15 +53,15 @@ class Listings:
     speeds : mapping of Wire to Fraction
         Share of its speed that a slow wire keeps.
     model : str
-    unwired : int
-        Links that each GPU has and that lead nowhere.
+    links : int
+        Links of each GPU; those beyond its wires lead nowhere.
     """
 
     machine: Topology
     dead: Collection[Wire] = ()
     speeds: Mapping[Wire, Fraction] | None = None
     model: str = "NVIDIA GPU"
-    unwired: int = 0
+    links: int = 0
 
     def status(self, gpus: Sequence[int] | None = None) -> str:
         """``nvidia-smi nvlink -s`` of some GPUs or all."""
@@ -77,7 +77,7 @@ class Listings:
                 continue
             yield f"GPU {number}: {self.model} (UUID: GPU-00000000-0000-0000-0000-{number:012d})"
             said = [(i, say(gpu, wire)) for i, wire in enumerate(wires)]
-            said += [(len(wires) + i, "<inactive>") for i in range(self.unwired)]
+            said += [(i, "<inactive>") for i in range(len(wires), self.links)]
             if renumbered:
                 said = list(enumerate(value for _, value in said if value != "<inactive>"))
             yield from (f"\t Link {i}: {value}" for i, value in said)

@@ -120,7 +120,7 @@ def test_what_is_not_of_links_is_skipped() -> None:
 
 def test_the_same_listing_twice_is_that_listing() -> None:
     """Files that were put together may repeat themselves."""
-    text = Listings(topoplan.load("dgx-1v"), unwired=2).status()
+    text = Listings(topoplan.load("dgx-1v"), links=8).status()
     assert parse_nvlink_status(text + text) == parse_nvlink_status(text)
 
 
@@ -193,7 +193,7 @@ def test_what_was_listed_is_read_back(data: st.DataObject) -> None:
     """Links that are up and down, and where those that are up lead, for any set of dead wires, numbered anew or not."""
     machine = topoplan.load(data.draw(st.sampled_from(["dgx-1v", "v100x4"])))
     dead = data.draw(st.sets(st.sampled_from(wires_of(machine))))
-    listings = Listings(machine, dead, unwired=data.draw(st.integers(0, 2)))
+    listings = Listings(machine, dead, links=data.draw(st.integers(0, 8)))
     renumbered = data.draw(st.booleans())
     both = [listings.status(), listings.remotes(renumbered=renumbered)]
     read = parse_nvlink_status("".join(data.draw(st.permutations(both))))
