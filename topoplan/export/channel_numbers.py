@@ -1,0 +1,121 @@
+"""Shares as numbers of equal channels: NCCL divides the buffer evenly, and uses as many rings as chains.
+
+Every number of channels that NCCL takes is tried. A share of p / q becomes p channels of q, or, where q is too large,
+what largest remainders give. Among the fastest numbers the one is taken whose channels need carry no more than one wire
+each, for a channel is one block of threads and moves about as much; then the one that is fastest in what is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from topoplan.export.channel_rates import Order, chain_rate, collective_rate, ring_bandwidth, ring_hops
+from topoplan.export.nccl_paths import NcclPaths
+
+MOST_CHANNELS = 16
+"""Half of the 32 channels that NCCL had up to release 2.24 (64 since): it runs every channel of a graph twice."""
+
+Wanted = Mapping[Order, Fraction]
+"""Share of the buffer of each order of GPUs."""
+
+Choice = Wanted | Sequence[Order]
+"""Shares, or orders of which the first k are taken for k channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """Equally many rings and chains, and what they give.
+
+    Parameters
+    ----------
+    rings, chains : mapping of orders of GPUs to int
+        Number of channels of each.
+    bandwidth : Fraction
+        GB/s of bus bandwidth of all rings together.
+    chain_rate : Fraction
+        GB/s of algorithm bandwidth of an AllReduce over all chains together.
+    """
+
+    rings: Mapping[Order, int]
+    chains: Mapping[Order, int]
+    bandwidth: Fraction
+    chain_rate: Fraction
+
+    @property
+    def count(self) -> int:
+        """Number of channels of each graph."""
+        return sum(self.rings.values())
+
+
+def apportioned(shares: Wanted, count: int) -> dict[Order, int]:
+    """So many channels in proportion to shares, by largest remainders; an order that gets none is left out.
+
+    Examples
+    --------
+    >>> apportioned({("a", "b"): Fraction(2, 3), ("b", "a"): Fraction(1, 3)}, 4)
+    {('a', 'b'): 3, ('b', 'a'): 1}
+    """
+    numbers = {order: int(share * count) for order, share in shares.items()}
+    remainders = sorted(shares, key=lambda order: numbers[order] - shares[order] * count)
+    for order in remainders[: count - sum(numbers.values())]:
+        numbers[order] += 1
+    return {order: number for order, number in numbers.items() if number}
+
+
+def equal_channels(
+    paths: NcclPaths, rings: Sequence[Choice], chains: Sequence[Choice], *, leading: str
+) -> Graphs:
+    """The number of channels, and who gets how many.
+
+    Parameters
+    ----------
+    paths : NcclPaths
+    rings, chains : sequence of shares, or of sequences of orders
+        Alternatives, of which the fastest is taken for each number of channels.
+    leading : str
+        What must be fastest: ``ring``, ``tree``, or ``allreduce``, the faster of both.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = topoplan.load("dgx-a100")
+    >>> cuts = [box.gpus[i:] + box.gpus[:i] for i in range(8)] * 2
+    >>> found = equal_channels(NcclPaths(box), [{box.gpus: Fraction(1)}], [cuts], leading="allreduce")
+    >>> found.count, found.bandwidth, float(found.chain_rate)
+    (16, Fraction(300, 1), 171.42857142857142)
+    """
+    size = len(next(iter(rings[0])))
+
+    def worth(graphs: Graphs) -> tuple[Fraction, ...]:
+        ring_rate = collective_rate(graphs.bandwidth, "allreduce", size)
+        first = {
+            "ring": ring_rate,
+            "tree": graphs.chain_rate,
+            "allreduce": max(ring_rate, graphs.chain_rate),
+        }[leading]
+        wire = min(paths.wire(*hop) for order in graphs.rings for hop in ring_hops(order))
+        filled = min(Fraction(1), graphs.count * wire / graphs.bandwidth)
+        return first, filled, ring_rate, graphs.chain_rate, Fraction(-graphs.count)
+
+    return max((_graphs(paths, rings, chains, count) for count in range(1, MOST_CHANNELS + 1)), key=worth)
+
+
+def _graphs(paths: NcclPaths, rings: Sequence[Choice], chains: Sequence[Choice], count: int) -> Graphs:
+    """The fastest alternatives for so many channels."""
+    ring_numbers = [_numbers(choice, count) for choice in rings]
+    chain_numbers = [_numbers(choice, count) for choice in chains]
+    bandwidth = [ring_bandwidth(paths, numbers) for numbers in ring_numbers]
+    rates = [chain_rate(paths, numbers) for numbers in chain_numbers]
+    return Graphs(
+        ring_numbers[bandwidth.index(max(bandwidth))],
+        chain_numbers[rates.index(max(rates))],
+        max(bandwidth),
+        max(rates),
+    )
+
+
+def _numbers(choice: Choice, count: int) -> dict[Order, int]:
+    return apportioned(choice, count) if isinstance(choice, Mapping) else dict(Counter(choice[:count]))
