@@ -1,7 +1,7 @@
 """A package ``cupy`` without GPUs: CuPy's calls on a machine of stated wires, whose clock is a number.
 
-A copy takes alpha + bytes / rate. The rate is that of the widest path of fewest links in a `Topology`: over NVLink, else
-over PCIe, and over PCIe through a CPU where peer access is off. Copies of one stream follow each other; queueing them
+A copy takes alpha + bytes / rate. The rate is that of the path of fewest links in a `Topology`: over NVLink, else over
+PCIe, and over PCIe through a CPU where peer access is off. Copies of one stream follow each other; queueing them
 costs the host nothing. Like CUDA it refuses addresses of other devices, streams of other devices than the current one,
 and switching peer access twice, and gives times as 32-bit milliseconds.
 """

@@ -6,8 +6,8 @@ as more than half of them are undisturbed. The line through the medians is the o
 off, and relative ones let 64 KB and 256 MB say equally much.
 
 Such a line exists among those through two of the points, and those through one point with alpha = 0 or 1/beta = 0
-(Bloomfield and Steiger, Least Absolute Deviations, 1983: a vertex of the linear program), so all of them are tried. Where
-every median is within e of the truth, relatively, so is the line within 2e / (1 - e) on average over the sizes.
+(Bloomfield and Steiger, Least Absolute Deviations, 1983: a vertex of the linear program), so all of them are tried.
+Where every median is within e of the truth, relatively, so is the line within 2e / (1 - e) on average over the sizes.
 """
 
 from __future__ import annotations
