@@ -34,9 +34,10 @@ def load_cupy() -> ModuleType:
 
 
 def _not_loaded(error: ImportError) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip("= ")]
+    # CuPy frames its reason; the last line tells it.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
     return (
-        f"CuPy is installed but cannot be loaded: {lines[-1].strip() if lines else error!r}; "
+        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
         'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
     )
 

@@ -70,7 +70,8 @@ class PeerCopies:
         cupy = load_cupy()
         seen, notes = match_gpus(topology, gpus, visible_bus_ids(cupy))
         sizes = tuple(sizes)
-        method = f"CuPy {cupy.__version__} peer copies timed by events of the source"
+        kind = "peer" if len(seen) > 1 else "memory"
+        method = f"CuPy {cupy.__version__} {kind} copies, timed by events on the source"
         room = max(LEAD, *sizes)
         if len(seen) == 1:
             with device_buffers(cupy, seen, room) as buffers:

@@ -5,9 +5,9 @@ as more than half of them are undisturbed. The line through the medians is the o
 |alpha + n/beta - t| / t add up to the least, with alpha >= 0: least absolute deviations hardly follow a median that is
 off, and relative ones let 64 KB and 256 MB say equally much.
 
-Such a line exists among those through two of the points, and those through one point with alpha = 0 (Bloomfield and
-Steiger, Least Absolute Deviations, 1983: a vertex of the linear program), so all of them are tried. Where
-every median is within e of the truth, relatively, so is the line within 2e / (1 - e) on average over the sizes.
+Such a line exists among those through two of the points, and those through one point with alpha = 0 or 1/beta = 0
+(Bloomfield and Steiger, Least Absolute Deviations, 1983: a vertex of the linear program), so all of them are tried.
+Where every median is within e of the truth, relatively, so is the line within 2e / (1 - e) on average over the sizes.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
     >>> round(line.alpha * 1e6, 6), round(line.bandwidth, 6), round(line.distance, 3)
     (10.0, 25.0, 0.133)
     """
-    lines = [(0.0, seconds / nbytes) for nbytes, seconds in points]
+    lines = [line for nbytes, seconds in points for line in ((0.0, seconds / nbytes), (seconds, 0.0))]
     for (few, early), (many, late) in combinations(sorted(points), 2):
         slope = (late - early) / (many - few)
         # Times that are proportional to the sizes leave an alpha of rounding errors, of either sign.

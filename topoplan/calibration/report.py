@@ -60,6 +60,7 @@ def calibration_notes(
         )
     if fits:
         said += _link_notes(topology, speeds)
+        said += _host_notes(topology, fits)
         said += _copy_notes(measurement, fits, copies, speeds)
     return tuple(MARK + note for note in said)
 
@@ -93,14 +94,30 @@ def _link_notes(topology: Topology, speeds: Speeds) -> list[str]:
     return said
 
 
+def _host_notes(topology: Topology, fits: Sequence[PairFit]) -> list[str]:
+    """Copies through the host, and the NVLinks that they should have used."""
+    hosted = [fit for fit in fits if fit.through_host]
+    if not hosted:
+        return []
+    rates = [f"{fit.name} {fit.line.bandwidth:.4g}" for fit in hosted]
+    said = [f"peer access refused, copied through the host, GB/s: {few(rates)}"]
+    joined = {(link.src, link.dst) for link in topology.links if link.channel == "nvlink"}
+    wires = dict.fromkeys(
+        "-".join(sorted((fit.src, fit.dst))) for fit in hosted if (fit.src, fit.dst) in joined
+    )
+    if wires:
+        said.append(
+            f"NVLinks that no copy may use, kept as stated: {few(wires)}; plan without them (--without-link), or allow "
+            "peer access"
+        )
+    return said
+
+
 def _copy_notes(
     measurement: Measurement, fits: Sequence[PairFit], copies: Sequence[Copy], speeds: Speeds
 ) -> list[str]:
-    """Copies through the host, copies that the links do not explain, and repeats that stand out."""
+    """Copies without a route, copies that the links do not explain, and repeats that stand out."""
     said = []
-    hosted = [f"{fit.name} {fit.line.bandwidth:.4g}" for fit in fits if fit.through_host]
-    if hosted:
-        said.append(f"peer access refused, copied through the host, GB/s: {few(hosted)}")
     routed = {copy.fit.name for copy in copies}
     lost = [f"{fit.name} {fit.line.bandwidth:.4g}" for fit in fits if fit.name not in routed]
     if lost:

@@ -1,0 +1,392 @@
+"""Measured pairs into a topology: the fastest copy counts, narrow links are blamed and not their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from topoplan.calibration import Measurement, PairSamples, calibrated, copy_route
+from topoplan.calibration.matching import match_gpus
+from topoplan.calibration.report import MARK
+from topoplan.clusters import Server, cluster
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.load import library
+from topoplan.formats.matrix import relation_matrix
+from topoplan.formats.topology_json import dump_topology_json
+from topoplan.simulation.latency import device_kinds, link_latency
+from topoplan.topology import Device, Link, Topology
+
+SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
+ALPHA = 1e-5
+DATE = "2026-11-21"
+V100S = topoplan.load("dgx-1v")
+A100S = topoplan.load("dgx-a100")
+
+Rate = Callable[[str, str], float]
+Ends = tuple[str, str]
+
+
+def copied(
+    topology: Topology,
+    rates: Mapping[Ends, float] | Rate,
+    *,
+    refused: frozenset[Ends] = frozenset(),
+    alpha: float = ALPHA,
+) -> Measurement:
+    """What a meter finds where copies run at exactly these GB/s."""
+    rate = rates if callable(rates) else lambda src, dst: rates[src, dst]
+    pairs = []
+    for src, dst in permutations(topology.gpus, 2):
+        if callable(rates) or (src, dst) in rates:
+            times = tuple((n, (alpha + n / (rate(src, dst) * 1e9),) * 3) for n in SIZES)
+            pairs.append(PairSamples(src, dst, times, (src, dst) in refused))
+    return Measurement("by hand", SIZES, 3, tuple(pairs))
+
+
+def on_wires(wires: Topology) -> Rate:
+    """GB/s of copies on a machine whose links are exactly as fast as stated."""
+
+    def rate(src: str, dst: str) -> float:
+        route = copy_route(wires, src, dst)
+        assert route
+        return route.bandwidth
+
+    return rate
+
+
+def speeds(topology: Topology) -> dict[tuple[str, str, str], float]:
+    return {(link.src, link.dst, link.channel): link.bandwidth for link in topology.links}
+
+
+def changes(before: Topology, after: Topology) -> dict[Ends, float]:
+    """Bandwidths that are not as before."""
+    old = speeds(before)
+    return {key[:2]: speed for key, speed in speeds(after).items() if speed != old[key]}
+
+
+def box(speed: float = 12, *, socket: float = 8) -> Topology:
+    """Four GPUs on two CPUs, PCIe only."""
+    parents = {"gpu0": "cpu0", "gpu1": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
+    wires = [(*ends, "pcie", speed) for pair in parents.items() for ends in (pair, pair[::-1])]
+    wires += [("cpu0", "cpu1", "sys", socket), ("cpu1", "cpu0", "sys", socket)]
+    devices = [Device(name, "gpu", "s0") for name in parents] + [
+        Device(f"cpu{i}", "cpu", "s0") for i in (0, 1)
+    ]
+    return Topology("box", tuple(devices), tuple(Link(*wire) for wire in wires), ("as built",), "a drawing")
+
+
+class TestKnownAnswers:
+    """Machines whose measured rates are known beforehand."""
+
+    @pytest.mark.parametrize("name", library())
+    def test_links_as_fast_as_stated_change_nothing(self, name: str) -> None:
+        """Every library machine: bandwidths and plans stay, whichever link of a route is the narrowest."""
+        machine = topoplan.load(name)
+        made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
+        assert changes(machine, made) == {}
+        gpus = range(min(8, len(machine.gpus)))
+        assert topoplan.plan(made, gpus=gpus).rate == topoplan.plan(machine, gpus=gpus).rate
+
+    def test_a_dgx_1v_of_nominal_links_keeps_its_allreduce_rate(self) -> None:
+        """600/7 GB/s."""
+        made = calibrated(V100S, copied(V100S, on_wires(V100S)), date=DATE).topology
+        assert topoplan.verify(topoplan.plan(made)).exact_rate == Fraction(600, 7)
+
+    @pytest.mark.parametrize(("wire", "speed"), [("gpu1-gpu2", 25.0), ("gpu0-gpu1", 12.5)])
+    def test_a_link_at_half_speed_is_as_with_slow_link(self, wire: str, speed: float) -> None:
+        """Same bandwidths, same rate, in every collective."""
+        slow = topoplan.slow_links(V100S, {wire: speed})
+        made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE).topology
+        assert speeds(made) == speeds(slow)
+        for collective in ("allreduce", "broadcast", "allgather"):
+            assert topoplan.plan(made, collective).rate == topoplan.plan(slow, collective).rate
+
+    def test_one_slow_direction_is_that_direction(self) -> None:
+        """Each direction of a wire has its own copies."""
+        slow = topoplan.slow_links(V100S, {"gpu1->gpu2": 25})
+        made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE)
+        assert changes(V100S, made.topology) == {("gpu1", "gpu2"): 25.0}
+        assert f"{MARK}changed by more than 20%, GB/s: gpu1>gpu2 50 to 25" in made.notes
+        assert f"{MARK}off the median of the pairs joined alike: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+
+    def test_a_slow_port_of_an_nvswitch_is_not_blamed_on_the_others(self) -> None:
+        """All copies out of gpu3 are slow, those into it are not: the one port, and only out."""
+        slow = topoplan.slow_links(A100S, {"gpu3->nvswitch0": 150})
+        made = calibrated(A100S, copied(A100S, on_wires(slow)), date=DATE).topology
+        assert changes(A100S, made) == {("gpu3", "nvswitch0"): 150.0}
+
+    def test_a_slow_slot_behind_a_narrow_socket_is_found(self) -> None:
+        """Copies to the other socket are as slow as those beside it; the link between the sockets is not blamed."""
+        slow = topoplan.slow_links(box(), {"gpu1-cpu0": 3})
+        made = calibrated(box(), copied(box(), on_wires(slow)), date=DATE).topology
+        assert changes(box(), made) == {("gpu1", "cpu0"): 3.0, ("cpu0", "gpu1"): 3.0}
+
+    def test_a_slow_slot_that_only_copies_between_sockets_reach_is_found(self) -> None:
+        """No copy has gpu1's slot as its narrowest link as stated, but the others are known to be faster."""
+        slow = topoplan.slow_links(box(), {"gpu1-cpu0": 3})
+        pairs = {
+            (src, dst): on_wires(slow)(src, dst)
+            for src, dst in permutations(box().gpus, 2)
+            if (src in ("gpu0", "gpu1")) != (dst in ("gpu0", "gpu1"))
+        }
+        made = calibrated(box(), copied(box(), pairs), date=DATE).topology
+        assert changes(box(), made) == {("gpu1", "cpu0"): 3.0, ("cpu0", "gpu1"): 3.0}
+
+    def test_copies_that_a_narrower_link_holds_back_say_nothing_of_the_wider(self) -> None:
+        """Only gpu0 and gpu2 are measured, over the link between the sockets: it is slower, the slots stay."""
+        pairs = {("gpu0", "gpu2"): 7.0, ("gpu2", "gpu0"): 7.0}
+        made = calibrated(box(), copied(box(), pairs), date=DATE)
+        assert changes(box(), made.topology) == {("cpu0", "cpu1"): 7.0, ("cpu1", "cpu0"): 7.0}
+        assert (
+            f"{MARK}as stated, since narrower links held back all copies that cross them: gpu0>cpu0, cpu0>gpu0, "
+            "gpu2>cpu1, cpu1>gpu2" in made.notes
+        )
+
+    def test_links_are_at_least_as_fast_as_a_copy_that_crosses_them(self) -> None:
+        """15 GB/s through slots of which 12 were stated, and a socket link of which 8 were."""
+        pairs = {("gpu0", "gpu2"): 15.0}
+        made = calibrated(box(), copied(box(), pairs), date=DATE)
+        assert changes(box(), made.topology) == {
+            ("gpu0", "cpu0"): 15.0,
+            ("cpu0", "cpu1"): 15.0,
+            ("cpu1", "gpu2"): 15.0,
+        }
+        assert (
+            f"{MARK}faster than stated, as copies show that were held back elsewhere: gpu0>cpu0, cpu1>gpu2"
+            in made.notes
+        )
+
+    def test_a_copy_is_striped_over_switches_that_lie_side_by_side(self) -> None:
+        """Two switches of 100 and 50 GB/s for each GPU: 120 GB/s measured are 80 and 40."""
+        wires = {"sw0": 100.0, "sw1": 50.0}
+        devices = [Device(f"gpu{i}", "gpu") for i in range(3)] + [Device(name, "nvswitch") for name in wires]
+        links = [
+            Link(*ends, "nvlink", speed)
+            for name, speed in wires.items()
+            for i in range(3)
+            for ends in ((f"gpu{i}", name), (name, f"gpu{i}"))
+        ]
+        machine = Topology("planes", tuple(devices), tuple(links))
+        made = calibrated(machine, copied(machine, lambda *_: 120), date=DATE).topology
+        assert {link.bandwidth for link in made.links if "sw0" in (link.src, link.dst)} == {80.0}
+        assert {link.bandwidth for link in made.links if "sw1" in (link.src, link.dst)} == {40.0}
+
+    def test_copies_through_the_host_leave_the_nvlinks_as_stated(self) -> None:
+        """A refused pair is measured over PCIe, under a CPU; the notes say that NVLinks lie idle between the two."""
+        rates = {(a, b): on_wires(V100S)(a, b) for a, b in permutations(V100S.gpus, 2)}
+        rates["gpu0", "gpu3"] = rates["gpu3", "gpu0"] = 6.0
+        refused = frozenset({("gpu0", "gpu3"), ("gpu3", "gpu0")})
+        made = calibrated(V100S, copied(V100S, rates, refused=refused), date=DATE)
+        assert changes(V100S, made.topology) == {}
+        assert (
+            f"{MARK}peer access refused, copied through the host, GB/s: gpu0>gpu3 6, gpu3>gpu0 6"
+            in made.notes
+        )
+        assert (
+            f"{MARK}NVLinks that no copy may use, kept as stated: gpu0-gpu3; plan without them (--without-link), or "
+            "allow peer access" in made.notes
+        )
+        assert (
+            f"{MARK}slower than the links of their routes, which carry faster copies, GB/s: gpu0>gpu3 6 of 12, "
+            "gpu3>gpu0 6 of 12" in made.notes
+        )
+
+    @pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "dgx-1p", "v100x4"])
+    def test_latencies_add_up_again_along_every_route(self, name: str) -> None:
+        """Where all copies start in 10 us, all links of every route together cost 10 us in the time model."""
+        machine = topoplan.load(name)
+        made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
+        kinds = device_kinds(made)
+        for src, dst in permutations(made.gpus, 2):
+            route = copy_route(made, src, dst)
+            assert route
+            assert sum(link_latency(link, kinds) for link in route.links) == pytest.approx(ALPHA)
+
+
+class TestInvariants:
+    """Whatever is measured."""
+
+    @given(st.data())
+    @settings(max_examples=40, deadline=None)
+    def test_no_copy_is_faster_than_its_links(self, data: st.DataObject) -> None:
+        """Any rates between any pairs of a PCIe box, a hybrid cube mesh and a switched box; unmeasured links stay."""
+        machine = data.draw(
+            st.sampled_from([box(), box(6, socket=20), V100S, topoplan.load("v100x4"), A100S])
+        )
+        pairs = data.draw(
+            st.dictionaries(
+                st.sampled_from(list(permutations(machine.gpus, 2))),
+                st.floats(1, 400),
+                min_size=1,
+                max_size=20,
+            )
+        )
+        refused = frozenset(data.draw(st.lists(st.sampled_from(sorted(pairs)), unique=True)))
+        made = calibrated(machine, copied(machine, pairs, refused=refused), date=DATE)
+        after = speeds(made.topology)
+        crossed = set()
+        for pair in made.pairs:
+            assert pair.route
+            keys = [(link.src, link.dst, link.channel) for link in pair.route.links]
+            crossed |= set(keys)
+            # Four digits are kept.
+            assert min(after[key] for key in keys) >= pair.fit.line.bandwidth * (1 - 1e-3)
+        assert all(after[key] == speed for key, speed in speeds(machine).items() if key not in crossed)
+
+    @given(st.permutations(range(12)), st.lists(st.floats(1, 50), min_size=12, max_size=12))
+    @settings(max_examples=40, deadline=None)
+    def test_the_order_of_the_pairs_does_not_matter(self, order: list[int], rates: list[float]) -> None:
+        """The links that come out are the same."""
+        found = copied(box(), dict(zip(permutations(box().gpus, 2), rates, strict=True)))
+        shuffled = replace(found, pairs=tuple(found.pairs[place] for place in order))
+        made, again = (calibrated(box(), one, date=DATE).topology for one in (found, shuffled))
+        assert made.links == again.links
+
+    @pytest.mark.parametrize("name", library())
+    def test_copies_go_where_the_matrix_says_and_by_as_few_links_as_there_are(self, name: str) -> None:
+        """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""
+        machine = topoplan.load(name)
+        names, cells = relation_matrix(machine, ("gpu",))
+        for src, row in zip(names, cells, strict=True):
+            for dst, code in zip(names, row, strict=True):
+                if src != dst:
+                    route = copy_route(machine, src, dst)
+                    assert route
+                    assert (route.channel == "nvlink") == code.startswith("NV")
+                    kinds = ("nvlink",) if route.channel == "nvlink" else ("pcie", "sys")
+                    graph = nx.DiGraph(
+                        (link.src, link.dst) for link in machine.links if link.channel in kinds
+                    )
+                    graph.remove_nodes_from(set(machine.gpus) - {src, dst})
+                    assert len(route.stages) == nx.shortest_path_length(graph, src, dst)
+
+    def test_a_calibrated_machine_reads_back_equal(self) -> None:
+        """Topology JSON keeps date, method, notes, latencies and times of switching."""
+        found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
+        made = calibrated(V100S, found, date=DATE).topology
+        assert topoplan.load(dump_topology_json(made)) == made
+        assert made.peer_access == ((2, 0.00123), (8, 0.02))
+        assert made.source.startswith(
+            "calibrated 2026-11-21: by hand, 64KB to 256MB, median of 3; links that were not measured: NVLink: NVIDIA"
+        )
+
+    def test_a_second_calibration_replaces_what_the_first_said(self) -> None:
+        """Notes of the machine stay, those of the first calibration go; its unmeasured links keep their source."""
+        first = calibrated(box(), copied(box(), {("gpu0", "gpu2"): 4.0}), date=DATE).topology
+        second = calibrated(first, copied(box(), on_wires(box())), date="2026-11-22").topology
+        assert second.notes == (
+            "as built",
+            f"{MARK}10 of 10 links measured: each as fast as the fastest copy that crosses it",
+            f"{MARK}changed by more than 20%, GB/s: cpu0>cpu1 4 to 8",
+        )
+        assert second.source == (
+            "calibrated 2026-11-22: by hand, 64KB to 256MB, median of 3; links that were not measured: a drawing"
+        )
+
+    def test_copies_without_a_way_in_the_topology_are_named_and_have_no_effect(self) -> None:
+        """Two GPUs that the topology does not join."""
+        apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
+        made = calibrated(apart, copied(apart, lambda *_: 10), date=DATE)
+        assert made.notes == (
+            f"{MARK}0 of 0 links measured: each as fast as the fastest copy that crosses it",
+            f"{MARK}the topology shows no way for these copies, which have no effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
+        )
+
+    def test_a_pair_of_another_machine_is_refused(self) -> None:
+        """The device is named."""
+        with pytest.raises(TopologyError) as error:
+            calibrated(box(), copied(V100S, on_wires(V100S)), date=DATE)
+        assert str(error.value) == "topology box has no device 'gpu4'"
+
+
+class TestMatching:
+    """Which GPU is which."""
+
+    NAMED = replace(
+        box(),
+        devices=tuple(
+            replace(device, busid=f"00000000:0{i + 6}:00.0" if device.kind == "gpu" else "")
+            for i, device in enumerate(box().devices)
+        ),
+    )
+
+    def seen(self, gpus: list[int] | None, *buses: str) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+        found, notes = match_gpus(self.NAMED, gpus, [f"0000:{bus}:00.0" for bus in buses])
+        return [(one.name, one.ordinal) for one in found], notes
+
+    def test_bus_ids_decide_whatever_the_order_and_however_they_are_written(self) -> None:
+        """CUDA's order is its own; drivers write longer domains."""
+        assert self.seen(None, "09", "06", "08", "07") == (
+            [("gpu0", 1), ("gpu1", 3), ("gpu2", 2), ("gpu3", 0)],
+            (),
+        )
+
+    def test_hidden_and_foreign_gpus_are_named(self) -> None:
+        """What CUDA does not show is left as stated; what the topology does not have is left alone."""
+        assert self.seen(None, "0a", "08", "06") == (
+            [("gpu0", 2), ("gpu2", 1)],
+            (
+                "not measured, since CUDA does not show them: gpu1, gpu3",
+                "not measured, since box does not have them: GPUs at 0000:0a:00.0",
+            ),
+        )
+
+    @pytest.mark.parametrize(
+        ("machine", "gpus", "buses", "message"),
+        [
+            (
+                NAMED,
+                [1, 2],
+                ["06", "08"],
+                "CUDA does not show gpu1; set CUDA_VISIBLE_DEVICES, or leave them out of --gpus",
+            ),
+            (
+                NAMED,
+                None,
+                ["0a", "0b"],
+                "box is another machine: its GPUs sit at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, and "
+                "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
+            ),
+            (
+                box(),
+                None,
+                ["06", "07"],
+                "CUDA shows 2 GPUs and box has 4 without bus ids, so which is which cannot be told; give what topoplan "
+                "probe finds, or --gpus with those that CUDA shows",
+            ),
+            (
+                box(),
+                None,
+                ["06", "06", "07", "08"],
+                "CUDA shows several GPUs at 0000:06:00.0, which are parts of one (MIG); measure whole GPUs",
+            ),
+            (
+                cluster([Server(V100S, count=2)], nic_gbps=100),
+                None,
+                ["06"],
+                "2 x dgx-1v has 2 servers, and one is measured at a time; give the topology of this server",
+            ),
+            (box(), [4], ["06"], "GPU 4 is out of range: box has GPUs 0 to 3"),
+        ],
+    )
+    def test_what_cannot_be_told_is_refused(
+        self, machine: Topology, gpus: list[int] | None, buses: list[str], message: str
+    ) -> None:
+        """One line with what is there and what to do."""
+        with pytest.raises(UsageError) as error:
+            match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses])
+        assert str(error.value) == message
+
+    def test_as_many_as_asked_for_are_taken_in_order(self) -> None:
+        """Without bus ids, under CUDA_VISIBLE_DEVICES: the order of bus ids, as nvidia-smi counts."""
+        found, notes = match_gpus(box(), [1, 3], ["0000:09:00.0", "0000:07:00.0"])
+        assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)]
+        assert notes == ("box states no bus ids: GPUs taken in the order of those that CUDA gives",)
