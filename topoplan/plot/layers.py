@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
@@ -72,6 +72,27 @@ def grow_forest(
                     children.setdefault(node, []).append(near)
                     frontier.append(near)
     return roots, children
+
+
+def connected(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[set[Node]]:
+    """Components of a graph, in the order of their first nodes.
+
+    Examples
+    --------
+    >>> [sorted(group) for group in connected("abcd", [("a", "c"), ("d", "c")])]
+    [['a', 'c', 'd'], ['b']]
+    """
+    neighbours: dict[Node, list[Node]] = {}
+    for first, second in pairs:
+        neighbours.setdefault(first, []).append(second)
+        neighbours.setdefault(second, []).append(first)
+    groups: list[set[Node]] = []
+    seen: set[Node] = set()
+    for node in nodes:
+        if node not in seen:
+            groups.append(_component(node, neighbours))
+            seen |= groups[-1]
+    return groups
 
 
 def _component(start: Node, neighbours: Mapping[Node, Sequence[Node]]) -> set[Node]:

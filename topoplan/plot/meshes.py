@@ -2,60 +2,85 @@
 
 A hybrid cube mesh (two complete groups of four and one wire between partners) is drawn as two squares
 turned so that their corners have four different heights: the wires between them are then level lines that
-pass no device. Any other graph of GPUs goes on a circle, in the order with the fewest crossings that
-swapping pairs finds.
+pass no device. Any other graph with wires between GPUs goes on a circle, in the order of `circle_order`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import combinations
+from bisect import bisect
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations, pairwise
 
-Places = dict[str, tuple[float, float]]
-Pairs = Sequence[tuple[str, str]]
+from topoplan.plot.circle_order import circle_order, circle_places
+from topoplan.plot.panels import Places
+
+Counts = Mapping[tuple[str, str], int]
 
 _FACE_SIDE = 2.0
 _FACE_GAP = 1.6
 _ARC = 1.05
 _SPAN = 1.1
+_ROUND = 8
+_FLAT = 0.6
+_STEPS = 3600
 
 
-def mesh_positions(gpus: Sequence[str], forwarding: Sequence[str], pairs: Pairs) -> Places:
+def mesh_positions(gpus: Sequence[str], forwarding: Sequence[str], counts: Counts) -> Places:
     """Places of one connected NVLink graph, in inches from its lower left corner.
 
     Parameters
     ----------
     gpus, forwarding : sequence of str
         Devices at the rim, and switches or CPUs for the middle.
-    pairs : sequence of (str, str)
-        Wires.
+    counts : mapping of (str, str) to int
+        Parallel links of each wire.
 
     Examples
     --------
-    >>> places = mesh_positions(["a", "b"], ["s"], [("a", "s"), ("b", "s")])
+    >>> places = mesh_positions(["a", "b"], ["s"], {("a", "s"): 6, ("b", "s"): 6})
     >>> {name: (round(x, 3), round(y, 3)) for name, (x, y) in places.items()}
     {'s': (1.0, 0.0), 'a': (0.0, 0.0), 'b': (2.0, 0.0)}
     """
-    if len(forwarding) == 1:
-        places = {forwarding[0]: (0.0, 0.0)} | _circle(gpus)
-    elif forwarding:
-        places = _rows(gpus, forwarding)
+    if any(first in gpus and second in gpus for first, second in counts):
+        every = [*gpus, *forwarding]
+        faces = None if forwarding else _cube_faces(gpus, counts.keys())
+        places = (
+            _two_squares(*faces) if faces else _circle(circle_order(every, counts, radius=_radius(every)))
+        )
+    elif len(forwarding) == 1:
+        places = {forwarding[0]: (0.0, 0.0)} | (_circle(gpus) if len(gpus) <= _ROUND else _ellipse(gpus))
     else:
-        faces = _cube_faces(gpus, pairs)
-        places = _two_squares(*faces) if faces else _circle(_fewest_crossings(list(gpus), pairs))
+        places = _rows(gpus, forwarding)
     left, low = (min(place[axis] for place in places.values()) for axis in (0, 1))
     return {name: (x - left, y - low) for name, (x, y) in places.items()}
 
 
 def _circle(names: Sequence[str]) -> Places:
-    radius = max(1.0, len(names) * _ARC / (2 * math.pi))
-    turn = 2 * math.pi / len(names)
-    start = math.pi / 2 + (turn / 2 if len(names) % 2 == 0 else 0)
-    return {
-        name: (radius * math.cos(start - turn * i), radius * math.sin(start - turn * i))
-        for i, name in enumerate(names)
-    }
+    return dict(zip(names, circle_places(len(names), _radius(names)), strict=True))
+
+
+def _radius(names: Sequence[str]) -> float:
+    return max(1.0, len(names) * _ARC / (2 * math.pi))
+
+
+def _ellipse(names: Sequence[str]) -> Places:
+    """As far apart along the line as on a circle, but lower: pages are wider than high.
+
+    The ellipse is walked in small steps, each at its length, for there is no formula for points of equal distance.
+    """
+    steps = [2 * math.pi * i / _STEPS for i in range(_STEPS + 1)]
+    line = [(math.sin(angle), _FLAT * math.cos(angle)) for angle in steps]
+    walked = [0.0]
+    for first, second in pairwise(line):
+        walked.append(walked[-1] + math.dist(first, second))
+    scale = len(names) * _ARC / walked[-1]
+    places: Places = {}
+    for i, name in enumerate(names):
+        # Half a step off the top, so that left and right look alike.
+        at = bisect(walked, (i + 0.5) * walked[-1] / len(names))
+        places[name] = (scale * line[at][0], scale * line[at][1])
+    return places
 
 
 def _rows(gpus: Sequence[str], forwarding: Sequence[str]) -> Places:
@@ -82,7 +107,9 @@ def _two_squares(near: Sequence[str], far: Sequence[str]) -> Places:
     return left | {name: (x + shift, y) for name, (x, y) in zip(far, turned, strict=True)}
 
 
-def _cube_faces(gpus: Sequence[str], pairs: Pairs) -> tuple[list[str], list[str]] | None:
+def _cube_faces(
+    gpus: Sequence[str], pairs: Collection[tuple[str, str]]
+) -> tuple[list[str], list[str]] | None:
     """The two groups of four, partners in the same order; None where the graph is no hybrid cube mesh."""
     if len(gpus) != 8:
         return None
@@ -101,24 +128,3 @@ def _cube_faces(gpus: Sequence[str], pairs: Pairs) -> tuple[list[str], list[str]
 
 def _complete(group: Sequence[str], near: dict[str, set[str]]) -> bool:
     return all(b in near[a] for a, b in combinations(group, 2))
-
-
-def _fewest_crossings(order: list[str], pairs: Pairs) -> list[str]:
-    best = _crossings(order, pairs)
-    improved = True
-    while improved and best:
-        improved = False
-        for i, j in combinations(range(1, len(order)), 2):
-            order[i], order[j] = order[j], order[i]
-            found = _crossings(order, pairs)
-            if found < best:
-                best, improved = found, True
-            else:
-                order[i], order[j] = order[j], order[i]
-    return order
-
-
-def _crossings(order: Sequence[str], pairs: Pairs) -> int:
-    place = {name: i for i, name in enumerate(order)}
-    chords = [tuple(sorted((place[a], place[b]))) for a, b in pairs]
-    return sum(a < c < b < d or c < a < d < b for (a, b), (c, d) in combinations(chords, 2))

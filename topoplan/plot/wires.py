@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from topoplan.degraded import nic_name
 from topoplan.plot.palette import STROKES
-from topoplan.topology import LINK_CHANNELS, Topology
+from topoplan.topology import LINK_CHANNELS, Link, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,33 @@ class Wire:
     def kind(self) -> tuple[str, float, float, int]:
         """What decides how it is drawn: wires of equal kind share a line of the legend."""
         return (self.channel, max(self.there, self.back), min(self.there, self.back), self.count)
+
+
+def whole_nics(topology: Topology) -> Topology:
+    """The machine with NICs that are two devices, one that sends and one that receives, as one device each.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("v100x4"), count=2)], nic_gbps=100, nics=1)
+    >>> sum(d.kind == "nic" for d in pair.devices), sum(d.kind == "nic" for d in whole_nics(pair).devices)
+    (4, 2)
+    """
+    names = {device.name for device in topology.devices}
+    whole = {
+        device.name: nic_name(device.name)
+        for device in topology.devices
+        if device.kind == "nic" and nic_name(device.name) not in names
+    }
+    links: dict[tuple[str, str, str], Link] = {}
+    for link in topology.links:
+        src, dst = whole.get(link.src, link.src), whole.get(link.dst, link.dst)
+        if src != dst:
+            links.setdefault((src, dst, link.channel), replace(link, src=src, dst=dst))
+    devices = {
+        whole.get(d.name, d.name): replace(d, name=whole.get(d.name, d.name)) for d in topology.devices
+    }
+    return replace(topology, devices=tuple(devices.values()), links=tuple(links.values()))
 
 
 def wires(topology: Topology) -> tuple[Wire, ...]:
