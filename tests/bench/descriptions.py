@@ -5,12 +5,16 @@ Files that hold the PCIe part only are planned once more with the NVLinks of the
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import topoplan
-from tests.conftest import MACHINES
 from topoplan.errors import TopologyError
+
+MACHINES = Path(
+    os.environ.get("TOPOPLAN_MACHINES", Path(__file__).resolve().parents[3] / "shared" / "machines")
+)
 
 NVLINKS = {"ndv2-topo": "dgx-1v", "ndv4-topo": "dgx-a100", "p4d-24xl-topo": "dgx-a100"}
 """Machine of the library with the GPUs and NVLinks of the instance that a file is for."""
