@@ -102,6 +102,13 @@ def test_a_slow_wire_between_two_gpus_is_found_from_its_two_ends() -> None:
     assert broken.notes[-1] == "slowed: gpu1-gpu2 to 37.5 GB/s (1 of 2 NVLinks)"
 
 
+def test_most_links_may_be_slow() -> None:
+    """What one link does, all can: eleven of twelve at half speed leave 300 * (1 + 11/2) / 12 = 162.5 GB/s."""
+    wires = [wire for wire in wires_of(A100S) if "gpu2" in wire]
+    status = Listings(A100S, speeds=dict.fromkeys(wires[1:], HALF)).status([2])
+    assert nvlinks(topoplan.overlay(A100S, status))["gpu2", "nvswitch0"] == (162.5, 12)
+
+
 def test_all_links_at_half_the_nominal_rate_are_slow() -> None:
     """No link of the listing is faster, but an A100 has 25 GB/s per link; a tenth below that is no damage."""
     slow = Listings(A100S, model="NVIDIA A100-SXM4-40GB").status().replace("25.781", "12.5")

@@ -1,14 +1,13 @@
 """Which GPU a model text means, what its NVLinks should run at, and which of those that are listed are slow.
 
 A driver prints the signalling rate (25.781 GB/s for a V100, 26.562 for an H100), topologies state nominal or effective
-ones. So a link is judged against its like: it is slow if it is below the most common speed of all listed links of this
-model, or below the nominal rate of the generation where most of them are more than a tenth below that.
+ones. So a link is judged against its like: it is slow if it is below the fastest of all listed links of this model,
+or below the nominal rate of the generation where even the fastest is more than a tenth below that.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -62,22 +61,28 @@ def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
     >>> [str(share) for share in speed_shares(parse_nvlink_status("\\n".join(lines))).values()]
     ['1', '1', '1/2']
     """
-    speeds: dict[str, Counter[Fraction]] = {}
+    fastest: dict[str, Fraction] = {}
     for gpu in gpus:
-        known = speeds.setdefault(product(gpu.model), Counter())
-        known.update(exact(link.speed) for link in gpu.active if link.speed is not None)
-    normal = {name: _normal(name, known) for name, known in speeds.items() if known}
+        for link in gpu.active:
+            if link.speed is not None:
+                like = _like(gpu)
+                fastest[like] = max(fastest.get(like, Fraction(0)), exact(link.speed))
+    normal = {like: _normal(like, speed) for like, speed in fastest.items()}
     return {
         (gpu.number, link.index): Fraction(1)
         if link.speed is None
-        else min(Fraction(1), exact(link.speed) / normal[product(gpu.model)])
+        else min(Fraction(1), exact(link.speed) / normal[_like(gpu)])
         for gpu in gpus
         for link in gpu.active
     }
 
 
-def _normal(name: str, speeds: Counter[Fraction]) -> Fraction:
-    most_common = max(speeds, key=lambda speed: (speeds[speed], speed))
-    known = GENERATIONS.get(name)
+def _like(gpu: GpuNvlinks) -> str:
+    """What GPUs of equal links have in common."""
+    return product(gpu.model) or gpu.model
+
+
+def _normal(like: str, fastest: Fraction) -> Fraction:
+    known = GENERATIONS.get(like)
     nominal = exact(known.nvlink) if known else Fraction(0)
-    return most_common if most_common >= SLOW_BELOW * nominal else nominal
+    return fastest if fastest >= SLOW_BELOW * nominal else nominal
