@@ -1,6 +1,6 @@
 """Places for the NVLink graph, in inches: switch in the middle, two faces of a cube mesh, or a circle.
 
-A hybrid cube mesh (two complete groups of four and one wire between partners) is drawn as two squares
+A hybrid cube mesh (two groups of four, all joined, and one wire between partners) is drawn as two squares
 turned so that their corners have four different heights: the wires between them are then level lines that
 pass no device. Any other graph with wires between GPUs goes on a circle, in the order of `circle_order`.
 """
@@ -17,6 +17,7 @@ from topoplan.plot.panels import Places
 
 Counts = Mapping[tuple[str, str], int]
 
+_DEAD = 3
 _FACE_SIDE = 2.0
 _FACE_GAP = 1.6
 _ARC = 1.05
@@ -110,21 +111,19 @@ def _two_squares(near: Sequence[str], far: Sequence[str]) -> Places:
 def _cube_faces(
     gpus: Sequence[str], pairs: Collection[tuple[str, str]]
 ) -> tuple[list[str], list[str]] | None:
-    """The two groups of four, partners in the same order; None where the graph is no hybrid cube mesh."""
-    if len(gpus) != 8:
+    """The two groups of four, partners in the same order; None where the graph is no hybrid cube mesh.
+
+    Up to `_DEAD` of the 16 pairs may be missing, so that a machine with dead links is still recognised at a glance.
+    """
+    if len(gpus) != 8 or len(pairs) < 16 - _DEAD:
         return None
-    near = {gpu: {b for a, b in pairs if a == gpu} | {a for a, b in pairs if b == gpu} for gpu in gpus}
-    first = gpus[0]
-    for mates in combinations(sorted(near[first], key=list(gpus).index), 3):
-        face = [first, *mates]
+    for mates in combinations(gpus[1:], 3):
+        face = [gpus[0], *mates]
         rest = [gpu for gpu in gpus if gpu not in face]
-        if not all(_complete(group, near) for group in (face, rest)):
+        across = [(a, b) if a in face else (b, a) for a, b in pairs if (a in face) != (b in face)]
+        partner = dict(across)
+        if len(across) > len(partner) or len(across) > len(set(partner.values())):
             continue
-        partners = [sorted(near[gpu] - set(face)) for gpu in face]
-        if all(len(found) == 1 for found in partners) and len({found[0] for found in partners}) == 4:
-            return face, [found[0] for found in partners]
+        alone = iter([gpu for gpu in rest if gpu not in partner.values()])
+        return face, [partner[gpu] if gpu in partner else next(alone) for gpu in face]
     return None
-
-
-def _complete(group: Sequence[str], near: dict[str, set[str]]) -> bool:
-    return all(b in near[a] for a, b in combinations(group, 2))
