@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_machine.fixtures import Installer
 from fake_machine.install import FakeHost
+from fake_machine.machines import MACHINES
 
 import topoplan
 from topoplan.formats.matrix import affinity_columns, relation_matrix
@@ -204,7 +205,7 @@ def test_without_driver_or_gpu_one_line_says_what_to_do(
 def test_a_kept_probe_needs_no_driver_until_it_is_to_be_read_anew(
     fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    host = fake_here("dgx1v")
+    host = fake_here(MACHINES["dgx1v"]())
     first = topoplan.probe()
     monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gone.txt"))
     assert topoplan.probe() == first
