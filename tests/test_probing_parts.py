@@ -14,7 +14,8 @@ import topoplan
 from topoplan.hosts import NvlinkBundle
 from topoplan.probing.access import refused_access
 from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
-from topoplan.probing.driver import Driver, DriverGpu, DriverLink
+from topoplan.probing.driver import Driver, DriverGpu
+from topoplan.probing.driver_links import DriverLink
 from topoplan.probing.nics import find_nics
 from topoplan.probing.nvlinks import nvlink_bundles
 from topoplan.probing.pcie import driver_tree, kernel_tree
@@ -35,7 +36,7 @@ def driver_gpu(
     index: int = 0, busid: str = GPU, links: Sequence[DriverLink] = (), **changes: object
 ) -> DriverGpu:
     gpu = DriverGpu(
-        index, busid, "V100", f"GPU-{index}", 70, tuple(links), 3, 3, 16, 16, True, 0, None, 0.0, ""
+        index, busid, "V100", f"GPU-{index}", 70, tuple(links), True, 3, 3, 16, 16, True, 0, None, 0.0, ""
     )
     return replace(gpu, **changes)  # type: ignore[arg-type]
 

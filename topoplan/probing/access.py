@@ -1,7 +1,7 @@
-"""Pairs of GPUs whose access to each other over PCIe the driver refuses, though the wires are there.
+"""Pairs of GPUs whose access to each other the driver refuses, though the wires are there.
 
-A copy between them goes through the host's memory, which takes twice the wires and is slower than what is planned.
-Below one CPU that is a warning; across CPUs it is usual, and a note.
+NVLinks that may not be used are taken out. Where PCIe may not, a copy goes through the host's memory, which takes twice
+the wires and is slower than what is planned: a warning below one CPU, a note across CPUs, where it is usual.
 """
 
 from __future__ import annotations
@@ -43,3 +43,40 @@ def refused_access(
         "copies there go through the host's memory"
         for (near, reason), pairs in sorted(grouped.items(), reverse=True)
     )
+
+
+def without_refused_nvlinks(
+    driver: Driver, bundles: Mapping[str, list[NvlinkBundle]]
+) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
+    """Without the NVLinks over which the driver refuses access, and a warning for each."""
+    bundles = dict(bundles)
+    busid = {gpu.index: gpu.busid for gpu in driver.gpus}
+    switched = {gpu.index for gpu in driver.gpus if any(b.end == "nvswitch" for b in bundles[gpu.busid])}
+    notes = []
+    through_switch: dict[int, list[int]] = {}
+    for (first, second), reason in driver.refused_nvlink.items():
+        ends = busid[first], busid[second]
+        wires = [b for b in bundles[ends[0]] if b.end == "gpu" and b.target == ends[1]]
+        if wires:
+            notes.append(
+                f"warning: gpu{first}-gpu{second}: access over NVLink is refused ({reason}) though {wires[0].count} "
+                f"link{'s' * (wires[0].count > 1)} join{'s' * (wires[0].count == 1)} them; left out"
+            )
+            for here, there in (ends, ends[::-1]):
+                bundles[here] = [b for b in bundles[here] if b.end != "gpu" or b.target != there]
+        elif first in switched and second in switched:
+            through_switch.setdefault(first, []).append(second)
+            through_switch.setdefault(second, []).append(first)
+    for index, peers in sorted(through_switch.items()):
+        names = listed(f"gpu{peer}" for peer in sorted(peers))
+        if len(peers) == len(switched) - 1:
+            bundles[busid[index]] = [b for b in bundles[busid[index]] if b.end != "nvswitch"]
+            notes.append(
+                f"warning: gpu{index}: access over NVLink is refused to every GPU at the switch; its links are "
+                "left out (is the fabric manager running?)"
+            )
+        else:
+            notes.append(
+                f"warning: gpu{index}: access over NVLink is refused to {names}; the plan may use it all the same"
+            )
+    return bundles, notes

@@ -30,11 +30,14 @@ class Answers:
     unanswered : Counter of (str, str)
         Calls that failed, by function and kind of error. NotSupported, InvalidArgument and NotFound do not count: they
         say that the hardware has no such thing.
+    failures : int
+        How many of those were no missing function: the driver knows the question and fails to answer.
     """
 
     def __init__(self) -> None:
         self.nvml = _load()
         self.unanswered: Counter[tuple[str, str]] = Counter()
+        self.failures = 0
 
     def __enter__(self) -> Answers:
         """Open the connection; ProbeError if there is no driver to answer."""
@@ -62,6 +65,7 @@ class Answers:
             name = type(error).__name__
             if name not in _NO_SUCH_THING and not (newer and name == "NVMLError_FunctionNotFound"):
                 self.unanswered[function, name.removeprefix("NVMLError_")] += 1
+                self.failures += name != "NVMLError_FunctionNotFound"
             return None
         return answer if isinstance(answer, kind) else None
 

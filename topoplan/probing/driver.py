@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from topoplan.errors import ProbeError, TopologyError
-from topoplan.hosts.host import bus_id
+from topoplan.errors import ProbeError
 from topoplan.probing.answers import INSTEAD, Answers
+from topoplan.probing.driver_links import DriverLink, read_links, remote_bus_id
 from topoplan.probing.fabric import fabric_state
-
-MOST_LINKS = 36
-"""Links that a GPU is asked for; NVML refuses numbers beyond those that it has."""
 
 _P2P_READ, _P2P_NVLINK = 0, 2
 _ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -27,35 +24,6 @@ _P2P_STATUS = (
     "not supported",
     "unknown",
 )
-_FAR_ENDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}
-
-
-@dataclass(frozen=True, slots=True)
-class DriverLink:
-    """One NVLink of a GPU as the driver sees it; None where it did not answer.
-
-    Parameters
-    ----------
-    number : int
-    active, peer_to_peer : bool or None
-        Whether it is up, and whether it may carry traffic between GPUs.
-    version : int or None
-        NVML's enumeration: 1 is NVLink 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0.
-    speed : float or None
-        GB/s per direction.
-    remote : str or None
-        Bus id of the far end; empty where it is hidden.
-    end : str or None
-        gpu, cpu or nvswitch.
-    """
-
-    number: int
-    active: bool | None
-    peer_to_peer: bool | None
-    version: int | None
-    speed: float | None
-    remote: str | None
-    end: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +39,8 @@ class DriverGpu:
         Compute capability, 70 for 7.0.
     links : tuple of DriverLink
         Those that exist, up or not.
+    links_told : bool
+        Whether the driver failed no question about them.
     generation, most_generation, width, most_width : int or None
         PCIe: current and largest possible.
     idle : bool
@@ -90,6 +60,7 @@ class DriverGpu:
     uuid: str
     sm: int | None
     links: tuple[DriverLink, ...]
+    links_told: bool
     generation: int | None
     most_generation: int | None
     width: int | None
@@ -186,21 +157,12 @@ def _refused(
 
 def _bus_id(answers: Answers, handle: object) -> str | None:
     info = answers.ask("DeviceGetPciInfo", handle, kind=object)
-    return (_remote(info) or None) if info is not None else None
-
-
-def _remote(info: object) -> str:
-    """Bus id in NVML's PCI info; empty for a device that is hidden: ``FFFFFFF:FFFF:FF`` or nothing."""
-    text = getattr(info, "busId", "")
-    text = text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
-    try:
-        return bus_id(text)
-    except TopologyError:
-        return ""
+    return (remote_bus_id(info) or None) if info is not None else None
 
 
 def _gpu(answers: Answers, index: int, handle: object, busid: str) -> DriverGpu:
     capability = _pair(answers.ask("DeviceGetCudaComputeCapability", handle, kind=object))
+    links, told = read_links(answers, handle)
     state = answers.ask("DeviceGetPerformanceState", handle, kind=int)
     return DriverGpu(
         index=index,
@@ -208,7 +170,8 @@ def _gpu(answers: Answers, index: int, handle: object, busid: str) -> DriverGpu:
         name=answers.ask("DeviceGetName", handle, kind=str) or "",
         uuid=answers.ask("DeviceGetUUID", handle, kind=str) or "",
         sm=None if capability is None else 10 * capability[0] + capability[1],
-        links=_links(answers, handle),
+        links=links,
+        links_told=told,
         generation=answers.ask("DeviceGetCurrPcieLinkGeneration", handle, kind=int),
         most_generation=answers.ask("DeviceGetMaxPcieLinkGeneration", handle, kind=int),
         width=answers.ask("DeviceGetCurrPcieLinkWidth", handle, kind=int),
@@ -219,51 +182,6 @@ def _gpu(answers: Answers, index: int, handle: object, busid: str) -> DriverGpu:
         c2c=_chip_to_chip(answers, handle),
         fabric=fabric_state(answers, handle),
     )
-
-
-def _links(answers: Answers, handle: object) -> tuple[DriverLink, ...]:
-    nvml = answers.nvml
-    links = []
-    count = answers.field(handle, nvml.NVML_FI_DEV_NVLINK_LINK_COUNT)
-    common = (answers.field(handle, nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON) or 0) / 1000 or None
-    for number in range(MOST_LINKS if count is None else count):
-        state = answers.ask("DeviceGetNvLinkState", handle, number, kind=int)
-        if state is None:
-            state = answers.field(handle, nvml.NVML_FI_DEV_NVLINK_GET_STATE, number)
-        info = answers.ask("DeviceGetNvLinkRemotePciInfo", handle, number, kind=object)
-        version = answers.ask("DeviceGetNvLinkVersion", handle, number, kind=int)
-        speed = _speed(answers, handle, number)
-        if count is None and state is None and info is None and not version and speed is None:
-            # Links are numbered without gaps: this one is beyond the last.
-            break
-        allowed = answers.ask(
-            "DeviceGetNvLinkCapability", handle, number, nvml.NVML_NVLINK_CAP_P2P_SUPPORTED, kind=int
-        )
-        kind = answers.ask("DeviceGetNvLinkRemoteDeviceType", handle, number, kind=int, newer=True)
-        links.append(
-            DriverLink(
-                number=number,
-                active=None if state is None else bool(state),
-                peer_to_peer=None if allowed is None else bool(allowed),
-                version=version or None,
-                speed=speed or common,
-                remote=None if info is None else _remote(info),
-                end=None if kind is None else _FAR_ENDS.get(kind),
-            )
-        )
-    return tuple(links)
-
-
-def _speed(answers: Answers, handle: object, number: int) -> float | None:
-    """GB/s of a link, from the field of newer drivers or from those of older ones."""
-    nvml = answers.nvml
-    older = getattr(nvml, f"NVML_FI_DEV_NVLINK_SPEED_MBPS_L{number}", None)
-    fields = [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, number), *([(older, 0)] if older else [])]
-    for field, scope in fields:
-        megabytes = answers.field(handle, field, scope)
-        if megabytes:
-            return megabytes / 1000
-    return None
 
 
 def _pair(answer: object) -> tuple[int, int] | None:

@@ -1,8 +1,8 @@
 """The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
 
-A link counts if it is up at both ends. Where one end does not answer, the other's word is taken. Its bandwidth is the
-nominal one of its generation, as in the library, unless the driver states a tenth less or lower: then it is what the
-driver states. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100), 26.6 GB/s (H100): line rates.
+A link counts if it is up at both ends (`nvlink_agreement`) and may be used (`access`). Its bandwidth is the nominal one
+of its generation, as in the library, unless the driver states a tenth less or lower: then it is what the driver states.
+Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are line rates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from topoplan.hosts.host import NvlinkBundle
 from topoplan.hosts.notes import listed
-from topoplan.probing.driver import Driver, DriverGpu, DriverLink
+from topoplan.probing.access import without_refused_nvlinks
+from topoplan.probing.driver import Driver, DriverGpu
+from topoplan.probing.driver_links import DriverLink
+from topoplan.probing.nvlink_agreement import agreed_bundles, leads_somewhere
 
 NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
@@ -67,9 +70,9 @@ def nvlink_bundles(
         notes += gpu_notes
     notes += _dark(driver) + _untold(driver) + _slow(driver, wires)
     bundles = {busid: _bundled(found) for busid, found in wires.items()}
-    agreed = _agreed(gpus, bundles, notes)
-    allowed, refusals = _without_refused(driver, agreed)
-    return {busid: tuple(found) for busid, found in allowed.items()}, (*notes, *refusals)
+    agreed, disagreements = agreed_bundles(gpus, bundles)
+    allowed, refusals = without_refused_nvlinks(driver, agreed)
+    return {busid: tuple(found) for busid, found in allowed.items()}, (*notes, *disagreements, *refusals)
 
 
 def _wires(
@@ -86,7 +89,7 @@ def _wires(
             down.append(link.number)
         elif link.peer_to_peer is False:
             barred.append(link.number)
-        elif link.remote is not None or link.end is not None:
+        elif leads_somewhere(link):
             end = _far_end(link, gpus, switches, others)
             wires.append(Wire(end, link.remote or _HIDDEN, _bandwidth(gpu, link)))
     notes = []
@@ -137,9 +140,7 @@ def _untold(driver: Driver) -> list[str]:
     untold: dict[str, list[str]] = {}
     for gpu in driver.gpus:
         numbers = [
-            link.number
-            for link in gpu.links
-            if link.active is not False and link.remote is None and link.end is None
+            link.number for link in gpu.links if link.active is not False and not leads_somewhere(link)
         ]
         if numbers and gpu.mig is None:
             untold.setdefault(_numbers(numbers), []).append(f"gpu{gpu.index}")
@@ -171,89 +172,6 @@ def _bundled(wires: list[Wire]) -> list[NvlinkBundle]:
     for wire in wires:
         found.setdefault((wire.end, "" if wire.end == "nvswitch" else wire.target), []).append(wire.bandwidth)
     return [NvlinkBundle(end, target, len(rates), sum(rates)) for (end, target), rates in found.items()]
-
-
-def _agreed(
-    gpus: dict[str, DriverGpu], bundles: dict[str, list[NvlinkBundle]], notes: list[str]
-) -> dict[str, list[NvlinkBundle]]:
-    """Bundles between GPUs as both ends confirm them; one that did not answer takes the other's word."""
-    told = {busid for busid, gpu in gpus.items() if gpu.mig is None and _all_told(gpu)}
-    direct = {
-        (busid, bundle.target): bundle
-        for busid, found in bundles.items()
-        for bundle in found
-        if bundle.end == "gpu" and bundle.target in gpus and bundle.target != busid
-    }
-    result = {
-        busid: [b for b in found if (busid, b.target) not in direct] for busid, found in bundles.items()
-    }
-    for first, second in dict.fromkeys((min(ends), max(ends)) for ends in sorted(direct)):
-        forth, back = direct.get((first, second)), direct.get((second, first))
-        if gpus[first].mig is not None or gpus[second].mig is not None:
-            continue
-        sides = [(forth, first), (back, second)]
-        words = [
-            side
-            for side, busid in sides
-            if side is not None and (busid in told or not told & {first, second})
-        ]
-        silent = [busid for side, busid in sides if side is None and busid in told]
-        known = words or [side for side in (forth, back) if side is not None]
-        if silent or len({side.count for side in known}) > 1:
-            counts = f"{forth.count if forth else 0} and {back.count if back else 0}"
-            notes.append(
-                f"warning: gpu{gpus[first].index}-gpu{gpus[second].index}: the two ends show {counts} NVLinks up; "
-                "the smaller number counts"
-            )
-        if silent:
-            continue
-        least = min(known, key=lambda side: (side.count, side.bandwidth))
-        result[first].append(NvlinkBundle("gpu", second, least.count, least.bandwidth))
-        result[second].append(NvlinkBundle("gpu", first, least.count, least.bandwidth))
-    return result
-
-
-def _all_told(gpu: DriverGpu) -> bool:
-    """Whether the driver says of every link of a GPU whether it is up and where it leads."""
-    return bool(gpu.links) and all(
-        link.active is False or link.remote is not None or link.end is not None for link in gpu.links
-    )
-
-
-def _without_refused(
-    driver: Driver, bundles: dict[str, list[NvlinkBundle]]
-) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:
-    """Without the NVLinks over which the driver refuses access, and a warning for each."""
-    busid = {gpu.index: gpu.busid for gpu in driver.gpus}
-    switched = {gpu.index for gpu in driver.gpus if any(b.end == "nvswitch" for b in bundles[gpu.busid])}
-    notes = []
-    through_switch: dict[int, list[int]] = {}
-    for (first, second), reason in driver.refused_nvlink.items():
-        ends = busid[first], busid[second]
-        wires = [b for b in bundles[ends[0]] if b.end == "gpu" and b.target == ends[1]]
-        if wires:
-            notes.append(
-                f"warning: gpu{first}-gpu{second}: access over NVLink is refused ({reason}) though {wires[0].count} "
-                f"link{'s' * (wires[0].count > 1)} join{'s' * (wires[0].count == 1)} them; left out"
-            )
-            for here, there in (ends, ends[::-1]):
-                bundles[here] = [b for b in bundles[here] if b.end != "gpu" or b.target != there]
-        elif first in switched and second in switched:
-            through_switch.setdefault(first, []).append(second)
-            through_switch.setdefault(second, []).append(first)
-    for index, peers in sorted(through_switch.items()):
-        names = listed(f"gpu{peer}" for peer in sorted(peers))
-        if len(peers) == len(switched) - 1:
-            bundles[busid[index]] = [b for b in bundles[busid[index]] if b.end != "nvswitch"]
-            notes.append(
-                f"warning: gpu{index}: access over NVLink is refused to every GPU at the switch; its links are "
-                "left out (is the fabric manager running?)"
-            )
-        else:
-            notes.append(
-                f"warning: gpu{index}: access over NVLink is refused to {names}; the plan may use it all the same"
-            )
-    return bundles, notes
 
 
 def _numbers(numbers: list[int]) -> str:
