@@ -414,7 +414,7 @@ BAD_MACHINES = {
     "no JSON": (b'{"format": ', ["no JSON"]),
     "deep JSON": (b'{"a":' * 10_000, ["no JSON"]),
     "other format": (topology_text(format="topoplan.topology/9"), ["'topoplan.topology/9'", "convert"]),
-    "XML": (b"<system version='1'/>", ["XML", "give topology JSON"]),
+    "XML": (b"<system version='1'/>", ["no GPU", "NCCL_TOPO_DUMP_FILE"]),
     "ragged": (PAIR.replace("GPU1 NV2   X ", "GPU1 NV2 ").encode(), ["GPU1"]),
     "asymmetric": (PAIR.replace("GPU1 NV2", "GPU1 NV3").encode(), ["NV2", "NV3"]),
     "unknown code": (PAIR.replace("NV2", "ZZ9").encode(), ["ZZ9"]),
