@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -31,10 +32,10 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
-def print_notes(*notes: str) -> None:
-    """Print what the reader should know beside the result, each note once."""
+def print_notes(*notes: str, file: TextIO | None = None) -> None:
+    """Print what the reader should know beside the result, each note once; on stdout unless a file is given."""
     for note in dict.fromkeys(notes):
-        print(f"note: {' '.join(note.split())}")
+        print(f"note: {' '.join(note.split())}", file=file)
 
 
 def counted(number: int, noun: str) -> str:
