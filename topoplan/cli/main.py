@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring",
+    "export": "a plan or a machine as a file for NCCL",
     "bench": "run a plan on real arrays, checked and timed",
 }
 """Every command with its line of help; it lives in the module of its name, which is loaded when it is meant."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from topoplan.formats.machine_warnings import WARNING, warnings_first
 from topoplan.plans.plan import Plan
@@ -32,11 +33,11 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
-def print_notes(*notes: str) -> None:
-    """Print what the reader should know beside the result, each note once, and warnings first."""
+def print_notes(*notes: str, file: TextIO | None = None) -> None:
+    """Print what the reader should know beside the result, each note once, warnings first; on stdout unless told."""
     for note in warnings_first(notes):
         line = " ".join(note.split())
-        print(line if line.startswith(WARNING) else f"note: {line}")
+        print(line if line.startswith(WARNING) else f"note: {line}", file=file)
 
 
 def counted(number: int, noun: str) -> str:

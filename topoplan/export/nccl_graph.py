@@ -69,7 +69,7 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     >>> import topoplan
     >>> found = machine_graph_xml(topoplan.load("dgx-1v").subset([1, 4, 5, 7]))
     >>> print(found.notes[1])
-    AllReduce: rings 33.3333 GB/s, chains 50 GB/s; packed trees, which NCCL cannot run, 50 GB/s
+    AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s
     """
     machine = _checked(one_server(topology, server, "a graph file of NCCL"))
     paths = NcclPaths(machine)
@@ -81,8 +81,8 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     rate = collective_rate(graphs.bandwidth, "allreduce", size)
     notes = (
         CANNOT,
-        f"AllReduce: rings {float(rate):.6g} GB/s, chains {float(graphs.chain_rate):.6g} GB/s; packed trees, which "
-        f"NCCL cannot run, {trees.rate:.6g} GB/s",
+        f"AllReduce: rings {float(rate):.6g} GB/s, chains {float(graphs.chain_rate):.6g} GB/s; trees packed over "
+        f"{' and '.join(trees.channels)}, which NCCL cannot run, {trees.rate:.6g} GB/s",
         _FORCE,
     )
     return _written(machine, paths, graphs, notes)

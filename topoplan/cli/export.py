@@ -1,0 +1,62 @@
+"""``topoplan export``: a plan or a machine as a file for another program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from topoplan.cli import arguments
+from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage, damaged
+from topoplan.cli.output import plan_notes, print_notes
+from topoplan.cli.output_files import check_target, write_whole
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_plan_or_machine
+from topoplan.errors import UsageError
+from topoplan.export.exported import Exported
+from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
+from topoplan.topology import Topology
+
+OF_A_MACHINE = ("gpus", "server", "nvlink_gbps", "pcie_gbps", *DAMAGE_OPTIONS)
+"""Options that a plan file has settled already."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``export``."""
+    arguments.add_machine(parser, or_plan=True)
+    known = "; ".join(f"{name}: {found.line}" for name, found in FORMATS.items())
+    parser.add_argument("--to", required=True, metavar="FORMAT", help=known)
+    parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
+    arguments.add_allocation(parser)
+    parser.add_argument("--server", metavar="NAME", help="which server of a cluster, such as s0")
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a plan (verified first) or a machine as a file that another program reads."""
+    check_format(options.to)
+    check_target(options.output, "-o")
+    with progress_line("exporting"):
+        exported, told = _export(options)
+    notes = (*told, *exported.notes)
+    if options.output not in (None, "-"):
+        write_whole(options.output, exported.text)
+        print(f"written: {options.output}")
+        print_notes(*notes)
+        return 0
+    sys.stdout.write(exported.text)
+    print_notes(*notes, file=sys.stderr)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
+    """The file, and what there is to say of what it was made from."""
+    source = read_plan_or_machine(options)
+    if isinstance(source, Topology):
+        machine = damaged(options, source)
+        allocation = machine.whole.subset(machine.allocation(options.gpus))
+        return export_machine(allocation, options.to, server=options.server), allocation.notes
+    given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
+    return export_plan(source, options.to), tuple(plan_notes(source))
