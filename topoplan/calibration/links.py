@@ -1,20 +1,8 @@
 """Bandwidth and latency of links, from copies whose routes cross them.
 
 A link is at least as fast as the fastest copy that crosses it; a slower copy would blame it for its neighbour. But a
-fast copy says no more than that where another link of its route is narrower, as stated: then that one held it back. So
-
-1. a link is *measured* by the fastest copy that crosses it, where the link is (or shares being) the narrowest of the
-   route of a copy that is as fast, within `TOLERANCE`;
-2. any other link keeps what is stated, or gets the rate of its fastest copy where that is higher;
-3. a copy that is still slower than all links of its route, by more than `TOLERANCE`, is blamed on those that no faster
-   copy crosses, the narrowest first; they too are then measured by their fastest copy.
-
-A copy is striped over the links of a stage in proportion to what is stated; shares stand for copies there.
-
-Latency: a link between two GPUs has the alpha of its copy. On a route of several links the first and the last bear half
-of it each, as in the time model (`topoplan.simulation.latency`: a start-up is what the two ends pay, and hardly depends
-on what forwards in between), less what links between them state; each gets the median over its routes. Where the
-routes of two ends agree, their alphas add up again.
+fast copy says no more than that where another link of its route is narrower, as stated: then that one held it back.
+`link_speeds` and `link_latencies` state the rules that follow from this.
 """
 
 from __future__ import annotations
@@ -92,6 +80,14 @@ def link_name(link: Link) -> str:
 def link_speeds(copies: Sequence[Copy]) -> Speeds:
     """Bandwidths of the links that copies cross.
 
+    1. A link is *measured* by the fastest copy that crosses it, where it is (or shares being) the narrowest link, as
+       stated, of the route of a copy that is as fast, within `TOLERANCE`.
+    2. Any other link keeps what is stated, or gets the rate of its fastest copy where that is higher.
+    3. A copy that is still slower than all links of its route, by more than `TOLERANCE`, is blamed on those that no
+       faster copy crosses, the narrowest of them; they too are then measured by their fastest copy.
+
+    A copy is striped over the links of a stage in proportion to what is stated; its shares stand for it there.
+
     Examples
     --------
     >>> from topoplan.calibration.fit import Line
@@ -159,9 +155,13 @@ def significant(value: float, digits: int) -> float:
 
 
 def link_latencies(copies: Sequence[Copy]) -> dict[Key, float]:
-    """Seconds of the first and last links of the routes of copies; others bear none.
+    """Seconds of the first and last links of the routes of copies; others keep what they state.
 
-    A link that copies between GPUs with peer access cross does not listen to copies through the host.
+    A link between two GPUs has the alpha of its copy. On a route of several links the first and the last bear half of
+    it each, less what the links between them state: a start-up is what the two ends pay, and hardly depends on what
+    forwards in between (see `topoplan.simulation.latency`). Each link gets the median over its routes, so where the
+    copies of two ends agree, their alphas add up again. Copies through the host count only for links that no other
+    copy crosses.
 
     Examples
     --------
