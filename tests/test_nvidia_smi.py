@@ -301,7 +301,10 @@ def test_a_header_whose_names_run_together_is_read() -> None:
     rows = [line + "\tSYS\tSYS\t0-7" if line.startswith("GPU") else line for line in text.splitlines()]
     machine = parse_nvidia_smi("\n".join(rows))
     assert machine.gpus == ("gpu0", "gpu1", "gpu2")
-    assert [device.fact("adapter") for device in machine.devices if device.kind == "nic"] == ["mlx5_0", "mlx5_1"]
+    assert [device.fact("adapter") for device in machine.devices if device.kind == "nic"] == [
+        "mlx5_0",
+        "mlx5_1",
+    ]
 
 
 def test_old_codes_mean_what_their_successors_mean() -> None:
