@@ -117,16 +117,6 @@ class TestContract:
         """``show --json`` prints topology JSON that loads as the same machine."""
         assert topoplan.load(run("show", name, "--json").out) == topoplan.load(name)
 
-    @pytest.mark.parametrize("name", library())
-    def test_show_has_a_row_for_each_gpu(self, run: Run, name: str) -> None:
-        """``show`` prints a matrix with a row for each GPU and every wire of the machine."""
-        lines = [line.split() for line in run("show", name).out.splitlines()]
-        machine = topoplan.load(name)
-        rows = {words[0]: words[1:] for words in lines if words and "X" in words}
-        assert set(machine.gpus) <= set(rows)
-        ends = {(words[0], words[2]) for words in lines if len(words) == 6 and words[1] in ("<->", "->")}
-        assert all((link.src, link.dst) in ends or (link.dst, link.src) in ends for link in machine.links)
-
     @EACH_MATRIX
     def test_real_matrices_are_shown_and_planned(self, run: Run, path: Path) -> None:
         """Every real nvidia-smi matrix is shown, with notes of what was assumed, planned and verified."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.formats.load import library
-from topoplan.formats.matrix import nvlink_counts, relation_matrix
-from topoplan.topology import Device, Link, Topology
+from topoplan.formats.matrix import affinity_columns, nvlink_counts, relation_matrix
+from topoplan.topology import Device, Link, Topology, facts
 
 MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
 ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
@@ -23,17 +23,28 @@ EACH_MATRIX = pytest.mark.parametrize(
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m|\[\d?m")
 
-SAME = {"NODE": "PHB", "SOC": "SYS"}
-"""Codes that the model does not tell apart, or that are old names: a root port of its own limits nothing."""
-
-OVERRULED = {"hgx_h100x8": ("SYS", "PHB")}
-"""Firmware without NUMA nodes prints SYS everywhere; the reader says in a note what it made of it."""
+OLD = {"SOC": "SYS", "PSB": "PIX"}
+"""Codes of older drivers."""
 
 
-def genuine_rows(text: str) -> dict[str, list[str]]:
-    """Codes of each GPU row, by a reader that knows nothing of the package's own."""
-    lines = (ESCAPE.sub("", line).split() for line in text.splitlines() if not line.startswith("#"))
-    return {words[0]: words[1:] for words in lines if re.fullmatch(r"GPU\d+", words[0] if words else "")}
+def genuine(path: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Columns after the first, and cells of each row, by a reader that knows nothing of the package's own."""
+    lines = [ESCAPE.sub("", line) for line in path.read_text().splitlines() if not line.startswith("#")]
+    heads = [re.findall(r"GPU\d+|NIC\d+|mlx\d_(?:bond_)?\d+", line) for line in lines]
+    header = next(head for head in heads if "GPU0" in head)
+    rows = {words[0]: words[1:] for words in map(str.split, lines) if words and words[0] in header}
+    return header, {name: [OLD.get(cell, cell) for cell in row] for name, row in rows.items() if "X" in row}
+
+
+def contradicted(stem: str, row: str, column: str) -> bool:
+    """Cells that cannot come back, because the text says something else elsewhere.
+
+    ``hgx_h100x8``: the firmware prints SYS between every two devices that share no switch, but GPUs 0 to 3 have one CPU
+    affinity and one NUMA node, and so have 4 to 7; a note says that SYS is read as NODE among these and their NICs.
+    """
+    first = {*(f"GPU{i}" for i in range(4)), *(f"NIC{i}" for i in (0, 1, 2, 5))}
+    second = {*(f"GPU{i}" for i in range(4, 8)), *(f"NIC{i}" for i in range(6, 10))}
+    return stem == "hgx_h100x8" and any({row, column} <= half for half in (first, second))
 
 
 def machine(kinds: dict[str, str], links: list[tuple[str, str, str, int]]) -> Topology:
@@ -54,35 +65,42 @@ def cells(topology: Topology) -> dict[tuple[str, str], str]:
     }
 
 
-def test_dgx1_gpu_block_is_the_genuine_text(machines_dir: Path) -> None:
-    """All 64 cells between the GPUs of the DGX-1V equal its genuine nvidia-smi text, letter by letter."""
+def test_dgx1_is_the_genuine_text(machines_dir: Path) -> None:
+    """All cells of the DGX-1V equal its genuine nvidia-smi text, letter by letter; its GPU block is the library's."""
     path = machines_dir / "nvidia-smi" / "dgx1_v100.txt"
-    genuine = genuine_rows(path.read_text())
-    for made in (topoplan.load(path), topoplan.load("dgx-1v")):
-        _, rows = relation_matrix(made)
-        assert [list(row[:8]) for row in rows[:8]] == [genuine[f"GPU{i}"][:8] for i in range(8)]
+    _, text = genuine(path)
+    _, rows = relation_matrix(topoplan.load(path))
+    assert [list(row) for row in rows] == [row[:12] for row in text.values()]
+    _, rows = relation_matrix(topoplan.load("dgx-1v"))
+    assert [list(row[:8]) for row in rows[:8]] == [text[f"GPU{i}"][:8] for i in range(8)]
 
 
 @EACH_MATRIX
-def test_gpu_blocks_are_the_genuine_text(path: Path) -> None:
-    """Between GPUs every real matrix comes back as it was printed; NODE is shown as PHB."""
+def test_real_matrices_come_back_cell_for_cell(path: Path) -> None:
+    """Every cell of every real text, but for those where the text contradicts itself, which are read as NODE."""
+    header, text = genuine(path)
     made = topoplan.load(path)
     shown = cells(made)
-    for name, codes in genuine_rows(path.read_text()).items():
-        for other, code in zip(made.gpus, codes, strict=False):
-            assert shown[name.lower(), other] == SAME.get(code, code), (name, other)
+    nics = iter([device.name for device in made.devices if device.kind == "nic"])
+    ours = {name: name.lower() if name.startswith("GPU") else next(nics) for name in header}
+    for name, row in text.items():
+        for column, code in zip(header, row, strict=False):
+            if contradicted(path.stem, name, column) and code == "SYS":
+                assert shown[ours[name], ours[column]] == "NODE"
+            else:
+                assert shown[ours[name], ours[column]] == code, (name, column)
 
 
 @EACH_MATRIX
-def test_nic_columns_are_the_genuine_text(path: Path) -> None:
-    """GPU to NIC likewise, but for the machine whose firmware knows no NUMA nodes."""
+def test_affinity_of_real_matrices_comes_back(path: Path) -> None:
+    """CPU affinity of every GPU row, and NUMA affinity where the text states one."""
+    header, text = genuine(path)
     made = topoplan.load(path)
-    nics = [device.name for device in made.devices if device.kind == "nic"]
-    shown = cells(made)
-    for name, codes in genuine_rows(path.read_text()).items():
-        for nic, code in zip(nics, codes[len(made.gpus) :], strict=False):
-            pair = (SAME.get(code, code), shown[name.lower(), nic])
-            assert pair[0] == pair[1] or pair == OVERRULED.get(path.stem), (name, nic)
+    columns = affinity_columns(made, made.gpus)
+    for number, row in enumerate(text[f"GPU{i}"] for i in range(len(made.gpus)) if f"GPU{i}" in text):
+        cpus, numa, *_ = [*row[len(header) :], "N/A", "N/A"]
+        assert columns["CPU Affinity"][number] == cpus
+        assert columns.get("NUMA", [""] * len(made.gpus))[number] == numa.replace("N/A", "")
 
 
 @pytest.mark.parametrize("name", library())
@@ -117,6 +135,35 @@ def test_pcie_codes() -> None:
     shown = cells(made)
     wanted = {"ab": "PIX", "ac": "PXB", "ad": "PHB", "ae": "SYS", "af": "-", "de": "SYS", "cd": "PHB"}
     assert {pair: shown[pair[0], pair[1]] for pair in wanted} == wanted
+
+
+def test_host_bridges_tell_node_from_phb() -> None:
+    """Of one CPU: the same host bridge is PHB, another NODE, an unknown one PHB; another NUMA node is SYS."""
+    known = {"a": ("p0", 0), "b": ("p0", 0), "c": ("p1", 0), "d": ("", 0), "e": ("p1", 1), "f": ("p0", None)}
+    devices = [
+        Device(name, "gpu", numa=numa, facts=facts(host_bridge=p)) for name, (p, numa) in known.items()
+    ]
+    links = [Link(*ends, "pcie", 1.0) for name in known for ends in ((name, "k"), ("k", name))]
+    shown = cells(Topology("made", (*devices, Device("k", "cpu")), tuple(links)))
+    wanted = {"ab": "PHB", "ac": "NODE", "ad": "PHB", "ae": "SYS", "ce": "SYS", "af": "PHB", "cf": "NODE"}
+    assert {pair: shown[pair[0], pair[1]] for pair in wanted} == wanted
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=2, max_size=8))
+def test_any_text_without_lone_switches_comes_back(places: list[tuple[int, int, int, int]]) -> None:
+    """CPU, host bridge, cascade and switch of each device, two devices at every place: all codes are printed again."""
+    names = [f"GPU{i}" for i in range(len(places))] + [f"NIC{i}" for i in range(len(places))]
+    place = dict(zip(names, [*places, *places], strict=True))
+
+    def code(first: str, second: str) -> str:
+        if first == second:
+            return "X"
+        same = [a == b for a, b in zip(place[first], place[second], strict=True)]
+        return ("SYS", "NODE", "PHB", "PXB", "PIX")[(*same, False).index(False)]
+
+    lines = [" ".join(names)] + [" ".join([row, *(code(row, column) for column in names)]) for row in names]
+    shown = cells(topoplan.load("\n".join(lines)))
+    assert list(shown.values()) == [code(row, column) for row in names for column in names]
 
 
 def test_no_path_leads_through_a_gpu() -> None:

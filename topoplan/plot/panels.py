@@ -19,6 +19,9 @@ Places = dict[str, Point]
 WIDEST = 13.0
 """Inches that the panels of one figure take, unless one part of a machine is wider."""
 
+_BLANK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+"""Behind labels, so that wires do not run through them."""
+
 _GAP = 0.4
 _LETTER = 0.072
 _SMALL_LETTER = 0.058
@@ -150,12 +153,13 @@ def draw_panel(
             zorder=1,
         )
     for (x, y), text in panel.counts:
-        white = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, zorder=2, bbox=white)
+        axes.text(x, y, text, ha="center", va="center", fontsize=8, zorder=2, bbox=_BLANK)
     for name, (x, y) in panel.places.items():
         fill, ink = FILLS[topology.device(name).kind]
         edge = {"boxstyle": "round,pad=0.35", "facecolor": fill, "edgecolor": "black", "linewidth": 0.6}
         axes.text(x, y, name, ha="center", va="center", fontsize=8, color=ink, zorder=3, bbox=edge)
         if text := panel.beside.get(name, ""):
             right = x + box_width(name) / 2 + _BESIDE
-            axes.text(right, y, text, ha="left", va="center", fontsize=6.5, color="#404040", zorder=3)
+            axes.text(
+                right, y, text, ha="left", va="center", fontsize=6.5, color="#404040", zorder=3, bbox=_BLANK
+            )
