@@ -289,6 +289,7 @@ def test_given_rates_replace_the_files_and_nccls() -> None:
         (bus(1), "0xffffff", "gpu1", ""),
         (HIDDEN, NVSWITCH, "nvswitch0", ""),
         (HIDDEN, GPU, "nvswitch0", ""),
+        (HIDDEN, "0x068001", "cpu0", ""),
         (f"{HIDDEN}.0", None, "nvswitch0", ""),
         ("0000:c0:00.0", NVSWITCH, "nvswitch0", ""),
         ("0000:c0:00.0", "0x088000", "nvswitch0", "of unknown class; taken as an NVSwitch"),

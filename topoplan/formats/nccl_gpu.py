@@ -147,15 +147,15 @@ class _Bundles:
     def _far_end(self, link: Element) -> tuple[str, str]:
         """Kind of the far end as `NvlinkBundle` has it, and its bus id where it is a GPU."""
         target = link.attributes.get("target", "").strip().lower()
+        kind = device_kind(link.attributes.get("tclass", ""))
+        if kind in ("cpu", "nvswitch"):
+            return kind, ""
         if target.startswith(_HIDDEN):
             return "nvswitch", ""
         try:
             target = bus_id(target)
         except TopologyError:
             target = target[:40]
-        kind = device_kind(link.attributes.get("tclass", ""))
-        if kind in ("cpu", "nvswitch"):
-            return kind, ""
         if kind == "gpu":
             needed(link, "target")
             return "gpu", target
