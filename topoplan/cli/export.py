@@ -16,7 +16,7 @@ from topoplan.export.exported import Exported
 from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
 from topoplan.topology import Topology
 
-OF_A_MACHINE = ("gpus", "server", "nvlink_gbps", "pcie_gbps", *DAMAGE_OPTIONS)
+OF_A_MACHINE = ("gpus", "server", "nvlink_gbps", "pcie_gbps", "socket_gbps", "merge", *DAMAGE_OPTIONS)
 """Options that a plan file has settled already."""
 
 
@@ -55,7 +55,7 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
         machine = damaged(options, source)
         allocation = machine.whole.subset(machine.allocation(options.gpus))
         return export_machine(allocation, options.to, server=options.server), allocation.notes
-    given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
+    given = [name for name in OF_A_MACHINE if getattr(options, name, None) is not None]
     if given:
         option = f"--{given[0].replace('_', '-')}"
         raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")

@@ -1,1 +1,8 @@
 """Plans and machines as files for other programs: NCCL's topology and graph files."""
+
+from __future__ import annotations
+
+from topoplan.export.exported import Exported
+from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
+
+__all__ = ["FORMATS", "Exported", "check_format", "export_machine", "export_plan"]

@@ -1,8 +1,9 @@
 """Shares as numbers of equal channels: NCCL divides the buffer evenly, and uses as many rings as chains.
 
-Every number of channels that NCCL takes is tried. A share of p / q becomes p channels of q, or, where q is too large,
-what largest remainders give. Among the fastest numbers the one is taken whose channels need carry no more than one wire
-each, for a channel is one block of threads and moves about as much; then the one that is fastest in what is left.
+A share of p / q becomes p channels of q, or, where q is too large, what largest remainders give. The shares of a plan
+are kept as nearly as can be; otherwise the number of channels is the fastest one. Among equal ones that is taken whose
+channels need carry no more than one wire each, for a channel is one block of threads and moves about as much, and then
+the one that is fastest in what is left.
 """
 
 from __future__ import annotations
@@ -65,8 +66,30 @@ def apportioned(shares: Wanted, count: int) -> dict[Order, int]:
     return {order: number for order, number in numbers.items() if number}
 
 
+def nearest_counts(shares: Wanted) -> tuple[int, ...]:
+    """Numbers of channels that come nearest to shares: no share is farther off than need be.
+
+    Examples
+    --------
+    >>> nearest_counts({("a", "b"): Fraction(2, 5), ("b", "a"): Fraction(3, 5)})
+    (5, 10, 15)
+    """
+    error = {}
+    for count in range(1, MOST_CHANNELS + 1):
+        numbers = apportioned(shares, count)
+        error[count] = max(
+            abs(Fraction(numbers.get(order, 0), count) - share) for order, share in shares.items()
+        )
+    return tuple(count for count in error if error[count] == min(error.values()))
+
+
 def equal_channels(
-    paths: NcclPaths, rings: Sequence[Choice], chains: Sequence[Choice], *, leading: str
+    paths: NcclPaths,
+    rings: Sequence[Choice],
+    chains: Sequence[Choice],
+    *,
+    leading: str,
+    counts: Sequence[int] = range(1, MOST_CHANNELS + 1),
 ) -> Graphs:
     """The number of channels, and who gets how many.
 
@@ -77,6 +100,8 @@ def equal_channels(
         Alternatives, of which the fastest is taken for each number of channels.
     leading : str
         What must be fastest: ``ring``, ``tree``, or ``allreduce``, the faster of both.
+    counts : sequence of int
+        Numbers of channels to choose from.
 
     Examples
     --------
@@ -100,7 +125,7 @@ def equal_channels(
         filled = min(Fraction(1), graphs.count * wire / graphs.bandwidth)
         return first, filled, ring_rate, graphs.chain_rate, Fraction(-graphs.count)
 
-    return max((_graphs(paths, rings, chains, count) for count in range(1, MOST_CHANNELS + 1)), key=worth)
+    return max((_graphs(paths, rings, chains, count) for count in counts), key=worth)
 
 
 def _graphs(paths: NcclPaths, rings: Sequence[Choice], chains: Sequence[Choice], count: int) -> Graphs:

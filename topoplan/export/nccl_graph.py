@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.export.channel_numbers import MOST_CHANNELS, Choice, Graphs, Wanted, equal_channels
+from topoplan.export.channel_numbers import (
+    MOST_CHANNELS,
+    Choice,
+    Graphs,
+    Wanted,
+    equal_channels,
+    nearest_counts,
+)
 from topoplan.export.channel_rates import Order, chain_rate, collective_rate, ring_bandwidth, worst_kind
 from topoplan.export.exported import Exported
 from topoplan.export.gpu_numbers import gpu_numbers
@@ -111,11 +118,13 @@ def plan_graph_xml(plan: Plan) -> Exported:
             "topoplan export TOPO --to nccl-graph --gpus …"
         )
     paths = NcclPaths(machine)
+    counts = nearest_counts(orders.shares)
     if orders.closed:
         chains = chain_choice(machine, paths, list(orders.shares), MOST_CHANNELS)
-        graphs = equal_channels(paths, [orders.shares], [chains], leading="ring")
+        graphs = equal_channels(paths, [orders.shares], [chains], leading="ring", counts=counts)
     else:
-        graphs = equal_channels(paths, _rings(machine, paths), [orders.shares], leading="tree")
+        rings = _rings(machine, paths)
+        graphs = equal_channels(paths, rings, [orders.shares], leading="tree", counts=counts)
     return _written(machine, paths, graphs, (CANNOT, *_plan_notes(plan, paths, orders, graphs), _FORCE))
 
 
@@ -145,24 +154,26 @@ def _rings(machine: Topology, paths: NcclPaths) -> list[Choice]:
 
 def _plan_notes(plan: Plan, paths: NcclPaths, orders: PlanOrders, graphs: Graphs) -> list[str]:
     if orders.closed:
-        what, used, whole = "rings", graphs.rings, ring_bandwidth(paths, orders.shares)
+        what, used = "rings", graphs.rings
         rate = collective_rate(graphs.bandwidth, plan.collective, len(plan.ranks))
-        lost = 1 - graphs.bandwidth / whole
+        whole = collective_rate(ring_bandwidth(paths, orders.shares), plan.collective, len(plan.ranks))
     else:
-        what, used, rate = "chains", graphs.chains, graphs.chain_rate
-        lost = 1 - rate / chain_rate(paths, orders.shares)
+        what, used = "chains", graphs.chains
+        rate, whole = graphs.chain_rate, chain_rate(paths, orders.shares)
     notes = [
         f"{what} of the plan: {len(orders.shares)} in {graphs.count} channels, {float(rate):.6g} GB/s of "
         f"{plan.collective}; the plan states {plan.rate:.6g}"
     ]
-    if lost > 0:
-        notes.append(
-            f"the shares are no multiples of 1/{graphs.count}, and NCCL has at most {MOST_CHANNELS} equal channels: "
-            f"{float(lost):.2%} of the rate is lost"
+    left = len(orders.shares) - len(used)
+    if any(Fraction(used.get(order, 0), graphs.count) != share for order, share in orders.shares.items()):
+        change = f"{abs(float(rate / whole - 1)):.2%} {'slower' if rate < whole else 'faster'}"
+        gone = (
+            f"; {left} of the {len(orders.shares)} {what}, with the smallest shares, left out" if left else ""
         )
-    left = [order for order in orders.shares if order not in used]
-    if left:
-        notes.append(f"{len(left)} {what} with small shares are left out")
+        notes.append(
+            f"the shares are no equal channels, of which NCCL takes {MOST_CHANNELS}; {graphs.count} come nearest: "
+            f"{change} than exact shares{gone}"
+        )
     return notes
 
 
