@@ -26,7 +26,7 @@ def alike(topology: Topology) -> tuple[tuple[str, ...], ...]:
     parts: dict[str, Counter[Hashable]] = {server: Counter() for server in topology.servers}
     for device in topology.devices:
         if device.server:
-            local = replace(device, name=_local(device.name, device.server), server="", busid="")
+            local = replace(device, name=_local(device.name, device.server), server="", busid="", facts=())
             parts[device.server][local] += 1
     for link in topology.links:
         for server in {home[link.src], home[link.dst]} - {""}:
