@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nvlink, only, pair, pci, system
 
 import topoplan
-from tests.nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nvlink, only, pair, pci, system
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.merge import merge_nvlink

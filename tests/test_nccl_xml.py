@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import topoplan
-from tests.nccl_texts import (
+from nccl_texts import (
     BRIDGE,
     GPU,
     HIDDEN,
@@ -29,6 +27,8 @@ from tests.nccl_texts import (
     pci,
     system,
 )
+
+import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.nccl_cpu import MOST_CPUS
 from topoplan.formats.nccl_xml import parse_nccl_xml
@@ -679,3 +679,10 @@ def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:
             assert topoplan.verify(topoplan.plan(topology, "broadcast")).rate > 0
     assert "\n" not in message
     assert len(message) < 400
+
+
+@pytest.mark.parametrize("text", ["8", "8:fast", "8:0.1:2", "x:0.1"])
+def test_peer_access_that_is_no_list_of_times_is_refused(text: str) -> None:
+    machine = pair().replace("<system ", f'<system peer_access="{text}" ')
+    with pytest.raises(TopologyError, match=f"system peer_access '{text}' is no list of GPUs and seconds"):
+        parse_nccl_xml(machine)

@@ -3,8 +3,8 @@
 The file holds what NCCL needs and no more: CPUs, the PCIe tree below them, GPUs with their NVLinks, NICs. NCCL works
 with rates of its own, by processor, compute capability and PCIe generation; those nearest to the machine are chosen.
 The machine's own figures stand beside them in attributes that NCCL passes over and `topoplan.load` reads: ``name``,
-``model``, ``bandwidth`` and ``socket`` in GB/s, and ``assumed``, the attributes of an element that NCCL needs and the
-machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h`` of NCCL (2.27 to 2.30) and RCCL.
+``model``, ``bandwidth`` and ``socket`` in GB/s, ``peer_access`` in seconds, and ``assumed``, the attributes of an
+element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h`` of NCCL (2.27 to 2.30) and RCCL.
 Deliberately absent: a network, several servers, partitions of a GPU. Where a GPU lists no NVLink, NCCL asks the driver.
 """
 
@@ -130,7 +130,9 @@ class _Writer:
     def system(self) -> Element:
         cpus = tuple(self._cpu(device) for device in self.machine.devices if device.kind == "cpu")
         version = "2" if self.amd else "1"
-        return Element("system", (("version", version), ("name", self.machine.name)), cpus)
+        peer_access = " ".join(f"{gpus}:{seconds!r}" for gpus, seconds in self.machine.peer_access)
+        known = [("version", version), ("name", self.machine.name), ("peer_access", peer_access)]
+        return Element("system", _filled(known), cpus)
 
     def _cpu(self, device: Device) -> Element:
         identity = self.cpus[device.name]

@@ -122,8 +122,6 @@ def _unsaid_notes(machine: Topology, tree: HostTree, nodes: Mapping[str, int]) -
         if link.channel == "c2c" and link.count > 1:
             unsaid.setdefault("the number of c2c links, which are read as one", []).append(link.src)
     notes = [f"not in the file: {what}: {listed(dict.fromkeys(places))}" for what, places in unsaid.items()]
-    if machine.peer_access:
-        notes.append("not in the file: the time of switching peer access")
     if machine.servers and machine.servers != (_SERVER,):
         notes.append(f"not in the file: the name of server {machine.servers[0]}, which is read as {_SERVER}")
     return notes

@@ -106,7 +106,20 @@ def parse_nccl_xml(
         notes=findings.notes(),
     )
     assumed = {node.device.busid for node in nodes if not stated(node.element, "busid")}
-    return _without_bus_ids(host_topology(host), assumed)
+    machine = _without_bus_ids(host_topology(host), assumed)
+    return replace(machine, peer_access=_peer_access(system))
+
+
+def _peer_access(system: Element) -> tuple[tuple[int, float], ...]:
+    """Seconds of switching peer access by number of GPUs, such as ``3:0.0035 8:0.0037``, which NCCL passes over."""
+    text = stated(system, "peer_access")
+    try:
+        pairs = [part.split(":") for part in text.split()]
+        return tuple((int(gpus), float(seconds)) for gpus, seconds in pairs)
+    except ValueError:
+        raise TopologyError(
+            f"line {system.line}: system peer_access {text[:40]!r} is no list of GPUs and seconds such as 8:0.0037"
+        ) from None
 
 
 def _version(system: Element) -> int:
