@@ -159,8 +159,8 @@ def _nvlinks(topology: Topology, leaving: Mapping[tuple[str, str], Link]) -> str
 def _what(device: Device, homes: Set[int | None]) -> str:
     """Model and facts; the NUMA node of a CPU, and of another device only where no CPU (``homes``) tells it."""
     known = dict(device.facts)
-    parts = [device.model, known.get("adapter", "")]
-    parts += [f"{known['gigabits']} Gb/s" if "gigabits" in known else ""]
+    speed = f"{known['gigabits']} Gb/s" if "gigabits" in known else ""
+    parts = [device.model, known.get("adapter", ""), "" if speed in device.model else speed]
     parts += [f"sm {known['sm']}" if "sm" in known else known.get("gcn", "")]
     told = device.numa in homes if device.kind != "cpu" else device.numa is None
     parts += ["" if told else f"NUMA {device.numa}"]

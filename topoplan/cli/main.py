@@ -22,9 +22,9 @@ from topoplan.errors import TopoplanError, UsageError
 COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
+    "probe": "this machine, through its driver and Linux",
     "calibrate": "measure this machine's links between GPUs",
     "plan": "plan a collective and prove its rate",
-    "probe": "this machine, through its driver and Linux",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring",
