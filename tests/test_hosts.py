@@ -15,7 +15,7 @@ from topoplan.hosts.nccl_rates import nvlink_bandwidth, pcie_bandwidth, socket_b
 from topoplan.hosts.pci_tree import switch_tree
 
 PEX = "1000:c010:1000:a096"
-GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:0a2", "1000:c030:1000:1a2"
+GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:00a2", "1000:c030:1000:10a2"
 
 
 def gpu(number: int) -> str:

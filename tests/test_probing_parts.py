@@ -12,6 +12,7 @@ import pytest
 
 import topoplan
 from topoplan.hosts import NvlinkBundle
+from topoplan.hosts.pci_tree import switch_tree
 from topoplan.probing.access import refused_access
 from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
 from topoplan.probing.driver import Driver, DriverGpu
@@ -72,8 +73,59 @@ def test_a_link_runs_at_what_both_of_its_ends_know() -> None:
     """The GPU knows generation 4, its port generation 3; the switch's own link upwards is another one, at x8."""
     gpu = pci(GPU, "0000:06:08.0", 16.0, 16)
     found, notes = bandwidths(chain((8.0, 16), (16.0, 8), (8.0, 16), gpu))
-    assert found == [12.0, 6.0, 12.0, 12.0]
+    assert found == [6.0, 6.0, 12.0, 12.0]
     assert notes == ()
+
+
+def test_functions_of_one_card_share_its_link() -> None:
+    """A NIC of generation 4 with two ports, in a slot of generation 5: both together get 24 GB/s, not each."""
+    port = pci("0000:00:01.0", "", 32.0, 16)
+    cards = {f"0000:61:00.{i}": pci(f"0000:61:00.{i}", port.busid, 16.0, 16) for i in (0, 1)}
+    side = kernel_tree(
+        {busid: [port, card] for busid, card in cards.items()}, dict.fromkeys(cards, "nic"), driver(), [0]
+    )
+    found = [(device.busid, device.kind, device.bandwidth) for device in switch_tree(side.tree)]
+    assert found == [("0000:00:01.0", "bridge", 24.0), *((busid, "nic", 24.0) for busid in cards)]
+
+
+def test_where_an_old_kernel_tells_no_rates_the_drivers_word_holds_up_to_the_port() -> None:
+    """Linux shows the rates of links since 4.13."""
+    gpu = driver_gpu(most_generation=4)
+    found, notes = bandwidths(
+        [pci("0000:00:02.0", "", None, None), pci(GPU, "0000:00:02.0", None, None)], gpu
+    )
+    assert found == [24.0, 24.0]
+    assert notes == ()
+
+
+def test_two_levels_of_one_broadcom_chip_are_one_switch_though_ports_lie_between() -> None:
+    """In the kernel's tree a downstream port of the upper level, which bears the chip's number too, is between them."""
+    chip = "1000:c010:1000:a096"
+    ports = [
+        replace(pci(busid, above, 16.0, 16), chip=chip)
+        for busid, above in (
+            ("0000:01:00.0", "0000:00:01.0"),
+            ("0000:02:00.0", "0000:01:00.0"),
+            ("0000:03:00.0", "0000:02:00.0"),
+            ("0000:04:00.0", "0000:03:00.0"),
+            ("0000:04:01.0", "0000:03:00.0"),
+            ("0000:02:01.0", "0000:01:00.0"),
+        )
+    ]
+    root = pci("0000:00:01.0", "", 16.0, 16)
+    chains = {
+        f"0000:1{i}:00.0": [
+            root,
+            *(ports[n] for n in way),
+            pci(f"0000:1{i}:00.0", ports[way[-1]].busid, 16.0, 16),
+        ]
+        for i, way in enumerate([(0, 1, 2, 3), (0, 1, 2, 4), (0, 5)])
+    }
+    side = kernel_tree(chains, dict.fromkeys(chains, "gpu"), driver(), [0])
+    assert {device.busid: device.parent for device in switch_tree(side.tree)} == {
+        "0000:01:00.0": "",
+        **dict.fromkeys(chains, "0000:01:00.0"),
+    }
 
 
 def test_a_link_that_lost_lanes_has_those_it_has_and_a_warning() -> None:

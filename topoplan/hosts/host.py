@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from topoplan.errors import TopologyError
 
-PCI_KINDS = ("bridge", "gpu", "nic", "nvswitch", "other")
+PCI_KINDS = ("bridge", "port", "gpu", "nic", "nvswitch", "other")
 
 NVLINK_ENDS = ("gpu", "nvswitch", "cpu", "unknown")
 
@@ -73,7 +73,8 @@ class PciDevice:
     busid : str
         See `bus_id`.
     kind : str
-        One of `PCI_KINDS`. Both ports of a switch are bridges, and so are root ports.
+        One of `PCI_KINDS`. A bridge is a switch, or its upstream port, which stands for it; root ports and downstream
+        ports are ports, where a description lists them at all.
     parent : str
         Bus id of the bridge above; empty directly below a host bridge.
     cpu : int

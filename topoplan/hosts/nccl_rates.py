@@ -25,9 +25,6 @@ NVLINK = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 87: 20.0, 90: 20.6, 100: 40.1}
 XGMI = {"gfx90a": 36.0, "gfx94": 48.0, "": 24.0}
 """GB/s per direction of one XGMI link by the beginning of the architecture's name."""
 
-MOST_NVLINKS = {60: 4, 70: 6, 80: 12, 90: 18}
-"""NVLinks of one GPU, from this compute capability on."""
-
 CPU_VENDORS = ("GenuineIntel", "AuthenticAMD", "CentaurHauls", "  Shanghai  ")
 """Vendors of x86_64 processors that NCCL knows; the last two are Zhaoxin."""
 

@@ -1,19 +1,18 @@
 """The PCIe tree of a server, cut down to what limits a transfer: GPUs, NICs, and the switches they share.
 
-Three steps: what holds no GPU and no NIC is left out; two levels of one Broadcom switch chip, which shows itself as a
-cascade but carries full bandwidth between all ports, become one switch (as NCCL does, ``ncclTopoFlattenBcmSwitches``);
-a bridge above a single device, such as a port, is contracted into one link as fast as the slower of the two.
+What holds no GPU and no NIC is left out. A port above a single device is a part of its link; one above several, which
+are functions of one card, stays, since they share its link. Two levels of one Broadcom switch chip, which shows itself
+as a cascade but carries full bandwidth between all ports, become one switch (as NCCL does,
+``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one link, as fast as the slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from topoplan.errors import TopologyError
 from topoplan.hosts.host import PciDevice
-
-_GEN4_CHIP = ("1000", "c010", "1000", "a0")
 
 
 def check_tree(tree: Iterable[PciDevice]) -> None:
@@ -28,7 +27,7 @@ def check_tree(tree: Iterable[PciDevice]) -> None:
     for device in tree:
         if device.busid in kinds:
             raise TopologyError(f"pci {device.busid} is there twice; a bus id names one device of a server")
-        if device.parent and kinds.get(device.parent) != "bridge":
+        if device.parent and kinds.get(device.parent) not in ("bridge", "port"):
             raise TopologyError(
                 f"pci {device.busid} hangs below {device.parent}, which is no bridge before it"
             )
@@ -40,11 +39,11 @@ def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
 
     Examples
     --------
-    A switch is an upstream port with downstream ports, here below a root port of half the width:
+    A switch is its upstream port, with downstream ports below it, here at a root port of half the width:
 
-    >>> root = PciDevice("0000:00:02.0", "bridge", "", 0, 6.0)
+    >>> root = PciDevice("0000:00:02.0", "port", "", 0, 6.0)
     >>> up = PciDevice("0000:05:00.0", "bridge", "0000:00:02.0", 0, 12.0)
-    >>> ports = [PciDevice(f"0000:06:0{i}.0", "bridge", "0000:05:00.0", 0, 12.0) for i in range(2)]
+    >>> ports = [PciDevice(f"0000:06:0{i}.0", "port", "0000:05:00.0", 0, 12.0) for i in range(2)]
     >>> gpus = [PciDevice(f"0000:0{7 + i}:00.0", "gpu", f"0000:06:0{i}.0", 0, 12.0) for i in range(2)]
     >>> for device in switch_tree([root, up, *ports, *gpus]):
     ...     print(device.busid, device.parent or "-", device.bandwidth)
@@ -52,7 +51,11 @@ def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
     0000:07:00.0 0000:05:00.0 12.0
     0000:08:00.0 0000:05:00.0 12.0
     """
-    return _contracted(_flattened(_with_ends(list(tree))))
+    without_ports = [
+        replace(device, kind="bridge", chip="") if device.kind == "port" else device
+        for device in _contracted(_with_ends(list(tree)), ("port",))
+    ]
+    return tuple(_contracted(_flattened(without_ports), ("bridge",)))
 
 
 def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
@@ -85,19 +88,16 @@ def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
 
 
 def _chip_generation(chip: str, *, lower: bool) -> int:
-    """Generation of a Broadcom switch chip that shows two levels; 0 for any other device."""
-    if not chip:
-        return 0
-    vendor, device, _, subsystem = chip.split(":")
-    if (vendor, device) == ("1000", "c010") and chip.startswith("1000:c010:1000:a"):
+    """Generation of a Broadcom switch chip that shows two levels; 0 for any other device (NCCL's ``getBcmGen``)."""
+    if chip.startswith("1000:c010:1000:a"):
         return 4
-    if (vendor, device) == ("1000", "c030") and subsystem.startswith("1" if lower else "0"):
+    if chip.startswith(f"1000:c030:1000:{int(lower)}"):
         return 5
     return 0
 
 
-def _contracted(tree: list[PciDevice]) -> tuple[PciDevice, ...]:
-    """With every bridge above a single device taken out."""
+def _contracted(tree: list[PciDevice], kinds: Container[str]) -> list[PciDevice]:
+    """With those of some kinds taken out that stand above a single device."""
     children: dict[str, list[PciDevice]] = {}
     for device in tree:
         children.setdefault(device.parent, []).append(device)
@@ -106,8 +106,8 @@ def _contracted(tree: list[PciDevice]) -> tuple[PciDevice, ...]:
     for device in tree:
         parent, slowest = above.get(device.parent, (device.parent, device.bandwidth))
         bandwidth = min(slowest, device.bandwidth)
-        if device.kind == "bridge" and len(children[device.busid]) == 1:
+        if device.kind in kinds and len(children[device.busid]) == 1:
             above[device.busid] = (parent, bandwidth)
         else:
             result.append(replace(device, parent=parent, bandwidth=bandwidth))
-    return tuple(result)
+    return result

@@ -2,6 +2,11 @@
 
 The bandwidth of a link is what its lanes carry at the highest rate that both ends know: an idle GPU lowers its rate and
 raises it again when there is work. Lanes do not come back by themselves, so the present width counts.
+
+Bridges above a GPU or NIC alternate: a root port, the upstream port of a switch, a downstream port of it, and so on.
+Each has one link: an upstream port, like a GPU, to the port above it; a root or downstream port to what is below it.
+So both ends tell of a link, and nothing tells of the inside of a switch. Bridges to PCI and PCI-X, which break the
+rule, are above no GPU.
 """
 
 from __future__ import annotations
@@ -48,31 +53,27 @@ def kernel_tree(
     assumed: list[str] = []
     for busid in sorted(chains, key=lambda one: [device.busid for device in chains[one]] or [one]):
         chain = chains[busid]
-        name = f"gpu{gpus[busid].index}" if busid in gpus else busid
+        gpu = gpus.get(busid)
+        numa = next((device.numa for device in reversed(chain) if device.numa is not None), None)
+        if numa is None and gpu is not None:
+            numa = gpu.numa
+        cpu = numa if numa in cpus else cpus[0]
         if not chain:
-            numa = gpus[busid].numa if busid in gpus else None
+            name = f"gpu{gpu.index}" if gpu is not None else busid
             notes.append(
                 f"warning: {name} ({busid}) is not in the kernel's PCIe tree; taken to hang at a CPU of its own link"
             )
-            rate = _lane(None, None, gpus.get(busid)) * (
-                gpus[busid].width or UNKNOWN_WIDTH if busid in gpus else UNKNOWN_WIDTH
-            )
-            found[busid] = PciDevice(busid, kinds[busid], "", numa if numa in cpus else cpus[0], rate)
-            continue
-        numa = next((device.numa for device in reversed(chain) if device.numa is not None), None)
-        if numa is None and busid in gpus:
-            numa = gpus[busid].numa
+            width = (gpu.width if gpu is not None else None) or UNKNOWN_WIDTH
+            found[busid] = PciDevice(busid, kinds[busid], "", cpu, width * _lane(None, None, gpu))
         for place, device in enumerate(chain):
             if device.busid not in found:
-                end = device is chain[-1]
+                kind = kinds[busid] if device is chain[-1] else "bridge" if place % 2 else "port"
                 found[device.busid] = PciDevice(
                     busid=device.busid,
-                    kind=kinds[busid] if end else "bridge",
+                    kind=kind,
                     parent=device.parent,
-                    cpu=numa if numa in cpus else cpus[0],
-                    bandwidth=_bandwidth(
-                        chain[place:], chain[:place], gpus.get(device.busid), notes, assumed
-                    ),
+                    cpu=cpu,
+                    bandwidth=_bandwidth(chain, place, gpus, notes, assumed),
                     chip=device.chip,
                     host_bridge=device.host_bridge,
                 )
@@ -83,23 +84,18 @@ def kernel_tree(
 
 
 def _bandwidth(
-    below: list[SysfsDevice],
-    above: list[SysfsDevice],
-    gpu: DriverGpu | None,
+    chain: list[SysfsDevice],
+    place: int,
+    gpus: Mapping[str, DriverGpu],
     notes: list[str],
     assumed: list[str],
 ) -> float:
-    """GB/s between a device, the first of ``below``, and the bridge above it, the last of ``above``.
-
-    Bridges alternate: a root port, the upstream port of a switch, a downstream port of it, and so on. What the kernel
-    says of a root port or a downstream port is about the link below it, which all traffic through it crosses.
-    """
-    device = below[0]
-    if len(above) % 2 == 0 and len(below) > 1:
-        if device.most_speed and device.most_width:
-            return device.most_width * LANE.get(device.most_speed, UNKNOWN_LANE)
-        return _bandwidth(below[1:], [*above, device], gpu, [], [])
-    port = above[-1] if len(above) % 2 else None
+    """GB/s of the link of one device of a chain: of a port downwards, without notes, of any other to the port above."""
+    if place % 2 == 0 and place + 1 < len(chain):
+        return _bandwidth(chain, place + 1, gpus, [], [])
+    device = chain[place]
+    gpu = gpus.get(device.busid)
+    port = chain[place - 1] if place % 2 else None
     most = [end.most_width for end in (device, port) if end is not None and end.most_width]
     widest = min(most) if most else None
     width = device.width or (gpu.width if gpu is not None else None) or widest or UNKNOWN_WIDTH
@@ -147,11 +143,8 @@ def driver_tree(driver: Driver) -> PcieSide:
         gpu = by_busid.get(child)
         width = gpu.most_width if gpu is not None else None
         bandwidth = _lane(None, None, gpu) * (width or UNKNOWN_WIDTH)
-        top = parent
-        while top in tree.parents:
-            top = tree.parents[top]
         above = parent if parent in tree.parents else ""
         kind = "gpu" if gpu is not None else "bridge"
-        devices.append(PciDevice(child, kind, above, int(top.removeprefix("cpu")), bandwidth))
+        devices.append(PciDevice(child, kind, above, int(tree.root(child).removeprefix("cpu")), bandwidth))
     note = "the kernel's PCIe tree is not visible here: placed by what the driver says of each pair"
     return PcieSide(tuple(devices), (note, *tree.notes))
