@@ -455,6 +455,28 @@ def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path)
     assert notes == ()
 
 
+def test_virtual_functions_of_a_listed_nic_do_not_count(tmp_path: Path) -> None:
+    """Two of a NIC's functions share its port; without the NIC, as in a container, one of them stands for itself."""
+    root = tmp_path / "sys"
+    (root / "bus/pci/devices").mkdir(parents=True)
+    for i in range(3):
+        busid = f"0000:05:00.{i}"
+        port = root / f"devices/pci0000:00/{busid}/infiniband/mlx5_{i}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text("4: ACTIVE")
+        (port / "rate").write_text("200 Gb/sec (4X HDR)")
+        (root / "bus/pci/devices" / busid).symlink_to(port.parents[3])
+        (port.parents[1] / "device").symlink_to(port.parents[3])
+        (root / "class/infiniband").mkdir(parents=True, exist_ok=True)
+        (root / f"class/infiniband/mlx5_{i}").symlink_to(port.parents[1])
+        if i:
+            (port.parents[3] / "physfn").symlink_to("../0000:05:00.0")
+    assert [nic.adapter for nic in find_nics(Sysfs(root))[0]] == ["mlx5_0"]
+    for gone in (0, 2):
+        (root / f"class/infiniband/mlx5_{gone}").unlink()
+    assert [nic.adapter for nic in find_nics(Sysfs(root))[0]] == ["mlx5_1"]
+
+
 def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_cpus() -> None:
     ids = [f"0000:0{i}:00.0" for i in range(4)]
     gpus = [driver_gpu(i, busid) for i, busid in enumerate(ids)]
