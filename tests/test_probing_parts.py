@@ -242,6 +242,12 @@ def test_an_nvswitch_is_known_by_its_bus_id_its_type_or_by_being_hidden(link: Dr
     assert notes == []
 
 
+def test_a_gpu_that_is_not_shown_is_no_switch() -> None:
+    """A container that is given two GPUs of four and no sysfs: the driver says that the far ends are GPUs."""
+    found, _ = counts(*pair([up(0, "0000:03:00.0", end="gpu")], [up(0, "0000:04:00.0", end="gpu")]))
+    assert found == {FIRST: [("gpu", 1)], SECOND: [("gpu", 1)]}
+
+
 def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
     bundles, notes = nvlink_bundles(
         driver(*pair([up(0, SECOND), up(1, SECOND, speed=12.89)], [up(0, FIRST), up(1, FIRST, speed=12.89)])),
@@ -265,6 +271,8 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
         (None, 70, None, 25.0),
         (None, 86, None, 14.0625),
         (None, 100, None, 50.0),
+        (8, 107, 106.25, 106.25),
+        (8, 107, None, 50.0),
     ],
 )
 def test_a_whole_link_has_the_nominal_rate_of_its_generation(

@@ -16,7 +16,7 @@ PCI_KINDS = ("bridge", "port", "gpu", "nic", "nvswitch", "other")
 
 NVLINK_ENDS = ("gpu", "nvswitch", "cpu", "unknown")
 
-_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
+_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7]))?")
 
 
 def bus_id(text: str) -> str:
