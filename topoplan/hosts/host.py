@@ -39,6 +39,31 @@ def bus_id(text: str) -> str:
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{function or 0}"
 
 
+def plain_bus_id(text: str) -> str:
+    """As `bus_id`, but what is none stays as it is, and so is equal only to itself.
+
+    Examples
+    --------
+    >>> plain_bus_id("00000000:0A:00.0"), plain_bus_id("slot 3")
+    ('0000:0a:00.0', 'slot 3')
+    """
+    try:
+        return bus_id(text)
+    except TopologyError:
+        return text
+
+
+def bus_id_order(busid: str) -> tuple[int, ...]:
+    """Sorts bus ids of `bus_id` as drivers count devices: by domain, bus, device and function, as numbers.
+
+    Examples
+    --------
+    >>> sorted(["10000:01:00.0", "2000:01:00.0"], key=bus_id_order)
+    ['2000:01:00.0', '10000:01:00.0']
+    """
+    return tuple(int(part, 16) for part in re.split("[:.]", busid))
+
+
 @dataclass(frozen=True, slots=True)
 class HostCpu:
     """A NUMA node.
