@@ -123,6 +123,18 @@ class TestKnownAnswers:
         made = calibrated(A100S, copied(A100S, on_wires(slow)), date=DATE).topology
         assert changes(A100S, made) == {("gpu3", "nvswitch0"): 150.0}
 
+    @pytest.mark.parametrize("part", [0.3, 0.7])
+    @pytest.mark.parametrize("machine", [V100S, topoplan.load("dgx-1p")], ids=lambda machine: machine.name)
+    def test_one_slow_link_is_found_and_no_other_is_blamed(self, machine: Topology, part: float) -> None:
+        """Every link in turn, NVLink, PCIe and between sockets; those that hold back no copy stay as stated."""
+        for link in machine.links:
+            speed = part * link.bandwidth
+            slow = topoplan.slow_links(machine, {f"{link.src}->{link.dst}": speed})
+            found, whole = copied(machine, on_wires(slow)), copied(machine, on_wires(machine))
+            made = calibrated(machine, found, date=DATE).topology
+            known = {} if found == whole else {(link.src, link.dst): pytest.approx(speed, rel=1e-3)}
+            assert changes(machine, made) == known
+
     def test_a_slow_slot_behind_a_narrow_socket_is_found(self) -> None:
         """Copies to the other socket are as slow as those beside it; the link between the sockets is not blamed."""
         slow = topoplan.slow_links(box(), {"gpu1-cpu0": 3})
@@ -389,4 +401,6 @@ class TestMatching:
         """Without bus ids, under CUDA_VISIBLE_DEVICES: the order of bus ids, as nvidia-smi counts."""
         found, notes = match_gpus(box(), [1, 3], ["0000:09:00.0", "0000:07:00.0"])
         assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)]
+        found, _ = match_gpus(box(), [1, 3], ["10000:01:00.0", "2000:01:00.0"])
+        assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
         assert notes == ("box states no bus ids: GPUs taken in the order of those that CUDA gives",)

@@ -183,6 +183,23 @@ def test_a_superchip_has_its_link_to_the_cpu(fake_here: Installer) -> None:
     assert c2c == {("gpu0", "cpu0"): 447.12, ("cpu0", "gpu0"): 447.12}
 
 
+def test_where_the_kernel_tells_no_numa_nodes_the_driver_does(fake_here: Installer) -> None:
+    """The affinity is that of the genuine machine; a GH200's own memory, which is a node too, is no CPU of it."""
+    known = MACHINES["dgx1v"]()
+    silent = tuple(
+        "/".join((f"devices/pci{root.bus}", *(pci.busid for pci in chain), "numa_node"))
+        for root, chain in known.places().values()
+    )
+    fake_here(replace(known, name="no_numa", absent=silent))
+    machine = topoplan.probe()
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    superchip = MACHINES["grace_hopper"]()
+    roots = tuple(replace(root, numa=-1) for root in superchip.roots)
+    fake_here(replace(superchip, name="superchip_without_numa", roots=roots))
+    machine = topoplan.probe(refresh=True)
+    assert machine.device("gpu0").numa == 0
+
+
 @pytest.mark.parametrize(
     ("machine", "beginning"),
     [

@@ -14,7 +14,14 @@ import topoplan
 from topoplan.hosts import NvlinkBundle
 from topoplan.hosts.pci_tree import switch_tree
 from topoplan.probing.access import refused_access
-from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
+from topoplan.probing.cache import (
+    MOST_AGE,
+    MOST_AGE_AMISS,
+    cache_file,
+    device_files,
+    read_cache,
+    write_cache,
+)
 from topoplan.probing.driver import Driver, DriverGpu
 from topoplan.probing.driver_links import DriverLink
 from topoplan.probing.nics import find_nics
@@ -235,6 +242,12 @@ def test_an_nvswitch_is_known_by_its_bus_id_its_type_or_by_being_hidden(link: Dr
     assert notes == []
 
 
+def test_a_gpu_that_is_not_shown_is_no_switch() -> None:
+    """A container that is given two GPUs of four and no sysfs: the driver says that the far ends are GPUs."""
+    found, _ = counts(*pair([up(0, "0000:03:00.0", end="gpu")], [up(0, "0000:04:00.0", end="gpu")]))
+    assert found == {FIRST: [("gpu", 1)], SECOND: [("gpu", 1)]}
+
+
 def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
     bundles, notes = nvlink_bundles(
         driver(*pair([up(0, SECOND), up(1, SECOND, speed=12.89)], [up(0, FIRST), up(1, FIRST, speed=12.89)])),
@@ -258,6 +271,8 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
         (None, 70, None, 25.0),
         (None, 86, None, 14.0625),
         (None, 100, None, 50.0),
+        (8, 107, 106.25, 106.25),
+        (8, 107, None, 50.0),
     ],
 )
 def test_a_whole_link_has_the_nominal_rate_of_its_generation(
@@ -337,12 +352,67 @@ def test_a_probe_is_kept_for_a_day_and_a_broken_file_is_read_over(tmp_path: Path
     assert read_cache(path) is None
     write_cache(path, machine())
     assert read_cache(path) == machine()
-    old = time.time() - MOST_AGE - 60
-    os.utime(path, (old, old))
-    assert read_cache(path) is None
+    for age in (MOST_AGE + 60, -3600):
+        os.utime(path, (time.time() - age, time.time() - age))
+        assert read_cache(path) is None
     path.write_text("{")
     assert read_cache(path) is None
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_probe_with_a_warning_is_kept_for_minutes(tmp_path: Path) -> None:
+    """The fabric manager may have been about to start."""
+    path = tmp_path / "probe.json"
+    amiss = replace(machine(), notes=("warning: gpu0: NVLink fabric: registration is in progress",))
+    write_cache(path, amiss)
+    assert read_cache(path) == amiss
+    old = time.time() - MOST_AGE_AMISS - 60
+    os.utime(path, (old, old))
+    assert read_cache(path) is None
+
+
+def test_keeping_a_probe_drops_those_that_are_too_old_and_nothing_else(tmp_path: Path) -> None:
+    """Every start of the machine, and every container, has a file of its own."""
+    names = ["probe-1.json", "probe-2abc.tmp", "probe-3.json", "other.json"]
+    for name in names:
+        (tmp_path / name).write_text("")
+        age = 60 if name == "probe-3.json" else MOST_AGE + 60
+        os.utime(tmp_path / name, (time.time() - age, time.time() - age))
+    write_cache(tmp_path / "probe-4.json", machine())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "probe-3.json", "probe-4.json"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_probe_that_another_user_kept_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    write_cache(path, machine())
+    os.chown(path, 12345, -1)
+    assert read_cache(path) is None
+
+
+def test_gpus_that_this_process_may_not_open_are_no_part_of_its_machine(tmp_path: Path) -> None:
+    """A link to nothing stands for a file that may not be opened: root may open all others."""
+    (tmp_path / "nvidia-caps").mkdir()
+    for name in ("nvidia0", "nvidiactl", "nvidia-caps/nvidia-cap1", "null"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "nvidia1").symlink_to("nowhere")
+    assert device_files(tmp_path) == ["nvidia-cap1", "nvidia-caps", "nvidia0", "nvidiactl"]
+
+
+@pytest.mark.parametrize("folder", ["", "here"])
+def test_a_cache_folder_that_is_no_absolute_path_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """A user without a home; by the XDG rules a relative XDG_CACHE_HOME counts as absent."""
+    (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("1")
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    monkeypatch.setenv("HOME", "nowhere")
+    assert cache_file(Sysfs(tmp_path / "sys")) is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = cache_file(Sysfs(tmp_path / "sys"))
+    assert path
+    assert path.parent == tmp_path / ".cache/topoplan"
 
 
 def test_where_nothing_can_be_kept_nothing_fails(tmp_path: Path) -> None:
@@ -352,10 +422,14 @@ def test_where_nothing_can_be_kept_nothing_fails(tmp_path: Path) -> None:
     assert read_cache(None) is None
 
 
-def test_another_boot_driver_or_device_is_another_machine(tmp_path: Path) -> None:
+def test_another_boot_driver_device_mig_instance_or_nic_is_another_machine(tmp_path: Path) -> None:
     root = tmp_path / "sys"
     boot = tmp_path / "proc/sys/kernel/random/boot_id"
     (root / "bus/pci/devices").mkdir(parents=True)
+    nic = root / "devices/pci0000:00/0000:00:01.0"
+    nic.mkdir(parents=True)
+    (root / "class/infiniband/mlx5_0").mkdir(parents=True)
+    (root / "class/infiniband/mlx5_0/device").symlink_to(nic)
     assert cache_file(Sysfs(root)) is None
     boot.parent.mkdir(parents=True)
     seen = []
@@ -364,12 +438,15 @@ def test_another_boot_driver_or_device_is_another_machine(tmp_path: Path) -> Non
         (boot, "2"),
         (root / "module/nvidia/version", "550"),
         (root / "bus/pci/devices" / GPU, ""),
+        (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1/access", ""),
+        (root / "class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE"),
+        (root / "class/infiniband/mlx5_0/ports/1/rate", "100 Gb/sec (4X EDR)"),
     ):
         name.parent.mkdir(parents=True, exist_ok=True)
         name.write_text(content)
         seen.append(cache_file(Sysfs(root)))
         assert cache_file(Sysfs(root)) == seen[-1]
-    assert len(set(seen)) == 4
+    assert len(set(seen)) == len(seen)
 
 
 def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path) -> None:
@@ -384,6 +461,28 @@ def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path)
     nics, notes = find_nics(Sysfs(root))
     assert [(nic.adapter, nic.gigabits) for nic in nics] == [("eth0", 25.0)]
     assert notes == ()
+
+
+def test_virtual_functions_of_a_listed_nic_do_not_count(tmp_path: Path) -> None:
+    """Two of a NIC's functions share its port; without the NIC, as in a container, one of them stands for itself."""
+    root = tmp_path / "sys"
+    (root / "bus/pci/devices").mkdir(parents=True)
+    for i in range(3):
+        busid = f"0000:05:00.{i}"
+        port = root / f"devices/pci0000:00/{busid}/infiniband/mlx5_{i}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text("4: ACTIVE")
+        (port / "rate").write_text("200 Gb/sec (4X HDR)")
+        (root / "bus/pci/devices" / busid).symlink_to(port.parents[3])
+        (port.parents[1] / "device").symlink_to(port.parents[3])
+        (root / "class/infiniband").mkdir(parents=True, exist_ok=True)
+        (root / f"class/infiniband/mlx5_{i}").symlink_to(port.parents[1])
+        if i:
+            (port.parents[3] / "physfn").symlink_to("../0000:05:00.0")
+    assert [nic.adapter for nic in find_nics(Sysfs(root))[0]] == ["mlx5_0"]
+    for gone in (0, 2):
+        (root / f"class/infiniband/mlx5_{gone}").unlink()
+    assert [nic.adapter for nic in find_nics(Sysfs(root))[0]] == ["mlx5_1"]
 
 
 def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_cpus() -> None:

@@ -32,6 +32,7 @@ _ABOUT_GPUS = (
     "nvmlDeviceGetMigMode",
     "nvmlDeviceGetGpuFabricInfo",
     "nvmlDeviceGetC2cModeInfoV",
+    "nvmlDeviceGetMemoryAffinity",
     "nvmlDeviceGetNumaNodeId",
 )
 _ABOUT_LINKS = (

@@ -55,7 +55,7 @@ typedef struct {
     unsigned pci_id, pci_subsystem;
     int minor, major_capability, minor_capability;
     int pcie_max_generation, pcie_max_width, pcie_generation, pcie_width; /* -1: NotSupported */
-    int pstate, numa;                                                     /* -1: NotSupported */
+    int pstate, numa, near_node;                                          /* -1: NotSupported */
     unsigned long long affinity[16];
     int mig_current, mig_pending, mig_max; /* current -1: NotSupported */
     mig_device migs[MAX_MIGS];

@@ -6,7 +6,7 @@
      bus 00000000:06:00.0               pci 0x1DB510DE 0x124910DE       (device and subsystem, vendor in the low half)
      capability 7 0                     pcie MAXGEN MAXWIDTH GEN WIDTH  (-1: NotSupported)
      pstate 8                           affinity 0-19,40-59             numa 1 (node of the GPU's own memory)
-     mig CURRENT PENDING MAX            instance UUID NAME
+     near 1 (NUMA node of its CPU)      mig CURRENT PENDING MAX         instance UUID NAME
      c2c 1                              fabric STATE STATUS CLIQUE HEALTH SUMMARY CLUSTER (32 hexadecimal digits)
      link STATE VERSION TYPE REMOTE C0 C1 C2 C3 C4 C5    the next link; REMOTE - : not known; C: capabilities 0 to 5
      field ID SCOPE TYPE VALUE          SCOPE * : any; TYPE 0-6 as nvmlValueType_t, VALUE a whole number,
@@ -121,7 +121,7 @@ static gpu_device *add_gpu(void) {
     gpu_device *gpu = &machine.gpus[machine.gpu_count];
     gpu->index = gpu->minor = machine.gpu_count++;
     gpu->pcie_max_generation = gpu->pcie_max_width = gpu->pcie_generation = gpu->pcie_width = -1;
-    gpu->pstate = gpu->numa = gpu->mig_current = gpu->c2c = -1;
+    gpu->pstate = gpu->numa = gpu->near_node = gpu->mig_current = gpu->c2c = -1;
     return gpu;
 }
 
@@ -139,6 +139,7 @@ static int gpu_line(gpu_device *gpu, const char *key, const char *line) {
                       &gpu->pcie_generation, &gpu->pcie_width) == 4;
     if (!strcmp(key, "pstate")) return sscanf(rest, "%d", &gpu->pstate) == 1;
     if (!strcmp(key, "numa")) return sscanf(rest, "%d", &gpu->numa) == 1;
+    if (!strcmp(key, "near")) return sscanf(rest, "%d", &gpu->near_node) == 1 && gpu->near_node < 1024;
     if (!strcmp(key, "affinity")) return set_affinity(gpu, rest);
     if (!strcmp(key, "mig"))
         return sscanf(rest, "%d %d %d", &gpu->mig_current, &gpu->mig_pending, &gpu->mig_max) == 3;

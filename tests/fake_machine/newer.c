@@ -103,4 +103,14 @@ PUBLIC answer nvmlDeviceGetNumaNodeId(void *handle, int *node) {
     return SUCCESS;
 }
 
+PUBLIC answer nvmlDeviceGetMemoryAffinity(void *handle, unsigned words, unsigned long *set, unsigned scope) {
+    WITH_GPU(handle, -1);
+    if (scope > 1) return INVALID_ARGUMENT;
+    if (gpu->near_node < 0) return NOT_SUPPORTED;
+    if (words <= (unsigned)gpu->near_node / 64) return INSUFFICIENT_SIZE;
+    memset(set, 0, words * sizeof *set);
+    set[gpu->near_node / 64] = 1UL << gpu->near_node % 64;
+    return SUCCESS;
+}
+
 #endif

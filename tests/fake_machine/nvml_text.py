@@ -72,6 +72,7 @@ def _identity(
     yield f"  pstate {gpu.pstate}"
     if gpu.memory_node >= 0:
         yield f"  numa {gpu.memory_node}"
+    yield f"  near {root.numa}"
     yield f"  affinity {machine.cpus.near(root.numa)}"
     if gpu.mig:
         yield f"  mig {' '.join(map(str, gpu.mig))}"

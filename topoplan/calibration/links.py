@@ -83,8 +83,10 @@ def link_speeds(copies: Sequence[Copy]) -> Speeds:
     1. A link is *measured* by the fastest copy that crosses it, where it is (or shares being) the narrowest link, as
        stated, of the route of a copy that is as fast, within `TOLERANCE`.
     2. Any other link keeps what is stated, or gets the rate of its fastest copy where that is higher.
-    3. A copy that is still slower than all links of its route, by more than `TOLERANCE`, is blamed on those that no
-       faster copy crosses, the narrowest of them; they too are then measured by their fastest copy.
+    3. A copy that is still slower than all links of its route, by more than `TOLERANCE`, is blamed on a link that no
+       faster copy crosses: on the one that explains most such copies, as one fault is likelier than several of the same
+       size, and of several on the narrowest as stated. Those are then measured by their fastest copy too. Copies are
+       taken in ascending order of their rates.
 
     A copy is striped over the links of a stage in proportion to what is stated; its shares stand for it there.
 
@@ -114,24 +116,34 @@ def link_speeds(copies: Sequence[Copy]) -> Speeds:
     }
     at_least = {key: max(rate, stated[key]) for key, rate in fastest.items() if key not in measured}
     speeds = Speeds(measured, at_least)
+    crossing: dict[Key, list[Copy]] = {}
+    for copy in copies:
+        for link in copy.route.links:
+            crossing.setdefault(link_key(link), []).append(copy)
     for copy in sorted(copies, key=lambda copy: (copy.rate, copy.fit.name)):
         if not speeds.explains(copy):
-            to_blame = _to_blame(copy, fastest)
-            measured |= {key: fastest[key] for key in to_blame}
-            for key in to_blame:
+            for key in _to_blame(copy, fastest, crossing, speeds):
+                measured[key] = fastest[key]
                 at_least.pop(key, None)
     return speeds
 
 
-def _to_blame(copy: Copy, fastest: Mapping[Key, float]) -> list[Key]:
-    """The links of the narrowest stages of a copy that no faster copy crosses; none where one crosses each stage."""
-    stages = [
-        stage
-        for stage in copy.route.stages
-        if all(fastest[link_key(link)] <= rate * (1 + TOLERANCE) for link, rate in _shares(stage, copy.rate))
-    ]
-    narrowest = min((stage_bandwidth(stage) for stage in stages), default=0) * (1 + ROUNDING)
-    return [link_key(link) for stage in stages if stage_bandwidth(stage) <= narrowest for link in stage]
+def _to_blame(
+    copy: Copy, fastest: Mapping[Key, float], crossing: Mapping[Key, Sequence[Copy]], speeds: Speeds
+) -> list[Key]:
+    """The links of the stages that rule 3 of `link_speeds` blames for a copy; none where a faster copy crosses each."""
+    found: dict[tuple[int, float], list[Key]] = {}
+    for stage in copy.route.stages:
+        keys = [link_key(link) for link in stage]
+        shares = dict(zip(keys, (rate for _, rate in _shares(stage, copy.rate)), strict=True))
+        if all(fastest[key] <= rate * (1 + TOLERANCE) for key, rate in shares.items()):
+            alike = copy.rate * (1 + TOLERANCE)
+            explained = min(
+                sum(one.rate <= alike and not speeds.explains(one) for one in crossing[key]) for key in keys
+            )
+            width = significant(stage_bandwidth(stage), DIGITS)
+            found.setdefault((-explained, width), []).extend(keys)
+    return found[min(found)] if found else []
 
 
 def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoplan.calibration.report import few
-from topoplan.errors import TopologyError, UsageError
-from topoplan.hosts.host import bus_id
+from topoplan.errors import UsageError
+from topoplan.hosts.host import bus_id, bus_id_order, plain_bus_id
 from topoplan.topology import Topology
 
 
@@ -66,7 +66,7 @@ def match_gpus(
             "of this server"
         )
     chosen = topology.select(gpus)
-    shown = [_normal(text) for text in bus_ids]
+    shown = [bus_id(text) for text in bus_ids]
     shared = sorted({busid for busid in shown if shown.count(busid) > 1})
     if shared:
         raise UsageError(
@@ -76,7 +76,7 @@ def match_gpus(
     if all(known.values()):
         return _by_bus_id(topology, chosen if gpus is not None else None, shown, known)
     names = topology.gpus
-    in_order = sorted(range(len(shown)), key=lambda ordinal: shown[ordinal])
+    in_order = sorted(range(len(shown)), key=lambda ordinal: bus_id_order(shown[ordinal]))
     if len(shown) == len(names):
         seen = tuple(Seen(names[gpu], in_order[gpu]) for gpu in chosen)
     elif gpus is not None and len(shown) == len(chosen):
@@ -93,7 +93,7 @@ def _by_bus_id(
     topology: Topology, chosen: Sequence[int] | None, shown: Sequence[str], known: dict[str, str]
 ) -> tuple[tuple[Seen, ...], tuple[str, ...]]:
     ordinals = {busid: ordinal for ordinal, busid in enumerate(shown)}
-    places = {name: _normal(busid) for name, busid in known.items()}
+    places = {name: plain_bus_id(busid) for name, busid in known.items()}
     if len(set(places.values())) < len(places):
         raise UsageError(f"{topology.name} has GPUs of equal bus ids; measure whole GPUs, each with its own")
     found = {name: ordinals[busid] for name, busid in places.items() if busid in ordinals}
@@ -118,11 +118,3 @@ def _by_bus_id(
     if foreign:
         notes.append(f"not measured, since {topology.name} does not have them: GPUs at {few(foreign)}")
     return tuple(Seen(name, found[name]) for name in names if name in found), tuple(notes)
-
-
-def _normal(busid: str) -> str:
-    """A bus id as the kernel writes it; left as it is where it is none, and then equal to none but itself."""
-    try:
-        return bus_id(busid)
-    except TopologyError:
-        return busid

@@ -19,7 +19,7 @@ def add_options(parser: OneLineParser) -> None:
     parser.add_argument(
         "--refresh",
         action="store_true",
-        help="read the machine even if a probe of the last 24 hours is kept",
+        help="read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10 minutes",
     )
     parser.add_argument(
         "--sysfs-root",

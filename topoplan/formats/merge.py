@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 
-from topoplan.errors import TopologyError, UsageError
-from topoplan.hosts.host import bus_id
+from topoplan.errors import UsageError
+from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Device, Link, Topology, facts
 
 _ABOUT_NVLINK = re.compile("nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
@@ -115,14 +115,7 @@ def _matched(topology: Topology, other: Topology) -> tuple[dict[str, str], str]:
 
 def gpu_bus_ids(topology: Topology) -> tuple[str, ...]:
     """Bus ids of the GPUs as the kernel writes them; empty where a description states none."""
-    return tuple(_plain(topology.device(gpu).busid) for gpu in topology.gpus)
-
-
-def _plain(busid: str) -> str:
-    try:
-        return bus_id(busid)
-    except TopologyError:
-        return busid
+    return tuple(plain_bus_id(topology.device(gpu).busid) for gpu in topology.gpus)
 
 
 def _with_known(gpu: Device, twin: Device) -> Device:

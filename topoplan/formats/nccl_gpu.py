@@ -20,7 +20,7 @@ from topoplan.formats.nccl_attributes import (
 )
 from topoplan.formats.nccl_pci import PciNode, device_kind
 from topoplan.formats.xml_tree import Element
-from topoplan.hosts.host import HostGpu, NvlinkBundle, bus_id
+from topoplan.hosts.host import HostGpu, NvlinkBundle, bus_id, bus_id_order
 from topoplan.hosts.nccl_rates import gcn_name, nvlink_bandwidth, xgmi_bandwidth
 from topoplan.topology import FASTEST, MOST_WIRES, facts
 from topoplan.units import exact, nearest_float
@@ -77,11 +77,7 @@ def _numbered(nodes: Sequence[PciNode], findings: Findings) -> list[tuple[int, P
         return sorted(zip(known, nodes, strict=True), key=lambda pair: pair[0])
     if nodes:
         findings.add("GPUs are numbered by bus id, as the driver counts: dev is not stated, or there twice")
-    return list(enumerate(sorted(nodes, key=lambda node: _sort_key(node.device.busid))))
-
-
-def _sort_key(busid: str) -> tuple[int, ...]:
-    return tuple(int(part, 16) for part in busid.replace(".", ":").split(":"))
+    return list(enumerate(sorted(nodes, key=lambda node: bus_id_order(node.device.busid))))
 
 
 def _host_gpu(

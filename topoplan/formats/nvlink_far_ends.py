@@ -15,7 +15,7 @@ from fractions import Fraction
 from topoplan.errors import TopologyError
 from topoplan.formats.nvlink_matching import ANOTHER, ListedGpu
 from topoplan.formats.wire_places import TooManyPlaces
-from topoplan.hosts.host import bus_id
+from topoplan.hosts.host import bus_id, bus_id_order
 from topoplan.topology import Topology
 
 MOST_TRIALS = 100_000
@@ -57,7 +57,7 @@ def readings(topology: Topology, listed: Sequence[ListedGpu]) -> Iterator[Ends]:
     if not told:
         yield sure
         return
-    ids = sorted({remote for gpu in told for remote, _ in gpu.up}, key=_order)
+    ids = sorted({remote for gpu in told for remote, _ in gpu.up}, key=bus_id_order)
     if len(ids) > MOST_IDS:
         raise TooManyPlaces
     found = False
@@ -105,10 +105,6 @@ def _by_end(gpu: ListedGpu, meaning: Mapping[str, str]) -> dict[str, tuple[Fract
     return {
         end: tuple(sorted(share for remote, share in gpu.up if meaning[remote] == end)) for end in gpu.wires
     }
-
-
-def _order(busid: str) -> tuple[int, ...]:
-    return tuple(int(part, 16) for part in busid.replace(".", ":").split(":"))
 
 
 def _in_order(

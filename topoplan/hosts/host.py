@@ -16,7 +16,7 @@ PCI_KINDS = ("bridge", "port", "gpu", "nic", "nvswitch", "other")
 
 NVLINK_ENDS = ("gpu", "nvswitch", "cpu", "unknown")
 
-_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.([0-7]))?")
+_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7]))?")
 
 
 def bus_id(text: str) -> str:
@@ -37,6 +37,31 @@ def bus_id(text: str) -> str:
         raise TopologyError(f"{text[:40]!r} is no PCI bus id such as 0000:06:00.0")
     domain, bus, device, function = match.groups()
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{function or 0}"
+
+
+def plain_bus_id(text: str) -> str:
+    """As `bus_id`, but what is none stays as it is, and so is equal only to itself.
+
+    Examples
+    --------
+    >>> plain_bus_id("00000000:0A:00.0"), plain_bus_id("slot 3")
+    ('0000:0a:00.0', 'slot 3')
+    """
+    try:
+        return bus_id(text)
+    except TopologyError:
+        return text
+
+
+def bus_id_order(busid: str) -> tuple[int, ...]:
+    """Sorts bus ids of `bus_id` as drivers count devices: by domain, bus, device and function, as numbers.
+
+    Examples
+    --------
+    >>> sorted(["10000:01:00.0", "2000:01:00.0"], key=bus_id_order)
+    ['2000:01:00.0', '10000:01:00.0']
+    """
+    return tuple(int(part, 16) for part in re.split("[:.]", busid))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """The last probe of this machine, kept in the user's cache folder, since a training job asks at every start.
 
-A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices and device files as now.
-All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to seconds. A link
-can die while a machine runs, so a kept probe is used for a day.
+A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices, NICs with a link, MIG
+instances, and GPUs that this process may open (a scheduler gives each job its own, and the device files of all of them
+are there). All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to
+seconds. A link can die while a machine runs, so a kept probe is used for a day, and one with a warning for minutes:
+a driver that did not answer, or a fabric that was not ready, may be by then.
 """
 
 from __future__ import annotations
@@ -11,18 +13,22 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
 import tempfile
 import time
 from pathlib import Path
 
 from topoplan.errors import TopologyError
+from topoplan.formats.machine_warnings import WARNING
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.probing.nics import find_nics
 from topoplan.probing.sysfs import Sysfs
 from topoplan.topology import Topology
 
 MOST_AGE = 24 * 3600.0
 """Seconds for which a kept probe is used."""
+
+MOST_AGE_AMISS = 600.0
+"""The same for one with a warning."""
 
 _VERSION = "1"
 """Changed when a probe would find something else on the same machine."""
@@ -36,34 +42,59 @@ def cache_file(sysfs: Sysfs) -> Path | None:
     parts = [_VERSION, str(sysfs.root), platform.node(), boot]
     parts.append(sysfs.text(sysfs.root / "module/nvidia/version") or "")
     parts += sysfs.pci_devices()
-    parts += sysfs.names(sysfs.root / "class/infiniband")
-    parts += sorted(name for name in _names("/dev") if re.fullmatch(r"nvidia(\d+|ctl|-caps.*|-uvm)", name))
+    parts += map(repr, find_nics(sysfs))
+    parts += [*mig_instances(sysfs), *device_files(Path("/dev"))]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "topoplan" / f"probe-{digest}.json"
+    folder = _cache_folder()
+    return folder / f"probe-{digest}.json" if folder else None
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+def _cache_folder() -> Path | None:
+    """The user's; None where there is none, as for a user without a home."""
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):
+            return Path(folder) / "topoplan"
+    return None
+
+
+def device_files(folder: Path) -> list[str]:
+    """The driver's files in ``/dev`` that this process may open; a cgroup may deny some that are listed."""
+    with contextlib.suppress(OSError):
+        found = [path for pattern in ("nvidia*", "nvidia-caps/*") for path in folder.glob(pattern)]
+        return sorted(path.name for path in found if os.access(path, os.R_OK | os.W_OK))
+    return []
+
+
+def mig_instances(sysfs: Sysfs) -> list[str]:
+    """MIG instances of all GPUs, such as ``gpu0 gi1 ci0``, as the driver lists them in ``/proc``."""
+    gpus = sysfs.root.parent / "proc/driver/nvidia/capabilities"
+    return [
+        f"{gpu} {instance} {part}"
+        for gpu in sysfs.names(gpus)
+        if gpu.startswith("gpu")
+        for instance in sysfs.names(gpus / gpu / "mig")
+        for part in ("", *sysfs.names(gpus / gpu / "mig" / instance))
+    ]
 
 
 def read_cache(path: Path | None) -> Topology | None:
-    """A kept probe that is not too old and can be read, else None."""
+    """A kept probe that is not too old, can be read, and was kept by this user, else None."""
     if path is None:
         return None
     try:
-        if not 0 <= time.time() - path.stat().st_mtime <= MOST_AGE:
-            return None
-        return parse_topology_json(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            state = os.fstat(file.fileno())
+            topology = parse_topology_json(file.read())
     except (OSError, UnicodeError, TopologyError):
         return None
+    amiss = any(note.startswith(WARNING) for note in topology.notes)
+    # A clock that was set back makes an age below zero.
+    young = 0 <= time.time() - state.st_mtime <= (MOST_AGE_AMISS if amiss else MOST_AGE)
+    return topology if young and state.st_uid == os.getuid() else None
 
 
 def write_cache(path: Path | None, topology: Topology) -> None:
-    """Keep a probe, whole or not at all; where nothing can be written, nothing is kept."""
+    """Keep a probe, whole or not at all, and drop outdated ones; where nothing can be written, nothing is kept."""
     if path is None:
         return
     with contextlib.suppress(OSError):
@@ -75,3 +106,6 @@ def write_cache(path: Path | None, topology: Topology) -> None:
             os.replace(temporary, path)
         except OSError:
             os.unlink(temporary)
+        for other in path.parent.glob("probe-*"):
+            if time.time() - other.stat().st_mtime > MOST_AGE:
+                other.unlink()

@@ -20,10 +20,8 @@ _NVSWITCH, _DISPLAY, _NVIDIA = "0x0680", "0x03", "10de:"
 
 def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
     """The server as a `Host`, with a note for everything that is amiss or assumed."""
-    known = sysfs.pci_devices()
-    chains = {busid: sysfs.chain(busid) for busid in known if busid in {gpu.busid for gpu in driver.gpus}}
-    chains = {gpu.busid: chains.get(gpu.busid, []) for gpu in driver.gpus}
-    switches, others = _nvidia_devices(sysfs, known, set(chains))
+    chains = {gpu.busid: sysfs.chain(gpu.busid) for gpu in driver.gpus}
+    switches, others = _nvidia_devices(sysfs, set(chains))
     bundles, nvlink_notes = nvlink_bundles(driver, switches, others)
     cpus = sysfs.numa_nodes()
     visible = any(chains.values())
@@ -75,10 +73,10 @@ def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
     )
 
 
-def _nvidia_devices(sysfs: Sysfs, known: list[str], shown: set[str]) -> tuple[list[str], list[str]]:
+def _nvidia_devices(sysfs: Sysfs, shown: set[str]) -> tuple[list[str], list[str]]:
     """Bus ids of the NVSwitch chips, and of GPUs that the driver does not show, as in a container."""
     switches, others = [], []
-    for busid in known:
+    for busid in sysfs.pci_devices():
         folder = sysfs.root / "bus/pci/devices" / busid
         if busid in shown or sysfs.text(folder / "vendor") != "0x10de":
             continue

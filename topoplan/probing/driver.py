@@ -14,6 +14,8 @@ from topoplan.probing.driver_links import DriverLink, read_links, remote_bus_id
 from topoplan.probing.fabric import fabric_state
 
 _P2P_READ, _P2P_NVLINK = 0, 2
+_NODE_WORDS = 16
+"""Words of 64 NUMA nodes that the driver is given to fill: Linux has no more than 1024 nodes."""
 _ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _P2P_STATUS = (
     "",
@@ -46,6 +48,7 @@ class DriverGpu:
     idle : bool
         The GPU is in a power-saving state, in which the PCIe generation drops.
     numa : int or None
+        NUMA node of its CPU.
     mig : tuple of str or None
         UUIDs of its MIG instances if MIG mode is on, else None.
     c2c : float
@@ -177,11 +180,20 @@ def _gpu(answers: Answers, index: int, handle: object, busid: str) -> DriverGpu:
         width=answers.ask("DeviceGetCurrPcieLinkWidth", handle, kind=int),
         most_width=answers.ask("DeviceGetMaxPcieLinkWidth", handle, kind=int),
         idle=state is None or state > 0,
-        numa=answers.ask("DeviceGetNumaNodeId", handle, kind=int, newer=True),
+        numa=_numa_node(answers, handle),
         mig=_mig(answers, handle),
         c2c=_chip_to_chip(answers, handle),
         fabric=fabric_state(answers, handle),
     )
+
+
+def _numa_node(answers: Answers, handle: object) -> int | None:
+    """The NUMA node nearest to a GPU, None where it is not one; NVML's NumaNodeId is that of the GPU's own memory."""
+    scope = answers.nvml.NVML_AFFINITY_SCOPE_NODE
+    answer = answers.ask("DeviceGetMemoryAffinity", handle, _NODE_WORDS, scope, kind=object, newer=True)
+    words: list[int] = [] if answer is None else list(answer)  # type: ignore[call-overload]
+    nodes = [64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1]
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def _pair(answer: object) -> tuple[int, int] | None:

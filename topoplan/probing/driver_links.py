@@ -15,6 +15,9 @@ from topoplan.probing.answers import Answers
 MOST_LINKS = 36
 """Links that a GPU is asked for where it does not state their number."""
 
+_UP = (1, 2)
+"""Active, and asleep until there is traffic; 3, of newer drivers, is a link that is up and may carry none."""
+
 _FAR_ENDS = {0: "gpu", 1: "cpu", 2: "nvswitch"}
 
 
@@ -28,7 +31,7 @@ class DriverLink:
     active, peer_to_peer : bool or None
         Whether it is up, and whether it may carry traffic between GPUs.
     version : int or None
-        NVML's enumeration: 1 is NVLink 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0.
+        NVML's enumeration: 1 is NVLink 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0, 8 is 6.0.
     speed : float or None
         GB/s per direction.
     remote : str or None
@@ -71,7 +74,7 @@ def read_links(answers: Answers, handle: object) -> tuple[tuple[DriverLink, ...]
         links.append(
             DriverLink(
                 number=number,
-                active=None if state is None else bool(state),
+                active=None if state is None else state in _UP,
                 peer_to_peer=None if allowed is None else bool(allowed),
                 version=version or None,
                 speed=speed or common,

@@ -1,12 +1,14 @@
 """The NICs of this machine: RDMA devices with the speed of their active ports, or network interfaces where none is.
 
 As in NCCL, plain network interfaces count only where no RDMA device does: on a machine with InfiniBand they are for
-management. Virtual interfaces, and those slower than 10 Gb/s, never count.
+management. Virtual interfaces, and those slower than 10 Gb/s, never count; neither do virtual functions (SR-IOV) beside
+the NIC whose port they share.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoplan.probing.sysfs import Sysfs
@@ -58,26 +60,32 @@ class FoundNic:
 
 def find_nics(sysfs: Sysfs) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
     """NICs in natural order of their adapters' names, and notes."""
-    found = [
-        nic for name in _natural(sysfs.names(sysfs.root / "class/infiniband")) if (nic := _rdma(sysfs, name))
-    ]
-    interfaces = [
-        nic for name in _natural(sysfs.names(sysfs.root / "class/net")) if (nic := _interface(sysfs, name))
-    ]
+    adapters = _natural(sysfs.names(sysfs.root / "class/infiniband"))
+    names = _natural(sysfs.names(sysfs.root / "class/net"))
+    found = _physical(sysfs, [_rdma(sysfs, name) for name in adapters])
+    interfaces = _physical(sysfs, [_interface(sysfs, name) for name in names])
     taken = {nic.busid for nic in found}
     plain = [nic for nic in interfaces if nic.busid not in taken]
     remote = [nic for nic in found if nic.active]
     dark = ", ".join(nic.adapter for nic in found if not nic.active)
     notes = [f"warning: NICs without an active port, left out as in NCCL: {dark}"] if dark else []
     if remote and plain:
-        names = ", ".join(nic.adapter for nic in plain)
-        notes.append(f"NICs are those with RDMA; {names} left out")
+        others = ", ".join(nic.adapter for nic in plain)
+        notes.append(f"NICs are those with RDMA; {others} left out")
     return tuple(remote or plain), tuple(notes)
+
+
+def _physical(sysfs: Sysfs, nics: Sequence[FoundNic | None]) -> list[FoundNic]:
+    """The NICs but virtual functions of others among them; a container may hold such a function alone."""
+    found = [nic for nic in nics if nic is not None]
+    listed = {nic.busid for nic in found}
+    devices = sysfs.root / "bus/pci/devices"
+    return [nic for nic in found if sysfs.pci_device(devices / nic.busid / "physfn") not in listed]
 
 
 def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
     folder = sysfs.root / "class/infiniband" / name
-    busid = _place(sysfs, f"class/infiniband/{name}")
+    busid = sysfs.pci_device(folder / "device")
     if not busid:
         return None
     rates: list[tuple[float | None, bool]] = []
@@ -91,22 +99,14 @@ def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
 
 def _interface(sysfs: Sysfs, name: str) -> FoundNic | None:
     """A physical network interface that is up and fast enough."""
-    busid = _place(sysfs, f"class/net/{name}")
-    if not busid or sysfs.text(sysfs.root / "class/net" / name / "operstate") in ("down", "notpresent"):
+    folder = sysfs.root / "class/net" / name
+    busid = sysfs.pci_device(folder / "device")
+    if not busid or sysfs.text(folder / "operstate") in ("down", "notpresent"):
         return None
-    megabits = sysfs.number(sysfs.root / "class/net" / name / "speed")
+    megabits = sysfs.number(folder / "speed")
     if megabits is None or megabits < 1000 * SLOWEST:
         return None
     return FoundNic(name, busid, megabits / 1000, active=True)
-
-
-def _place(sysfs: Sysfs, path: str) -> str:
-    """Bus id of the PCI device behind a class entry; empty for a virtual one."""
-    try:
-        folder = (sysfs.root / path / "device").resolve(strict=True)
-    except (OSError, RuntimeError):
-        return ""
-    return folder.name if re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", folder.name) else ""
 
 
 def _natural(names: list[str]) -> list[str]:

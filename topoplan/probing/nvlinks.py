@@ -1,7 +1,8 @@
 """The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
 
 A link counts if it is up at both ends (`nvlink_agreement`) and may be used (`access`). Its bandwidth is the nominal one
-of its generation, as in the library, unless the driver states a tenth less or lower: then it is what the driver states.
+of its generation, as in the library, unless the driver states a tenth less or lower, or the generation is newer than
+those known here: then it is what the driver states.
 Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are line rates.
 """
 
@@ -106,7 +107,7 @@ def _far_end(
     link: DriverLink, gpus: Collection[str], switches: Collection[str], others: Collection[str]
 ) -> str:
     """What a link leads to: by bus id where it is visible, else by the driver's word, else a hidden NVSwitch."""
-    if link.remote in gpus or link.remote in others:
+    if link.remote in gpus or link.remote in others or (link.remote and link.end == "gpu"):
         return "gpu"
     if link.remote in switches:
         return "nvswitch"
@@ -115,6 +116,8 @@ def _far_end(
 
 
 def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
+    if link.speed and link.version and link.version > max(NOMINAL):
+        return link.speed
     nominal = NOMINAL.get(link.version or 0)
     if nominal is None:
         sm = gpu.sm or 80

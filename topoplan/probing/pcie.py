@@ -51,12 +51,11 @@ def kernel_tree(
     found: dict[str, PciDevice] = {}
     notes: list[str] = []
     assumed: list[str] = []
+    nodes = _numa_nodes(chains, gpus)
     for busid in sorted(chains, key=lambda one: [device.busid for device in chains[one]] or [one]):
-        chain = chains[busid]
-        gpu = gpus.get(busid)
-        numa = next((device.numa for device in reversed(chain) if device.numa is not None), None)
-        if numa is None and gpu is not None:
-            numa = gpu.numa
+        chain, gpu = chains[busid], gpus.get(busid)
+        places = (chain[0].busid, chain[0].host_bridge) if chain else (busid,)
+        numa = next((nodes[place] for place in places if place in nodes), None)
         cpu = numa if numa in cpus else cpus[0]
         if not chain:
             name = f"gpu{gpu.index}" if gpu is not None else busid
@@ -81,6 +80,19 @@ def kernel_tree(
         more = f" and {len(assumed) - 3} more" if len(assumed) > 3 else ""
         notes.append(f"PCIe rate not known, generation 3 assumed: {', '.join(assumed[:3])}{more}")
     return PcieSide(tuple(found.values()), tuple(notes))
+
+
+def _numa_nodes(chains: Mapping[str, list[SysfsDevice]], gpus: Mapping[str, DriverGpu]) -> dict[str, int]:
+    """NUMA node by the uppermost device of a chain, and by its host bridge for chains of which nothing tells."""
+    nodes: dict[str, int] = {}
+    for busid, chain in sorted(chains.items()):
+        gpu = gpus.get(busid)
+        said = [*(device.numa for device in reversed(chain)), gpu.numa if gpu is not None else None]
+        numa = next((node for node in said if node is not None), None)
+        if numa is not None:
+            for place in (chain[0].busid, chain[0].host_bridge) if chain else (busid,):
+                nodes.setdefault(place, numa)
+    return nodes
 
 
 def _bandwidth(

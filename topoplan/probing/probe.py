@@ -23,8 +23,8 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
     """Read this machine: GPUs and NVLinks from the NVIDIA driver, PCIe, CPUs and NICs from Linux.
 
     The GPUs are those that CUDA shows this process (``CUDA_VISIBLE_DEVICES``), in its order; ``gpu<n>`` bears the
-    driver's number. The result is kept for a day in the user's cache folder, as long as the machine is not started
-    again and neither driver nor devices change.
+    driver's number. The result is kept in the user's cache folder for a day, or for ten minutes if it has a warning, as
+    long as the machine is not started again and neither driver nor devices change.
 
     Parameters
     ----------

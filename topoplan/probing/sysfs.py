@@ -104,6 +104,14 @@ class Sysfs:
         """Bus ids of all PCI devices."""
         return [name for name in self.names(self.root / "bus/pci/devices") if _BUS_ID.fullmatch(name)]
 
+    def pci_device(self, path: Path) -> str:
+        """Bus id of the PCI device that a link leads to; empty where it leads to none, as that of a virtual device."""
+        try:
+            name = path.resolve(strict=True).name
+        except (OSError, RuntimeError):
+            return ""
+        return name if _BUS_ID.fullmatch(name) else ""
+
     def chain(self, busid: str) -> list[SysfsDevice]:
         """A PCI device with the bridges above it, uppermost first; empty if the kernel does not know it."""
         path = self.root / "bus/pci/devices" / busid
