@@ -220,7 +220,8 @@ def test_the_process_sees_what_cuda_shows_it(fake_here: Installer, monkeypatch: 
     """One kept probe serves processes with different views."""
     fake_here("dgx1v")
     whole = topoplan.probe()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"7,{whole.device('gpu4').fact('uuid')[:12]}")
+    named = ",".join(whole.device(gpu).fact("uuid")[:12] for gpu in ("gpu7", "gpu4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     shown = topoplan.probe()
     assert shown.gpus == ("gpu7", "gpu4")
     assert "CUDA_VISIBLE_DEVICES=" in shown.notes[-1]
