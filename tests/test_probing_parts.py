@@ -13,7 +13,7 @@ import pytest
 import topoplan
 from topoplan.hosts import NvlinkBundle
 from topoplan.probing.access import refused_access
-from topoplan.probing.cache import MOST_AGE, cache_file, read_cache, write_cache
+from topoplan.probing.cache import MOST_AGE, cache_file, device_files, read_cache, write_cache
 from topoplan.probing.driver import Driver, DriverGpu
 from topoplan.probing.driver_links import DriverLink
 from topoplan.probing.nics import find_nics
@@ -277,7 +277,9 @@ def test_cuda_visible_devices_choose_and_order_gpus_up_to_the_first_unknown(
 
 @pytest.mark.parametrize("named", ["1,2,1", "1,01", "GPU-55,GPU-55"])
 def test_a_view_that_names_a_gpu_twice_shows_none_as_cuda_does(named: str) -> None:
-    with pytest.raises(topoplan.ProbeError, match="leaves none of the 8 GPUs, since it names one twice; unset"):
+    with pytest.raises(
+        topoplan.ProbeError, match="leaves none of the 8 GPUs, since it names one twice; unset"
+    ):
         visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
 
 
@@ -333,6 +335,37 @@ def test_another_boot_driver_or_device_is_another_machine(tmp_path: Path) -> Non
         seen.append(cache_file(Sysfs(root)))
         assert cache_file(Sysfs(root)) == seen[-1]
     assert len(set(seen)) == 4
+
+
+def booted(folder: Path) -> Sysfs:
+    (folder / "proc/sys/kernel/random").mkdir(parents=True)
+    (folder / "proc/sys/kernel/random/boot_id").write_text("1")
+    return Sysfs(folder / "sys")
+
+
+def test_a_user_without_a_home_keeps_nothing_and_a_relative_folder_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that runs under a number that no user has: ~ stays ~ there, here by a home of that name."""
+    sysfs = booted(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = cache_file(sysfs)
+    assert kept is not None
+    assert kept.parent == tmp_path / ".cache/topoplan"
+    monkeypatch.setenv("HOME", "~")
+    assert cache_file(sysfs) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_file(sysfs) is None
+
+
+def test_device_files_that_may_not_be_opened_do_not_count(tmp_path: Path) -> None:
+    """A link to nothing stands for one that a control group forbids, which root too may not open."""
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "sda"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia1").symlink_to("gone")
+    assert device_files(str(tmp_path)) == ["nvidia-uvm", "nvidia0", "nvidiactl"]
+    assert device_files(str(tmp_path / "gone")) == []
 
 
 def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path) -> None:

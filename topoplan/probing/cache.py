@@ -1,8 +1,8 @@
 """The last probe of this machine, kept in the user's cache folder, since a training job asks at every start.
 
-A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices and device files as now.
-All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to seconds. A link
-can die while a machine runs, so a kept probe is used for a day.
+A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices and usable device files
+as now. All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes up to seconds.
+A link can die while a machine runs, so a kept probe is used for a day.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = "1"
 
 
 def cache_file(sysfs: Sysfs) -> Path | None:
-    """Where the probe of this machine, as it is now, is kept; None where the machine cannot be told from others."""
+    """Where the probe of this machine, as it is now, is kept; None where it is not told from others, or no home is."""
     boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id")
     if not boot:
         return None
@@ -37,17 +37,26 @@ def cache_file(sysfs: Sysfs) -> Path | None:
     parts.append(sysfs.text(sysfs.root / "module/nvidia/version") or "")
     parts += sysfs.pci_devices()
     parts += sysfs.names(sysfs.root / "class/infiniband")
-    parts += sorted(name for name in _names("/dev") if re.fullmatch(r"nvidia(\d+|ctl|-caps.*|-uvm)", name))
+    parts += device_files("/dev")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder) / "topoplan" / f"probe-{digest}.json"
+    folders = (Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.path.expanduser("~/.cache")))
+    # A relative folder does not count, by XDG's rules; without a home there is no other.
+    folder = next((folder for folder in folders if folder.is_absolute()), None)
+    return folder / "topoplan" / f"probe-{digest}.json" if folder else None
 
 
-def _names(folder: str) -> list[str]:
+def device_files(folder: str) -> list[str]:
+    """The NVIDIA device files that this process may open: a batch system shows each job only its GPUs."""
     try:
-        return os.listdir(folder)
+        names = sorted(os.listdir(folder))
     except OSError:
         return []
+    return [
+        name
+        for name in names
+        if re.fullmatch(r"nvidia(\d+|ctl|-caps.*|-uvm)", name)
+        and os.access(os.path.join(folder, name), os.R_OK | os.W_OK)
+    ]
 
 
 def read_cache(path: Path | None) -> Topology | None:
