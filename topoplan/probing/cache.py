@@ -1,8 +1,8 @@
 """The last probe of this machine, kept in the user's cache folder, since a training job asks at every start.
 
 A kept probe counts only for the same machine in the same state: same boot, driver, PCI devices and usable device files
-as now. All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver takes seconds. A link
-can die while a machine runs, so a kept probe is used for a day.
+as now. All of that is read from ``/sys``, ``/proc`` and ``/dev`` in milliseconds; asking the driver can take seconds.
+A link may die while a machine runs, so a kept probe is used for a day.
 """
 
 from __future__ import annotations
