@@ -204,6 +204,19 @@ def test_without_driver_or_gpu_one_line_says_what_to_do(
     assert line.endswith(INSTEAD)
 
 
+@pytest.mark.parametrize("arguments", [["--sysfs-root", ""], ["--sysfs-root", "nowhere"], []])
+def test_a_folder_that_is_not_there_is_not_read_in_place_of_sys(
+    fake_host: Installer, arguments: list[str]
+) -> None:
+    done = run(fake_host("dgx1v"), "probe", *arguments, TOPOPLAN_SYSFS_ROOT="nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    named = arguments[-1] if arguments else "nowhere"
+    assert done.stderr == (
+        f"topoplan probe: error: {named!r} is no folder to read in place of /sys; "
+        "name one, or leave --sysfs-root and TOPOPLAN_SYSFS_ROOT out\n"
+    )
+
+
 def test_a_kept_probe_needs_no_driver_until_it_is_to_be_read_anew(
     fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
