@@ -346,10 +346,13 @@ class TestErrors:
                 ["dgx-1v", "-o", "-", "--json"],
                 "-o - and --json both print the machine; leave one out",
             ),
-            (
-                machine(),
-                ["--nvlink-gbps", "20"],
-                "--nvlink-gbps and --pcie-gbps go with nvidia-smi text; name it, or leave them out",
+            *(
+                (
+                    machine(),
+                    [option, "20"],
+                    f"{option} goes with a description of the machine; name it, or leave {option} out",
+                )
+                for option in ("--nvlink-gbps", "--pcie-gbps", "--socket-gbps", "--merge")
             ),
         ],
     )

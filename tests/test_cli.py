@@ -226,6 +226,16 @@ class TestContract:
         assert run("simulate", str(other), "--sizes", "1MB").out == wanted
         assert run("simulate", "-", "--sizes", "1MB", stdin=plan_text.encode()).out == wanted
 
+    @pytest.mark.parametrize("command", ["show", "plan", "compare"])
+    def test_a_plan_in_place_of_a_machine_is_named(
+        self, refused: Callable[..., str], plan_file: Path, command: str
+    ) -> None:
+        """The line says what takes it."""
+        assert refused(command, str(plan_file)) == (
+            f"topoplan {command}: error: {plan_file}: this is a plan, not a machine; topoplan verify, simulate, export "
+            "and bench take it\n"
+        )
+
     def test_simulate_crosses_the_ring(self, run: Run) -> None:
         """On DGX-2 the ring, 2 (N - 1) steps of latency, never beats 16 one-hop trees."""
         made = run("simulate", "dgx-2", "--sizes", "1KB:1GB", "--json").json

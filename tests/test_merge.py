@@ -203,13 +203,19 @@ def test_the_command_line_merges(
             ["plan", "dgx-1v", "--socket-gbps", "9"],
             "topology JSON states its own bandwidths; leave out --socket-gbps",
         ),
-        (["plan", "-", "--merge", "-"], "stdin holds one description; give --merge a file"),
+        (["plan", "-", "--merge", "-"], "stdin is read once; give TOPO, --merge and --overlay a file each"),
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1
+
+
+def test_two_descriptions_cannot_both_be_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
+    with pytest.raises(UsageError, match="stdin holds one description; give --merge a file"):
+        topoplan.load("-", merge="-")
 
 
 def test_real_cloud_files_reach_the_optimum_with_the_librarys_nvlinks(machines_dir: Path) -> None:

@@ -458,11 +458,26 @@ def test_an_overlay_of_a_plan_file_is_refused(tmp_path: Path, run: Run) -> None:
 
 
 def test_a_listing_given_as_the_machine_is_sent_to_the_overlay(tmp_path: Path, run: Run) -> None:
-    """And two inputs cannot both be stdin."""
+    """In one line."""
     path = tmp_path / "s.txt"
     path.write_text(Listings(V100S).status())
     code, _, err = run(["plan", str(path)])
     assert (code, err.count("\n")) == (2, 1)
     assert "give it to --overlay, and the machine itself" in err
-    code, _, err = run(["plan", "-", "--overlay", "-"])
-    assert code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-", "--overlay", "-"],
+        ["dgx-1v", "--overlay", "-", "--overlay", "-"],
+        ["dgx-1v", "--merge", "-", "--overlay", "-"],
+    ],
+)
+def test_stdin_is_one_input_of_a_command(run: Run, arguments: list[str]) -> None:
+    """The second would find it empty."""
+    code, _, err = run(["plan", *arguments])
+    assert (code, err) == (
+        2,
+        "topoplan plan: error: stdin is read once; give TOPO, --merge and --overlay a file each, but for one\n",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -150,7 +151,8 @@ def test_half_of_the_answers_are_enough_for_a_machine_and_its_gaps_are_named(fak
     assert found, "some NVLinks are told"
     assert all(count <= known[ends] for ends, count in found.items()), "none is invented"
     assert any(line.startswith("the driver did not answer ") for line in warnings(machine))
-    assert any(" cannot be read (" in line for line in warnings(machine))
+    unread = next(line for line in warnings(machine) if " cannot be read: " in line)
+    assert unread.endswith(" (18 files); what they hide is assumed")
     assert topoplan.verify(topoplan.plan(machine)).optimal
 
 
@@ -219,6 +221,19 @@ def test_without_driver_or_gpu_one_line_says_what_to_do(
     assert line.endswith(INSTEAD)
 
 
+@pytest.mark.parametrize("arguments", [["--sysfs-root", ""], ["--sysfs-root", "nowhere"], []])
+def test_a_folder_that_is_not_there_is_not_read_in_place_of_sys(
+    fake_host: Installer, arguments: list[str]
+) -> None:
+    done = run(fake_host("dgx1v"), "probe", *arguments, TOPOPLAN_SYSFS_ROOT="nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    named = arguments[-1] if arguments else "nowhere"
+    assert done.stderr == (
+        f"topoplan probe: error: {named!r} is no folder to read in place of /sys; "
+        "name one, or leave --sysfs-root and TOPOPLAN_SYSFS_ROOT out\n"
+    )
+
+
 def test_a_kept_probe_needs_no_driver_until_it_is_to_be_read_anew(
     fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -237,7 +252,8 @@ def test_the_process_sees_what_cuda_shows_it(fake_here: Installer, monkeypatch: 
     """One kept probe serves processes with different views."""
     fake_here("dgx1v")
     whole = topoplan.probe()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"7,{whole.device('gpu4').fact('uuid')[:12]}")
+    named = ",".join(whole.device(gpu).fact("uuid")[:12] for gpu in ("gpu7", "gpu4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     shown = topoplan.probe()
     assert shown.gpus == ("gpu7", "gpu4")
     assert "CUDA_VISIBLE_DEVICES=" in shown.notes[-1]
@@ -262,6 +278,40 @@ def test_without_the_kernels_tree_the_driver_still_places_the_gpus(
     assert (
         "the kernel's PCIe tree is not visible here: placed by what the driver says of each pair"
         in machine.notes
+    )
+
+
+def test_nodes_that_devices_name_are_there_even_if_the_kernel_lists_none(fake_here: Installer) -> None:
+    host = fake_here(replace(MACHINES["dgx1v"](), name="no_nodes"))
+    shutil.rmtree(host.sysfs_root / "devices/system/node")
+    machine = topoplan.probe()
+    assert wires(machine) == wires(topoplan.load("dgx-1v"))
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert warnings(machine) == []
+
+
+def test_devices_whose_node_is_not_told_are_named(fake_here: Installer) -> None:
+    """As in a virtual machine whose firmware tells none: NCCL takes node 0."""
+    told = MACHINES["dgx1v"]()
+    roots = (told.roots[0], *(replace(root, numa=-1) for root in told.roots[1:]))
+    machine = (fake_here(replace(told, name="untold", roots=roots)), topoplan.probe())[1]
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0] * 8
+    assert (
+        "the NUMA node of gpu4, gpu5, gpu6 ... 0000:8b:00.0 (6 devices) is not told; node 0 taken, as NCCL takes "
+        "node 0"
+    ) in machine.notes
+
+
+@pytest.mark.parametrize("busid", ["0000:06:00.0", "0000:0c:00.0"])
+def test_a_device_whose_link_leads_to_another_has_no_place_in_the_tree(
+    fake_here: Installer, busid: str
+) -> None:
+    host = fake_here(replace(MACHINES["dgx1v"](), name=f"astray-{busid[5:7]}"))
+    link = host.sysfs_root / "bus/pci/devices" / busid
+    link.unlink()
+    link.symlink_to("0000:0a:00.0")
+    assert (
+        sum(f"{busid}) is not in the kernel's PCIe tree" in line for line in warnings(topoplan.probe())) == 1
     )
 
 

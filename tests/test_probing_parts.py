@@ -323,8 +323,12 @@ def machine() -> topoplan.Topology:
         ("3,1", ("gpu3", "gpu1")),
         ("0, 2", ("gpu0", "gpu2")),
         ("1,9,2", ("gpu1",)),
-        ("1,1,2", ("gpu1",)),
+        ("1gpu2,+2ampere", ("gpu1", "gpu2")),
+        ("3,GPU-55", ("gpu3",)),
         ("GPU-55,GPU-4", ("gpu5", "gpu4")),
+        ("GPU-55,3", ("gpu5",)),
+        ("GPU-55,MIG-7b", ("gpu5",)),
+        ("MIG-7a,MIG-7b", ("gpu7",)),
         ("MIG-7b", ("gpu7",)),
         ("MIG-GPU-66/1/0", ("gpu6",)),
     ],
@@ -332,13 +336,26 @@ def machine() -> topoplan.Topology:
 def test_cuda_visible_devices_choose_and_order_gpus_up_to_the_first_unknown(
     named: str, gpus: tuple[str, ...]
 ) -> None:
-    """CUDA C programming guide, CUDA environment variables."""
+    """CUDA C programming guide, CUDA environment variables; mixed and ragged words as torch.cuda has them."""
     shown = visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
     assert shown.gpus == gpus
     assert {end for link in shown.links for end in (link.src, link.dst) if end.startswith("gpu")} <= set(gpus)
 
 
-@pytest.mark.parametrize("named", ["", "-1", "9", "GPU-", "gpu0", "NoDevFiles"])
+@pytest.mark.parametrize("named", ["1,2,1", "1,01", "GPU-55,GPU-55"])
+def test_a_view_that_names_a_gpu_twice_shows_none_as_cuda_does(named: str) -> None:
+    with pytest.raises(
+        topoplan.ProbeError, match="leaves none of the 8 GPUs, since it names one twice; unset"
+    ):
+        visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
+
+
+def test_the_note_of_a_view_is_short_and_can_be_printed() -> None:
+    (note,) = visible(machine(), {"CUDA_VISIBLE_DEVICES": "0,\x1b[31m" + 99 * "9"}).notes
+    assert note == f"CUDA_VISIBLE_DEVICES=0,?[31m{53 * '9'}… shows 1 of 8 GPUs"
+
+
+@pytest.mark.parametrize("named", ["", "-1", "9", "GPU-", "gpu0", "NoDevFiles", "²", "٣"])
 def test_a_view_without_any_gpu_is_an_error(named: str) -> None:
     with pytest.raises(topoplan.ProbeError) as error:
         visible(machine(), {"CUDA_VISIBLE_DEVICES": named})
@@ -447,6 +464,28 @@ def test_another_boot_driver_device_mig_instance_or_nic_is_another_machine(tmp_p
         seen.append(cache_file(Sysfs(root)))
         assert cache_file(Sysfs(root)) == seen[-1]
     assert len(set(seen)) == len(seen)
+
+
+def booted(folder: Path) -> Sysfs:
+    (folder / "proc/sys/kernel/random").mkdir(parents=True)
+    (folder / "proc/sys/kernel/random/boot_id").write_text("1")
+    return Sysfs(folder / "sys")
+
+
+def test_a_user_without_a_home_keeps_nothing_and_a_relative_folder_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that runs under a number that no user has: ~ stays ~ there, here by a home of that name."""
+    sysfs = booted(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = cache_file(sysfs)
+    assert kept is not None
+    assert kept.parent == tmp_path / ".cache/topoplan"
+    monkeypatch.setenv("HOME", "~")
+    assert cache_file(sysfs) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_file(sysfs) is None
 
 
 def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path) -> None:

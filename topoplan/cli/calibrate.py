@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 REPEATS, FEWEST, MOST = 9, 3, 1000
 
+_OF_A_DESCRIPTION = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
+
 
 def add_options(parser: OneLineParser) -> None:
     """Add the options of ``calibrate``."""
@@ -94,8 +96,10 @@ def _sizes(given: Sequence[int]) -> tuple[int, ...]:
 def _machine(options: argparse.Namespace) -> Topology:
     if options.topo is not None:
         return read_topology(options)
-    if options.nvlink_gbps is not None or options.pcie_gbps is not None:
-        raise UsageError("--nvlink-gbps and --pcie-gbps go with nvidia-smi text; name it, or leave them out")
+    given = [name for name in _OF_A_DESCRIPTION if getattr(options, name) is not None]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"{option} goes with a description of the machine; name it, or leave {option} out")
     return topoplan.probe()
 
 

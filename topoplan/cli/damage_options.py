@@ -104,8 +104,6 @@ def overlaid(options: argparse.Namespace, topology: Topology) -> Topology:
     listings: list[str] = options.overlay or []
     if not listings:
         return topology
-    if listings.count("-") + (options.topo == "-") > 1:
-        raise UsageError("TOPO and --overlay cannot all be read from stdin; give a file")
     # Few runs have one, and none should wait for its reader.
     from topoplan.formats.nvlink_overlay import overlay
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plot
 from topoplan.cli.output_files import check_plot, check_target, write_whole
@@ -24,7 +23,6 @@ def add_options(parser: OneLineParser) -> None:
     parser.add_argument(
         "--sysfs-root",
         metavar="DIR",
-        type=Path,
         help="folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else /sys)",
     )
     add_plot(parser, "the machine")

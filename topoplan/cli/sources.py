@@ -38,9 +38,17 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
 
 def read_topology(options: argparse.Namespace) -> Topology:
     """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
+    _check_stdin(options)
     if options.topo == "-" and sys.stdin is None:
         raise UsageError(_CLOSED)
     return _printable(load(options.topo, **_asked(options)))
+
+
+def _check_stdin(options: argparse.Namespace) -> None:
+    """Refuse to read stdin twice: the second input would be empty."""
+    inputs = [options.topo, options.merge, *(getattr(options, "overlay", None) or ())]
+    if inputs.count("-") > 1:
+        raise UsageError("stdin is read once; give TOPO, --merge and --overlay a file each, but for one")
 
 
 class _Asked(TypedDict):
@@ -82,6 +90,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topo
 
     Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
     """
+    _check_stdin(options)
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
         return read_topology(options)

@@ -90,9 +90,14 @@ def topology_from_object(value: object) -> Topology:
     """Read a topology from decoded JSON; errors as `parse_topology_json`."""
     if not isinstance(value, dict):
         raise TopologyError(f"topology JSON must be an object, not {type(value).__name__}")
-    if value.get("format") != FORMAT:
+    known = value.get("format")
+    if isinstance(known, str) and known.startswith("topoplan.plan"):
         raise TopologyError(
-            f"format {value.get('format')!r} is not {FORMAT!r}; convert the file or use another version of topoplan"
+            "this is a plan, not a machine; topoplan verify, simulate, export and bench take it"
+        )
+    if known != FORMAT:
+        raise TopologyError(
+            f"format {known!r} is not {FORMAT!r}; convert the file or use another version of topoplan"
         )
     name, source = value.get("name", "machine"), value.get("source", "")
     if not _is_text(name) or not _is_text(source):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from topoplan.hosts.host import Host, HostCpu, HostGpu, HostNic
 from topoplan.hosts.link_rates import SOCKET
 from topoplan.hosts.nccl_rates import socket_bandwidth
@@ -23,17 +25,16 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
     chains = {gpu.busid: sysfs.chain(gpu.busid) for gpu in driver.gpus}
     switches, others = _nvidia_devices(sysfs, set(chains))
     bundles, nvlink_notes = nvlink_bundles(driver, switches, others)
-    cpus = sysfs.numa_nodes()
     visible = any(chains.values())
     nics, nic_notes = (
         find_nics(sysfs) if visible else ((), ("no NIC is looked for without the kernel's PCIe tree",))
     )
+    places = chains | {nic.busid: sysfs.chain(nic.busid) for nic in nics} if visible else {}
+    cpus = _numa_nodes(sysfs, places)
     if visible:
-        places = chains | {nic.busid: sysfs.chain(nic.busid) for nic in nics}
         kinds = dict.fromkeys(chains, "gpu") | {nic.busid: "nic" for nic in nics}
         side = kernel_tree(places, kinds, driver, list(cpus))
     else:
-        places = {}
         side = driver_tree(driver)
     used = sorted({device.cpu for device in side.tree})
     access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
@@ -58,8 +59,39 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
             f"probed: NVIDIA driver {driver.version or 'of unknown version'} and {sysfs.root}; NVLink nominal by "
             "generation, PCIe by lanes and rate as NCCL counts them, CPUs as NCCL has them"
         ),
-        notes=(*driver.notes, *nvlink_notes, *fabric, *access, *side.notes, *nic_notes, *_unreadable(sysfs)),
+        notes=(
+            *driver.notes,
+            *nvlink_notes,
+            *fabric,
+            *access,
+            *side.notes,
+            *_homeless(driver, places, cpus),
+            *nic_notes,
+            *_unreadable(sysfs),
+        ),
     )
+
+
+def _numa_nodes(sysfs: Sysfs, places: Mapping[str, list[SysfsDevice]]) -> dict[int, str]:
+    """NUMA nodes with their logical CPUs; where the kernel lists none, those that devices name, and else node 0."""
+    named = {device.numa for chain in places.values() for device in chain if device.numa is not None}
+    return sysfs.numa_nodes() or dict.fromkeys(sorted(named) or (0,), "")
+
+
+def _homeless(
+    driver: Driver, places: Mapping[str, list[SysfsDevice]], cpus: Mapping[int, str]
+) -> tuple[str, ...]:
+    """A note on devices in the kernel's tree whose NUMA node is not told, on a machine with several."""
+    gpus = {gpu.busid: gpu for gpu in driver.gpus}
+    unknown = []
+    for busid, chain in places.items():
+        gpu = gpus.get(busid)
+        nodes = {device.numa for device in chain} | {gpu.numa if gpu is not None else None}
+        if chain and not nodes & cpus.keys():
+            unknown.append(busid if gpu is None else f"gpu{gpu.index}")
+    if len(cpus) < 2 or not unknown:
+        return ()
+    return (f"the NUMA node of {listed(unknown)} is not told; node {min(cpus)} taken, as NCCL takes node 0",)
 
 
 def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
@@ -68,8 +100,7 @@ def _unreadable(sysfs: Sysfs) -> tuple[str, ...]:
     files = [path.split("/")[-2:] for path in dict.fromkeys(sysfs.unreadable)]
     names = listed(("/".join(parts) for parts in files), noun="files")
     return (
-        f"warning: {len(files)} files beside {sysfs.root} cannot be read ({names}); what they "
-        "hide is assumed",
+        f"warning: files of {sysfs.root} or of proc beside it cannot be read: {names}; what they hide is assumed",
     )
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from topoplan.errors import ProbeError, TopologyError
+from topoplan.errors import ProbeError, TopologyError, UsageError
 from topoplan.hosts.build import host_topology
 from topoplan.probing.cache import cache_file, read_cache, write_cache
 from topoplan.probing.describe import describe
@@ -40,10 +40,18 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
 
     Raises
     ------
+    UsageError
+        The folder is not there.
     ProbeError
         No driver, no GPU, or no nvidia-ml-py; the message says what to install or to give instead.
     """
-    sysfs = Sysfs(Path(sysfs_root or os.environ.get(SYSFS_ROOT) or "/sys").absolute())
+    named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
+    if named is not None and not os.path.isdir(named):
+        raise UsageError(
+            f"{os.fspath(named)!r} is no folder to read in place of /sys; name one, or leave --sysfs-root and "
+            f"{SYSFS_ROOT} out"
+        )
+    sysfs = Sysfs(Path(named or "/sys").absolute())
     kept = cache_file(sysfs)
     topology = None if refresh else read_cache(kept)
     if topology is None:

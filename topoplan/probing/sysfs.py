@@ -113,7 +113,7 @@ class Sysfs:
         return name if _BUS_ID.fullmatch(name) else ""
 
     def chain(self, busid: str) -> list[SysfsDevice]:
-        """A PCI device with the bridges above it, uppermost first; empty if the kernel does not know it."""
+        """A PCI device with the bridges above it, uppermost first; empty if the kernel does not know where it is."""
         path = self.root / "bus/pci/devices" / busid
         try:
             folder = path.resolve(strict=True)
@@ -121,7 +121,7 @@ class Sysfs:
             return []
         parts = folder.parts
         roots = [i for i, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)]
-        if not roots:
+        if not roots or folder.name != busid:
             return []
         start = roots[-1] + 1
         devices: list[SysfsDevice] = []
@@ -160,12 +160,10 @@ class Sysfs:
         return width if width and 0 < width <= 32 else None
 
     def numa_nodes(self) -> dict[int, str]:
-        """NUMA nodes with the list of their logical CPUs, such as ``0-19,40-59``; node 0 if the kernel has none."""
+        """NUMA nodes with the list of their logical CPUs, such as ``0-19,40-59``; empty if the kernel lists none."""
         folder = self.root / "devices/system/node"
         numbers = sorted(int(name[4:]) for name in self.names(folder) if re.fullmatch(r"node\d{1,6}", name))
-        return {number: self.text(folder / f"node{number}" / "cpulist") or "" for number in numbers} or {
-            0: ""
-        }
+        return {number: self.text(folder / f"node{number}" / "cpulist") or "" for number in numbers}
 
     def processor(self) -> tuple[str, str, int, int]:
         """Architecture, vendor, family and model of the CPUs; empty and 0 where unknown."""

@@ -2,6 +2,8 @@
 
 CUDA numbers devices from the fastest down unless ``CUDA_DEVICE_ORDER`` is ``PCI_BUS_ID``; equal GPUs come in the order
 of their bus ids, which is the driver's. UUIDs, also shortened ones and those of MIG instances, mean one GPU anywhere.
+The first word says whether numbers, GPUs or MIG instances are named; a word of another kind ends the list, and a word
+that is there twice empties it. A number ends where its digits do (``torch.cuda`` reads the variable likewise).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 
 from topoplan.errors import ProbeError
 from topoplan.topology import Device, Topology
@@ -32,20 +35,22 @@ def visible(topology: Topology, environment: Mapping[str, str]) -> Topology:
     if named is None:
         return topology
     gpus = [topology.device(name) for name in topology.gpus]
+    words = _words(named.strip())
+    twice = len(set(words)) < len(words)
     chosen: list[Device] = []
-    for word in named.split(","):
-        gpu = _meant(word.strip(), gpus)
+    for word in () if twice else words:
+        gpu = _meant(word, gpus)
         if gpu is None or gpu in chosen:
             break
         chosen.append(gpu)
     if not chosen:
+        why = ", since it names one twice" if twice else ""
         raise ProbeError(
-            f"CUDA_VISIBLE_DEVICES={named[:60]!r} leaves none of the {len(gpus)} GPUs; unset it to see all"
+            f"CUDA_VISIBLE_DEVICES={named[:60]!r} leaves none of the {len(gpus)} GPUs{why}; unset it to see all"
         )
-    notes = [f"CUDA_VISIBLE_DEVICES={named} shows {len(chosen)} of {len(gpus)} GPUs"]
-    by_number = any(re.fullmatch(r"\d+", word.strip()) for word in named.split(","))
+    notes = [f"CUDA_VISIBLE_DEVICES={_printable(named)} shows {len(chosen)} of {len(gpus)} GPUs"]
     if (
-        by_number
+        words[0].isdigit()
         and len({gpu.model for gpu in gpus}) > 1
         and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     ):
@@ -62,11 +67,24 @@ def visible(topology: Topology, environment: Mapping[str, str]) -> Topology:
     )
 
 
+def _words(named: str) -> list[str]:
+    """The numbers, or the identities of one kind, with which the variable begins."""
+    kind = re.match(r"GPU-|MIG-", named)
+    pattern = rf"\s*({kind[0]}\S*)" if kind else r"\s*\+?([0-9]{1,9})"
+    found = [re.match(pattern, word) for word in named.split(",")]
+    told = takewhile(lambda match: match is not None, found)
+    return [match[1] if kind else str(int(match[1])) for match in told if match]
+
+
+def _printable(named: str) -> str:
+    """The beginning of the variable, for a note."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in named[:60])
+    return text + "…" * (len(named) > 60)
+
+
 def _meant(word: str, gpus: list[Device]) -> Device | None:
-    if re.fullmatch(r"\d{1,6}", word):
+    if word.isdigit():
         return gpus[int(word)] if int(word) < len(gpus) else None
-    if not word.startswith(("GPU-", "MIG-")):
-        return None
     # Older drivers name an instance MIG-GPU-<uuid of the GPU>/<GPU instance>/<compute instance>.
     whole = word.removeprefix("MIG-").split("/")[0] if word.startswith("MIG-GPU-") else word
     found = [
