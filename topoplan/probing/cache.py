@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ _VERSION = "1"
 
 
 def cache_file(sysfs: Sysfs) -> Path | None:
-    """Where the probe of this machine, as it is now, is kept; None where the machine cannot be told from others."""
+    """Where the probe of this machine, as it is now, is kept; None where it is not told from others, or no home is."""
     boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id")
     if not boot:
         return None
@@ -43,26 +44,27 @@ def cache_file(sysfs: Sysfs) -> Path | None:
     parts.append(sysfs.text(sysfs.root / "module/nvidia/version") or "")
     parts += sysfs.pci_devices()
     parts += map(repr, find_nics(sysfs))
-    parts += [*mig_instances(sysfs), *device_files(Path("/dev"))]
+    parts += mig_instances(sysfs)
+    parts += device_files("/dev")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    folder = _cache_folder()
-    return folder / f"probe-{digest}.json" if folder else None
+    folders = (Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.path.expanduser("~/.cache")))
+    # A relative folder does not count, by XDG's rules; without a home there is no other.
+    folder = next((folder for folder in folders if folder.is_absolute()), None)
+    return folder / "topoplan" / f"probe-{digest}.json" if folder else None
 
 
-def _cache_folder() -> Path | None:
-    """The user's; None where there is none, as for a user without a home."""
-    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
-        if os.path.isabs(folder):
-            return Path(folder) / "topoplan"
-    return None
-
-
-def device_files(folder: Path) -> list[str]:
-    """The driver's files in ``/dev`` that this process may open; a cgroup may deny some that are listed."""
-    with contextlib.suppress(OSError):
-        found = [path for pattern in ("nvidia*", "nvidia-caps/*") for path in folder.glob(pattern)]
-        return sorted(path.name for path in found if os.access(path, os.R_OK | os.W_OK))
-    return []
+def device_files(folder: str) -> list[str]:
+    """The NVIDIA device files that this process may open: a batch system shows each job only its GPUs."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [
+        name
+        for name in names
+        if re.fullmatch(r"nvidia(\d+|ctl|-caps.*|-uvm)", name)
+        and os.access(os.path.join(folder, name), os.R_OK | os.W_OK)
+    ]
 
 
 def mig_instances(sysfs: Sysfs) -> list[str]:
