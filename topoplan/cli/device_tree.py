@@ -160,7 +160,8 @@ def _what(device: Device, homes: Set[int | None]) -> str:
     """Model and facts; the NUMA node of a CPU, and of another device only where no CPU (``homes``) tells it."""
     known = dict(device.facts)
     parts = [device.model, known.get("adapter", "")]
-    parts += [f"{known['gigabits']} Gb/s" if "gigabits" in known else ""]
+    speed = f"{known['gigabits']} Gb/s" if "gigabits" in known else ""
+    parts += ["" if device.model.endswith(speed) else speed]
     parts += [f"sm {known['sm']}" if "sm" in known else known.get("gcn", "")]
     told = device.numa in homes if device.kind != "cpu" else device.numa is None
     parts += ["" if told else f"NUMA {device.numa}"]
