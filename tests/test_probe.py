@@ -327,7 +327,9 @@ def test_the_probe_prints_the_machine_and_writes_what_every_command_reads(
     assert (tmp_path / "machine.png").stat().st_size > 10_000
     printed = run(host, "probe", "--json")
     assert json.loads(printed.stdout) == json.loads(path.read_text())
-    assert run(host, "probe", "-o", "-").stdout == path.read_text()
+    figure = tmp_path / "other.svg"
+    assert run(host, "probe", "-o", "-", "--plot", str(figure)).stdout == path.read_text()
+    assert figure.stat().st_size > 10_000
     assert replace(topoplan.load(printed.stdout), name="") == replace(topoplan.load(path), name="")
 
 

@@ -407,38 +407,6 @@ def test_a_probe_that_another_user_kept_is_not_read(tmp_path: Path) -> None:
     assert read_cache(path) is None
 
 
-def test_gpus_that_this_process_may_not_open_are_no_part_of_its_machine(tmp_path: Path) -> None:
-    """A link to nothing stands for a file that may not be opened: root may open all others."""
-    (tmp_path / "nvidia-caps").mkdir()
-    for name in ("nvidia0", "nvidiactl", "nvidia-caps/nvidia-cap1", "null"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "nvidia1").symlink_to("nowhere")
-    assert device_files(tmp_path) == ["nvidia-cap1", "nvidia-caps", "nvidia0", "nvidiactl"]
-
-
-@pytest.mark.parametrize("folder", ["", "here"])
-def test_a_cache_folder_that_is_no_absolute_path_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
-    """A user without a home; by the XDG rules a relative XDG_CACHE_HOME counts as absent."""
-    (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
-    (tmp_path / "proc/sys/kernel/random/boot_id").write_text("1")
-    monkeypatch.setenv("XDG_CACHE_HOME", folder)
-    monkeypatch.setenv("HOME", "nowhere")
-    assert cache_file(Sysfs(tmp_path / "sys")) is None
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = cache_file(Sysfs(tmp_path / "sys"))
-    assert path
-    assert path.parent == tmp_path / ".cache/topoplan"
-
-
-def test_where_nothing_can_be_kept_nothing_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    write_cache(tmp_path / "file" / "probe.json", machine())
-    write_cache(None, machine())
-    assert read_cache(None) is None
-
-
 def test_another_boot_driver_device_mig_instance_or_nic_is_another_machine(tmp_path: Path) -> None:
     root = tmp_path / "sys"
     boot = tmp_path / "proc/sys/kernel/random/boot_id"
@@ -486,6 +454,15 @@ def test_a_user_without_a_home_keeps_nothing_and_a_relative_folder_does_not_coun
     assert cache_file(sysfs) is None
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_file(sysfs) is None
+
+
+def test_device_files_that_may_not_be_opened_do_not_count(tmp_path: Path) -> None:
+    """A link to nothing stands for one that a control group forbids, which root too may not open."""
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "sda"):
+        (tmp_path / name).touch()
+    (tmp_path / "nvidia1").symlink_to("gone")
+    assert device_files(str(tmp_path)) == ["nvidia-uvm", "nvidia0", "nvidiactl"]
+    assert device_files(str(tmp_path / "gone")) == []
 
 
 def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path) -> None:

@@ -223,3 +223,10 @@ def test_json_is_the_machine_and_nothing_else(show: Callable[..., str]) -> None:
     """Warnings of ``show`` are not part of the machine that ``--json`` prints."""
     out = show("dgx-1v", "--without-link", "gpu0-gpu3", "--json")
     assert json.loads(out)["notes"] == ["taken out: link gpu0-gpu3"]
+
+
+@pytest.mark.parametrize("model", ["ConnectX-6 200 Gb/s", "ConnectX-6"])
+def test_the_speed_of_a_nic_is_said_once(model: str) -> None:
+    """Some sources put it into the model, the probe too."""
+    nic = Device("nic0", "nic", "s0", model, facts=facts(adapter="mlx5_0", gigabits=200))
+    assert tree_text(Topology("one", (nic,), ())).count("200 Gb/s") == 1

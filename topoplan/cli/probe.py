@@ -6,7 +6,7 @@ import argparse
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plot
 from topoplan.cli.output_files import check_plot, check_target, write_whole
-from topoplan.cli.show import show_machine
+from topoplan.cli.show import draw_machine, show_machine
 from topoplan.errors import UsageError
 from topoplan.formats.topology_json import dump_topology_json
 from topoplan.probing.probe import probe
@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     check_plot(options.plot)
     topology = probe(sysfs_root=options.sysfs_root, refresh=options.refresh)
     if options.output == "-":
+        if options.plot:
+            draw_machine(topology, options.plot)
         print(dump_topology_json(topology), end="")
         return 0
     if options.output:

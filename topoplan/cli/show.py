@@ -42,10 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def show_machine(topology: Topology, *, plot: str | None, as_json: bool) -> None:
     """Print a machine as text or as topology JSON, and draw it if a file is named."""
     if plot:
-        from topoplan.plot.canvas import save_figure
-        from topoplan.plot.machine import draw_topology
-
-        save_figure(draw_topology(topology), plot)
+        draw_machine(topology, plot)
     if as_json:
         print_json(topology_to_object(topology))
         return
@@ -53,6 +50,14 @@ def show_machine(topology: Topology, *, plot: str | None, as_json: bool) -> None
     _print_parts(topology)
     if plot:
         print(f"written: {plot}")
+
+
+def draw_machine(topology: Topology, path: str) -> None:
+    """Draw a machine into a file."""
+    from topoplan.plot.canvas import save_figure
+    from topoplan.plot.machine import draw_topology
+
+    save_figure(draw_topology(topology), path)
 
 
 def link_summary(topology: Topology) -> str:
