@@ -2,18 +2,22 @@
 
 Three steps: what holds no GPU and no NIC is left out; two levels of one Broadcom switch chip, which shows itself as a
 cascade but carries full bandwidth between all ports, become one switch (as NCCL does, ``ncclTopoFlattenBcmSwitches``);
-a bridge above a single device, such as a port, is contracted into one link as fast as the slower of the two.
+a bridge above a single device is contracted into one link as fast as the slower of the two. NCCL passes over the
+downstream ports of switches before it looks for levels, and so they are contracted first here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 from topoplan.errors import TopologyError
 from topoplan.hosts.host import PciDevice
 
-_GEN4_CHIP = ("1000", "c010", "1000", "a0")
+_GEN4_CHIP = "1000:c010:1000:a"
+_GEN5_UPPER, _GEN5_LOWER = "1000:c030:1000:0", "1000:c030:1000:1"
+"""Vendor, device, subsystem vendor and the first digit of the subsystem."""
 
 
 def check_tree(tree: Iterable[PciDevice]) -> None:
@@ -52,7 +56,9 @@ def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
     0000:07:00.0 0000:05:00.0 12.0
     0000:08:00.0 0000:05:00.0 12.0
     """
-    return _contracted(_flattened(_with_ends(list(tree))))
+    kept = _with_ends(list(tree))
+    flat = _flattened(_contracted(kept, _ports(kept)))
+    return tuple(_contracted(flat, _above_one(flat)))
 
 
 def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
@@ -62,6 +68,23 @@ def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
         if device.busid in kept and device.parent:
             kept.add(device.parent)
     return [device for device in tree if device.busid in kept]
+
+
+def _above_one(tree: list[PciDevice]) -> set[str]:
+    """Bus ids of the bridges above a single device."""
+    children = Counter(device.parent for device in tree)
+    return {device.busid for device in tree if device.kind == "bridge" and children[device.busid] == 1}
+
+
+def _ports(tree: list[PciDevice]) -> set[str]:
+    """Bus ids of downstream ports: of the chip of the bridge above, with a single device below."""
+    chips = {device.busid: device.chip for device in tree}
+    single = _above_one(tree)
+    return {
+        device.busid
+        for device in tree
+        if device.busid in single and device.chip and device.chip == chips.get(device.parent)
+    }
 
 
 def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
@@ -86,28 +109,20 @@ def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
 
 def _chip_generation(chip: str, *, lower: bool) -> int:
     """Generation of a Broadcom switch chip that shows two levels; 0 for any other device."""
-    if not chip:
-        return 0
-    vendor, device, _, subsystem = chip.split(":")
-    if (vendor, device) == ("1000", "c010") and chip.startswith("1000:c010:1000:a"):
+    if chip.startswith(_GEN4_CHIP):
         return 4
-    if (vendor, device) == ("1000", "c030") and subsystem.startswith("1" if lower else "0"):
-        return 5
-    return 0
+    return 5 if chip.startswith(_GEN5_LOWER if lower else _GEN5_UPPER) else 0
 
 
-def _contracted(tree: list[PciDevice]) -> tuple[PciDevice, ...]:
-    """With every bridge above a single device taken out."""
-    children: dict[str, list[PciDevice]] = {}
-    for device in tree:
-        children.setdefault(device.parent, []).append(device)
+def _contracted(tree: list[PciDevice], single: set[str]) -> list[PciDevice]:
+    """Without bridges that stand above a single device."""
     above: dict[str, tuple[str, float]] = {}
     result = []
     for device in tree:
         parent, slowest = above.get(device.parent, (device.parent, device.bandwidth))
         bandwidth = min(slowest, device.bandwidth)
-        if device.kind == "bridge" and len(children[device.busid]) == 1:
+        if device.busid in single:
             above[device.busid] = (parent, bandwidth)
         else:
             result.append(replace(device, parent=parent, bandwidth=bandwidth))
-    return tuple(result)
+    return result
