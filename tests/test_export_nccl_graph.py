@@ -234,13 +234,34 @@ def test_gpus_that_nothing_joins_are_refused() -> None:
 
 
 def test_nccls_ways_on_a_dgx_1v() -> None:
-    """NVLink where it is, else through one GPU: what NCCL 2.30 itself computes from our topology file."""
+    """NVLink where it is, else through one GPU."""
     paths = NcclPaths(topoplan.load("dgx-1v"))
     names = [f"gpu{i}" for i in range(8)]
     assert [paths.hop("gpu0", name).kind for name in names[1:]] == ["NVL"] * 4 + ["NVB"] * 3
-    through = {link.dst for link in paths.hop("gpu0", "gpu7").part}
-    assert through in ({"gpu3", "gpu7"}, {"gpu4", "gpu7"})
     assert min(link.bandwidth for link in paths.hop("gpu0", "gpu7").part) == 50.0
+
+
+THROUGH = {
+    "dgx-1v": "05:1 06:4 07:4 14:0 16:5 17:5 24:0 25:1 27:6 34:0 35:1 36:7 "
+    "41:5 42:0 43:0 50:4 52:1 53:1 60:4 61:5 63:2 70:4 71:5 72:3",
+    "dgx-1p": "05:4 06:4 07:4 14:5 16:5 17:5 24:6 25:6 27:6 34:7 35:7 36:7 "
+    "41:0 42:0 43:0 50:1 52:1 53:1 60:2 61:2 63:2 70:3 71:3 72:3",
+}
+"""Sender, receiver and the GPU in between, as NCCL 2.30 found them when it was given our topology file."""
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_gpus_that_nccl_passes_through(name: str) -> None:
+    """Of equally wide ways the one whose last NVLink is widest, then the first of the receiver's list."""
+    paths = NcclPaths(topoplan.load(name))
+    found = []
+    for tail in range(8):
+        for head in range(8):
+            hop = paths.hop(f"gpu{tail}", f"gpu{head}") if tail != head else None
+            if hop and hop.kind == "NVB":
+                (between,) = {link.dst for link in hop.part} - {f"gpu{head}"}
+                found.append(f"{tail}{head}:{between.removeprefix('gpu')}")
+    assert " ".join(found) == THROUGH[name]
 
 
 @pytest.mark.parametrize(

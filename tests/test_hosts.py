@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -133,6 +134,17 @@ def test_two_levels_of_one_gen4_chip_are_one_switch() -> None:
         gpu(2): third.busid,
         gpu(3): third.busid,
     }
+
+
+def test_downstream_ports_are_no_level_of_a_chip() -> None:
+    """The kernel shows a port of the chip between its two levels; NCCL passes over it."""
+    top = bridge(1, chip=PEX)
+    ports = [replace(bridge(2 + i, top.busid, chip=PEX), kind="port") for i in range(2)]
+    lower = bridge(4, ports[0].busid, chip=PEX)
+    inner = [replace(bridge(5 + i, lower.busid, chip=PEX), kind="port") for i in range(2)]
+    ends = [below(0, inner[0]), below(1, inner[1]), below(2, ports[1])]
+    parents = {device.busid: device.parent for device in switch_tree([top, *ports, lower, *inner, *ends])}
+    assert parents == {top.busid: "", **{gpu(i): top.busid for i in range(3)}}
 
 
 def test_a_gen5_chip_is_told_by_its_level_and_other_chips_stay_apart() -> None:

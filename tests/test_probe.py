@@ -333,6 +333,20 @@ def test_the_probe_prints_the_machine_and_writes_what_every_command_reads(
     assert replace(topoplan.load(printed.stdout), name="") == replace(topoplan.load(path), name="")
 
 
+def test_the_switches_of_a_dgx_a100_are_four(fake_here: Installer) -> None:
+    """As in the library, and as NCCL 2.30 sees it: two GPUs and two NICs on each, for one chip shows itself as many."""
+    fake_here("dgx_a100")
+    machine = topoplan.probe()
+    below = Counter(
+        (link.dst, machine.device(link.src).kind)
+        for link in machine.links
+        if machine.device(link.dst).kind == "pcie"
+    )
+    assert below == {(f"pcie{i}", kind): 2 for i in range(4) for kind in ("gpu", "nic")} | {
+        (f"pcie{i}", "cpu"): 1 for i in range(4)
+    }
+
+
 def test_probing_twice_gives_the_same_bytes(fake_host: Installer) -> None:
     host = fake_host("dgx_a100")
     first, second = (

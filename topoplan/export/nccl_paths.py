@@ -2,8 +2,10 @@
 
 NCCL chooses the way itself, by kind first (``ncclTopoSetPaths``, ``src/graph/paths.cc``): NVLink without a GPU in
 between (NVL), NVLink through one GPU (NVB), then PCIe through one switch (PIX), several (PXB), a CPU (PHB) or two
-(SYS). Within a kind the widest way counts; of equally wide GPUs in between the first is taken here. A graph file only
-says who follows whom, so the rate of a channel follows from these ways.
+(SYS). Within a kind the widest way counts; of equally wide ones through a GPU that whose last NVLink is widest, then
+the one that the machine lists first. A graph file only says who follows whom, so the rate of a channel follows from
+these ways. Deliberately absent: NVLink to a GPU that hangs directly on a CPU as part of the way to that CPU, which NCCL
+takes where NVLink joins only some GPUs.
 """
 
 from __future__ import annotations
@@ -110,13 +112,15 @@ class NcclPaths:
 
     def _through_gpu(self, tail: int, head: int) -> dict[Link, Fraction]:
         """Two direct NVLinks with one GPU in between; empty where there are none."""
-        index, ranks = self._nvlink.link_index, self._nvlink.ranks
-        best: tuple[Fraction, Links] = (Fraction(0), ())
-        for name in ranks:
-            pair = (index.get((ranks[tail], name)), index.get((name, ranks[head])))
+        index, ranks, capacity = self._nvlink.link_index, self._nvlink.ranks, self._nvlink.capacity
+        best: tuple[tuple[Fraction, Fraction], Links] = ((Fraction(0), Fraction(0)), ())
+        for number, link in enumerate(self._nvlink.links):
+            if link.src != ranks[head] or link.dst not in self._rank:
+                continue
+            pair = (index.get((ranks[tail], link.dst)), index.get((link.dst, ranks[head])))
             if pair[0] is not None and pair[1] is not None:
-                wide = min(self._nvlink.capacity[pair[0]], self._nvlink.capacity[pair[1]])
-                best = max(best, (wide, (pair[0], pair[1])), key=lambda choice: choice[0])
+                width = (min(capacity[pair[0]], capacity[pair[1]]), capacity[number])
+                best = max(best, (width, (pair[0], pair[1])), key=lambda choice: choice[0])
         return {self._nvlink.links[number]: Fraction(1) for number in best[1]}
 
     def _pcie_kind(self, links: Links) -> str:
