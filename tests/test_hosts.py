@@ -60,7 +60,17 @@ def test_a_bus_id_is_written_as_the_kernel_writes_it(text: str, written: str) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fffffff:ffff:ff", "FFFFFFF:FFFF:FF.0", "fffffff:ff:ff.0", "0000:06:20.0", "06:00.0", "0000:06:00.8", "gpu0"]
+    "text",
+    [
+        "",
+        "fffffff:ffff:ff",
+        "FFFFFFF:FFFF:FF.0",
+        "fffffff:ff:ff.0",
+        "0000:06:20.0",
+        "06:00.0",
+        "0000:06:00.8",
+        "gpu0",
+    ],
 )
 def test_what_is_no_bus_id_is_refused(text: str) -> None:
     with pytest.raises(topoplan.TopologyError, match="no PCI bus id such as"):
