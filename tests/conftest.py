@@ -1,8 +1,11 @@
-"""Where the tests find real machines and known answers; tests that need them skip where they are absent."""
+"""Where the tests find real machines and known answers, absent ones skip; and what several test modules run."""
 
 from __future__ import annotations
 
+import io
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,13 @@ from fake_machine.fixtures import fake_here as fake_here
 from fake_machine.fixtures import fake_host as fake_host
 from fake_machine.fixtures import fake_nvml as fake_nvml
 
+from topoplan.cli.main import main
+
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))
 ANSWERS = Path(os.environ.get("TOPOPLAN_ANSWERS", ROOT.parent / "shared" / "answers"))
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +36,16 @@ def answers_dir() -> Path:
     if not ANSWERS.is_dir():
         pytest.skip("no known answers: set TOPOPLAN_ANSWERS to their folder")
     return ANSWERS
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process; returns its exit status, stdout and stderr."""
+
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        capsys.readouterr()
+        status = main(arguments)
+        return (status, *capsys.readouterr())
+
+    return call

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Run
 from nccl_rules import nccl_channels, nccl_links, read_as_nccl
 
 import topoplan
-from topoplan.cli.main import main
 from topoplan.export.known_formats import FORMATS
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process; returns its exit status, stdout and stderr."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        capsys.readouterr()
-        status = main(arguments)
-        return (status, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

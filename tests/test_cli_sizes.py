@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 import topoplan
 from topoplan.choice import candidates
-from topoplan.cli.main import main
 from topoplan.cli.plan_sizes import describe
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command in this process; returns its exit status, stdout and stderr."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        capsys.readouterr()
-        status = main(arguments)
-        return (status, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module")

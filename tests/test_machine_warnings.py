@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import topoplan
 from topoplan.degraded import slow_links, without_devices, without_links
 from topoplan.formats.load import library
-from topoplan.formats.machine_warnings import machine_warnings, warnings_first
+from topoplan.formats.machine_warnings import machine_warnings
+from topoplan.hosts.notes import warnings_first
 from topoplan.topology import Device, Link, Topology
 
 MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutated_texts import mutated
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.nvidia_smi import parse_nvidia_smi
@@ -253,27 +254,7 @@ SAMPLE = (
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_matrix_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
     """Characters, words and lines removed, repeated, swapped or replaced raise nothing but our errors."""
-    text = SAMPLE
-    for _ in range(data.draw(st.integers(1, 4))):
-        unit = data.draw(st.sampled_from(["", " ", "\t", "\n"]))
-        parts = list(text) if not unit else text.split(unit)
-        if not parts:
-            break
-        i, j = data.draw(st.integers(0, len(parts) - 1)), data.draw(st.integers(0, len(parts) - 1))
-        action = data.draw(st.sampled_from(["remove", "repeat", "swap", "replace", "cut"]))
-        if action == "remove":
-            del parts[i]
-        elif action == "repeat":
-            parts.insert(i, parts[j])
-        elif action == "swap":
-            parts[i], parts[j] = parts[j], parts[i]
-        elif action == "cut":
-            parts = parts[: i + 1]
-        else:
-            parts[i] = data.draw(
-                st.sampled_from(["NV2", "SYS", "X", "GPU0", "\x1b[4m", "", "-1", "NV99", "\0", "é"])
-            )
-        text = unit.join(parts)
+    text = mutated(SAMPLE, data, words=("NV2", "SYS", "X", "GPU0", "\x1b[4m", "", "-1", "NV99", "\0", "é"))
     with contextlib.suppress(TopologyError, UsageError):
         machine = parse_nvidia_smi(text)
         assert Fabric(machine, ("pcie",)).unreachable() == ()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutated_texts import mutated
 from nvlink_listings import Listings, wires_of
 
 import topoplan
@@ -210,31 +211,7 @@ SAMPLE = (
 )
 
 
-def mutated(text: str, data: st.DataObject) -> str:
-    """Characters, words and lines removed, repeated, swapped, replaced or cut off."""
-    for _ in range(data.draw(st.integers(1, 4))):
-        unit = data.draw(st.sampled_from(["", " ", "\n"]))
-        parts = list(text) if not unit else text.split(unit)
-        if not parts:
-            return text
-        i, j = (data.draw(st.integers(0, len(parts) - 1)) for _ in range(2))
-        action = data.draw(st.sampled_from(["remove", "repeat", "swap", "replace", "cut"]))
-        if action == "remove":
-            del parts[i]
-        elif action == "repeat":
-            parts.insert(i, parts[j])
-        elif action == "swap":
-            parts[i], parts[j] = parts[j], parts[i]
-        elif action == "cut":
-            parts = parts[: i + 1]
-        else:
-            parts[i] = data.draw(
-                st.sampled_from(
-                    ["<inactive>", "GPU", "99:", "0.0", "\x1b[4m", "", "-1", "NVML:", "\0", "٣", "FFFF:FF"]
-                )
-            )
-        text = unit.join(parts)
-    return text
+WORDS = ("<inactive>", "GPU", "99:", "0.0", "\x1b[4m", "", "-1", "NVML:", "\0", "٣", "FFFF:FF")
 
 
 @settings(max_examples=300, deadline=None)
@@ -242,11 +219,11 @@ def mutated(text: str, data: st.DataObject) -> str:
 def test_a_damaged_listing_is_read_or_refused(data: st.DataObject) -> None:
     """Nothing but TopologyError, and an overlay of what was read is a topology or refused likewise."""
     with contextlib.suppress(TopologyError):
-        gpus = parse_nvlink_status(mutated(SAMPLE, data))
+        gpus = parse_nvlink_status(mutated(SAMPLE, data, words=WORDS))
         assert gpus
         assert sorted({gpu.number for gpu in gpus}) == [gpu.number for gpu in gpus]
     with contextlib.suppress(TopologyError):
-        topoplan.overlay(topoplan.load("v100x4"), mutated(SAMPLE, data) + "\n")
+        topoplan.overlay(topoplan.load("v100x4"), mutated(SAMPLE, data, words=WORDS) + "\n")
 
 
 @given(st.text(max_size=60))

@@ -12,6 +12,7 @@ import pytest
 
 import topoplan
 from topoplan.hosts import NvlinkBundle
+from topoplan.hosts.host import bus_id
 from topoplan.hosts.pci_tree import switch_tree
 from topoplan.probing.access import refused_access
 from topoplan.probing.cache import (
@@ -477,6 +478,41 @@ def test_network_interfaces_count_only_where_no_rdma_device_does(tmp_path: Path)
     nics, notes = find_nics(Sysfs(root))
     assert [(nic.adapter, nic.gigabits) for nic in nics] == [("eth0", 25.0)]
     assert notes == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "bridge", "busids"),
+    [
+        ("pci0000:00/0000:00:1c.0", "pci0000:00", ["0000:00:1c.0"]),
+        (
+            "platform/NVDA1234:00/pci0009:00/0009:00:00.0/0009:01:00.0",
+            "pci0009:00",
+            ["0009:00:00.0", "0009:01:00.0"],
+        ),
+        (
+            "pci0000:5d/0000:5d:05.5/pci10000:00/10000:00:02.0/10000:01:00.0",
+            "pci10000:00",
+            ["10000:00:02.0", "10000:01:00.0"],
+        ),
+        ("LNXSYSTM:00/VMBUS:01/47505500-0001-0000/pci0001:00/0001:00:00.0", "pci0001:00", ["0001:00:00.0"]),
+    ],
+    ids=["virtual machine", "superchip", "volume management device", "hyper-v"],
+)
+def test_a_chain_begins_below_the_last_host_bridge(
+    tmp_path: Path, path: str, bridge: str, busids: list[str]
+) -> None:
+    """Wherever the kernel hangs host bridges, and though domains have more than four digits."""
+    root = tmp_path / "sys"
+    device = root / "devices" / path
+    device.mkdir(parents=True)
+    (root / "bus/pci/devices").mkdir(parents=True)
+    (root / "bus/pci/devices" / device.name).symlink_to(device)
+    sysfs = Sysfs(root)
+    assert sysfs.pci_devices() == [device.name]
+    found = sysfs.chain(bus_id(device.name.zfill(16).upper()))
+    assert [(one.busid, one.parent, one.host_bridge) for one in found] == [
+        (busid, above, bridge) for busid, above in zip(busids, ["", *busids], strict=False)
+    ]
 
 
 def test_virtual_functions_of_a_listed_nic_do_not_count(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Routes:
             channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
         }
         self._steps = cache(self._searched)
+        self._path = cache(self._walked)
 
     def between(self, src: str, dst: str, *, through_host: bool = False) -> Route | None:
         """The route of a copy; None where the machine has none.
@@ -96,7 +97,7 @@ class Routes:
         whole = [up + down for up, down in halves if up and down]
         return min(whole, key=len, default=())
 
-    def _path(self, src: str, dst: str) -> tuple[Link, ...]:
+    def _walked(self, src: str, dst: str) -> tuple[Link, ...]:
         """One shortest PCIe path; empty where there is none."""
         links = []
         at = src

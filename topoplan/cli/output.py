@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from topoplan.formats.machine_warnings import WARNING, warnings_first
+from topoplan.hosts.notes import WARNING, warnings_first
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 

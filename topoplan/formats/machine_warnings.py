@@ -1,9 +1,8 @@
 """What looks amiss in a machine: links that are missing, uneven or slow, and devices that are badly placed.
 
-A warning is a note that begins with `WARNING`, so that it travels with the topology and whoever prints notes can tell
-it apart. Those of this module follow from devices and links alone, whatever they were read from. A machine is compared
-only with itself: what more than half of its GPUs have is taken for usual, and what is merely uneven by design (four of
-the eight V100 of a rented half, GPUs near no NIC because there is one) is passed over.
+They follow from devices and links alone, whatever these were read from. A machine is compared only with itself: what
+more than half of its GPUs have is taken for usual, and what is merely uneven by design (four of the eight V100 of a
+rented half, GPUs near no NIC because there is one) is passed over.
 """
 
 from __future__ import annotations
@@ -15,29 +14,15 @@ from typing import TypeVar
 from topoplan.clusters.alike import alike
 from topoplan.formats.matrix import relation_matrix
 from topoplan.formats.pcie_tree import CODES
-from topoplan.hosts.notes import listed
+from topoplan.hosts.notes import WARNING, listed
 from topoplan.topology import Link, Topology
 
 Value = TypeVar("Value", bound=Hashable)
-
-WARNING = "warning: "
-"""Notes that begin so say that something is amiss; all others say what was assumed or should be known."""
 
 SLOW = 0.9
 """A link slower than this part of the usual is named; measured rates of equal links differ by less."""
 
 _MOST = 4
-
-
-def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
-    """Notes with those that are warnings first, each once.
-
-    Examples
-    --------
-    >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
-    ('warning: gpu0 has no NVLink', 'PCIe assumed')
-    """
-    return tuple(sorted(dict.fromkeys(notes), key=lambda note: not note.startswith(WARNING)))
 
 
 def machine_warnings(topology: Topology) -> tuple[str, ...]:
@@ -158,9 +143,10 @@ def _slow_nvlinks(server: Topology) -> list[str]:
 def _slow_pcie(server: Topology) -> list[str]:
     """GPUs with a PCIe link slower than that of most."""
     rates: dict[str, float] = {}
+    gpus = set(server.gpus)
     for link in server.links:
         if link.channel == "pcie":
-            for gpu in {link.src, link.dst} & set(server.gpus):
+            for gpu in {link.src, link.dst} & gpus:
                 other = link.dst if gpu == link.src else link.src
                 if server.device(other).kind in ("pcie", "cpu"):
                     rates[gpu] = min(link.bandwidth, rates.get(gpu, link.bandwidth))

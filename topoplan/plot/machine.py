@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
-from topoplan.formats.machine_warnings import WARNING, machine_warnings, warnings_first
+from topoplan.formats.machine_warnings import machine_warnings
+from topoplan.hosts.notes import WARNING, warnings_first
 from topoplan.plot.canvas import new_figure
 from topoplan.plot.host_panel import host_panel
 from topoplan.plot.network_panel import network_panel

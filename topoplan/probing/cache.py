@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from topoplan.errors import TopologyError
-from topoplan.formats.machine_warnings import WARNING
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.hosts.notes import WARNING
 from topoplan.probing.nics import find_nics
 from topoplan.probing.sysfs import Sysfs
 from topoplan.topology import Topology
