@@ -459,6 +459,12 @@ def test_what_a_machine_states_as_slow_already_is_not_slowed_twice(machine: Topo
     assert nvlinks(topoplan.overlay(broken, *listed)) == nvlinks(broken)
 
 
+def test_far_ends_alone_say_nothing_of_speeds() -> None:
+    note = "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead"
+    assert topoplan.overlay(FOUR, Listings(FOUR).status()).notes[-1] == f"{note} or slow"
+    assert topoplan.overlay(FOUR, Listings(FOUR).remotes()).notes[-1] == f"{note} (speeds are not listed)"
+
+
 def test_an_overlay_of_a_plan_file_is_refused(tmp_path: Path, run: Run) -> None:
     """The plan has settled its machine."""
     plan = tmp_path / "plan.json"

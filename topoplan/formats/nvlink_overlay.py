@@ -73,7 +73,7 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
     found = match_gpus(topology, gpus)
     damage = find_damage(topology, found)
     if not damage:
-        return replace(topology, notes=(*topology.notes, _nothing(found)))
+        return replace(topology, notes=(*topology.notes, _nothing(gpus, found)))
     both = damage | {(second, first): shares for (first, second), shares in damage.items()}
     normal = _normal_rates(topology)
     changed = {
@@ -164,8 +164,10 @@ def _count(wires: Mapping[Pair, int], pair: Pair) -> int:
     return wires.get(pair) or wires[pair[1], pair[0]]
 
 
-def _nothing(found: Sequence[ListedGpu]) -> str:
+def _nothing(gpus: Sequence[GpuNvlinks], found: Sequence[ListedGpu]) -> str:
     """What to say where the machine is as it should be."""
     unwired = [gpu.name for gpu in found if gpu.unwired]
     others = f"; inactive ones of {listed(unwired)} are not among those of the machine" if unwired else ""
-    return f"nvidia-smi nvlink: no NVLink of {listed(gpu.name for gpu in found)} is dead or slow{others}"
+    speeds = any(link.speed is not None for gpu in gpus for link in gpu.links)
+    amiss = "dead or slow" if speeds else "dead (speeds are not listed)"
+    return f"nvidia-smi nvlink: no NVLink of {listed(gpu.name for gpu in found)} is {amiss}{others}"
