@@ -139,6 +139,19 @@ def test_plans_that_nccl_cannot_run_are_refused(refused: Callable[..., str], tmp
     )
 
 
+def test_a_plan_of_several_servers_is_sent_to_their_machine(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """A plan file takes no --server."""
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), "allgather").to_json())
+    for to in FORMATS:
+        assert refused("export", str(path), "--to", to) == (
+            f"topoplan export: error: this plan spans 2 servers, and {to} describes one; export the machine with "
+            "--server, or a plan for one server\n"
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

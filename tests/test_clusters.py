@@ -117,6 +117,43 @@ def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
     assert [(port.out, port.back) for port in wired.ports] == [(8.0, 8.0)] * 3
 
 
+def with_storage_nic(machine: Topology) -> Topology:
+    """The same with one more NIC, first of all and on a CPU without GPUs."""
+    links = [*both_ways("nic_s", "cpu_s", "pcie", 24.0), *both_ways("cpu_s", "cpu0", "sys", 16.0)]
+    return replace(
+        machine,
+        devices=(Device("nic_s", "nic"), *machine.devices, Device("cpu_s", "cpu")),
+        links=(*machine.links, *links),
+    )
+
+
+@pytest.mark.parametrize("gpus", [None, [6], [0, 1]])
+def test_a_nic_for_storage_slows_no_other(gpus: list[int] | None) -> None:
+    """Its way leads into PCIe links that the NICs beside the GPUs fill: it serves nobody, and a note says so."""
+    whole, more = ([Server(one, gpus, count=2)] for one in (A100S, with_storage_nic(A100S)))
+    assert speeds(cluster(more, nic_gbps=200)) == speeds(cluster(whole, nic_gbps=200))
+    rates = [topoplan.plan(cluster(servers, nic_gbps=200), "allgather").rate for servers in (whole, more)]
+    assert rates[0] == rates[1]
+    note = "left out, since nearer NICs fill the PCIe links of the GPUs: nic_s"
+    assert [note in cluster(servers, nic_gbps=200).notes for servers in (whole, more)] == [False, True]
+    first = cluster([Server(with_storage_nic(A100S), gpus, count=2)], nic_gbps=200, nics=1)
+    assert not any("nic_s" in src + dst for src, dst in speeds(first))
+
+
+def test_a_distant_nic_that_brings_more_than_it_takes_serves() -> None:
+    """Four GPUs of 24 GB/s and one NIC of 25 beside them: one more on the other CPU brings its 16 GB/s."""
+    gpus = [f"gpu{i}" for i in range(4)]
+    devices = [Device(gpu, "gpu") for gpu in gpus] + [Device("nic0", "nic"), Device("nic1", "nic")]
+    devices += [Device("cpu0", "cpu"), Device("cpu1", "cpu")]
+    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
+    links += [wire for i in range(2) for wire in both_ways(f"nic{i}", f"cpu{i}", "pcie", 24.0)]
+    links += [*both_ways("cpu0", "cpu1", "sys", 16.0)]
+    links += [wire for gpu in gpus[1:] for wire in both_ways("gpu0", gpu, "nvlink", 50.0)]
+    box = Topology("box", tuple(devices), tuple(links))
+    wired = wire_server(box, None, nics=None, rate=25.0, access="pcie")
+    assert [(port.out, port.back) for port in wired.ports] == [(24.0, 24.0), (16.0, 16.0)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.DataObject) -> None:

@@ -448,6 +448,23 @@ def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run
     assert links["s0.gpu0", "s0.nvswitch0"] == links["s1.gpu0", "s1.nvswitch0"] == (225.0, 9)
 
 
+@pytest.mark.parametrize("machine", [V100S, A100S], ids=lambda one: str(one.name))
+def test_what_a_machine_states_as_slow_already_is_not_slowed_twice(machine: Topology) -> None:
+    """As a probe of the broken machine does: its own listing changes nothing more."""
+    first, second, *_ = wires_of(machine)
+    listings = Listings(machine, dead=[second], speeds={first: HALF})
+    listed = (listings.status(), listings.remotes())
+    broken = topoplan.overlay(machine, *listed)
+    assert nvlinks(broken) == nvlinks(listings.damaged())
+    assert nvlinks(topoplan.overlay(broken, *listed)) == nvlinks(broken)
+
+
+def test_far_ends_alone_say_nothing_of_speeds() -> None:
+    note = "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead"
+    assert topoplan.overlay(FOUR, Listings(FOUR).status()).notes[-1] == f"{note} or slow"
+    assert topoplan.overlay(FOUR, Listings(FOUR).remotes()).notes[-1] == f"{note} (speeds are not listed)"
+
+
 def test_an_overlay_of_a_plan_file_is_refused(tmp_path: Path, run: Run) -> None:
     """The plan has settled its machine."""
     plan = tmp_path / "plan.json"

@@ -16,6 +16,7 @@ from fake_machine.install import FakeHost
 from fake_machine.machines import MACHINES
 
 import topoplan
+from topoplan.cli.show import link_summary
 from topoplan.formats.matrix import affinity_columns, relation_matrix
 from topoplan.probing.answers import INSTEAD
 from topoplan.topology import Topology
@@ -178,9 +179,10 @@ def test_a_lost_gpu_is_left_out_with_a_warning(fake_host: Installer) -> None:
 
 
 def test_a_superchip_has_its_link_to_the_cpu(fake_here: Installer) -> None:
-    """Ten links of 44.712 GB/s, as the driver of a GH200 states them."""
+    """Ten links of 44.712 GB/s, as the driver of a GH200 states them; the summary names them."""
     fake_here("grace_hopper")
     machine = topoplan.probe()
+    assert link_summary(machine) == "1 c2c of 447.12 GB/s"
     c2c = {(link.src, link.dst): link.bandwidth for link in machine.links if link.channel == "c2c"}
     assert c2c == {("gpu0", "cpu0"): 447.12, ("cpu0", "gpu0"): 447.12}
 

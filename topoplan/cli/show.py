@@ -73,7 +73,7 @@ def link_summary(topology: Topology) -> str:
     seen = set()
     for link in topology.links:
         src, dst = nic_name(link.src), nic_name(link.dst)
-        if link.channel in ("nvlink", "network") and (dst, src, link.channel) not in seen:
+        if link.channel in ("nvlink", "c2c", "network") and (dst, src, link.channel) not in seen:
             seen.add((src, dst, link.channel))
             kinds[link.channel, exact(link.bandwidth) / link.count] += link.count
     parts = [

@@ -38,7 +38,9 @@ class NicPlace:
     paths: Mapping[str, Path] = field(default_factory=dict)
 
 
-def nic_places(machine: Topology, gpus: Sequence[int] | None, nics: int | None) -> tuple[NicPlace, ...]:
+def nic_places(
+    machine: Topology, gpus: Sequence[int] | None, nics: int | None, *, idle: Collection[str] = ()
+) -> tuple[NicPlace, ...]:
     """The NICs of a server that serve an allocation.
 
     Parameters
@@ -51,6 +53,8 @@ def nic_places(machine: Topology, gpus: Sequence[int] | None, nics: int | None) 
         At most so many of the machine's NICs, those near the allocation first; where it has fewer, NICs without a
         place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one where
         it has none.
+    idle : collection of str
+        NICs of the machine that serve nobody.
 
     Examples
     --------
@@ -66,7 +70,8 @@ def nic_places(machine: Topology, gpus: Sequence[int] | None, nics: int | None) 
     wanted = nics or len(own) or 1
     near = _nearest(machine, own, every)
     # A stable sort: first those near the allocation, or without a place and so as near as any.
-    order = sorted(own, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
+    useful = [nic for nic in own if nic not in idle]
+    order = sorted(useful, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
     kept = [NicPlace(number, nic) for number, nic in enumerate(own) if nic in order[:wanted]]
     names = [name for number in range(wanted + len(own)) if (name := f"nic{number}") not in set(own)]
     added = [NicPlace(len(own) + i, names[i]) for i in range(wanted - len(own))]

@@ -4,7 +4,8 @@ A machine with NVLink: between its GPUs a plan uses NVLink only, yet what goes t
 NIC is joined by ``network`` links straight to the GPUs that it serves (see `topoplan.clusters.nic_places`); other
 GPUs relay over NVLink. Such a link is as fast as the PCIe path between the two and the NIC allow, the NIC's wire as
 the NIC and its PCIe slot. A PCIe link on the way of several NICs counts for each with an even part, so that nothing
-is promised twice. The plugs of the NICs are left out, since the network links stand for them; the other PCIe links
+is promised twice. A distant NIC that takes more from nearer ones so than it brings, such as one for storage on another
+CPU, serves nobody. The plugs of the NICs are left out, since the network links stand for them; the other PCIe links
 stay for plans inside the server. Running such a plan and network traffic at the same time is not modelled.
 
 A NIC of several GPUs becomes two devices, ``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device
@@ -16,7 +17,7 @@ A machine without NVLink keeps its PCIe tree with the NICs in it: plans run over
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -104,12 +105,14 @@ def wire_server(
         raise UsageError(f"nic_access {access!r} is unknown; use one of {', '.join(NIC_ACCESS)}")
     part = machine.subset(gpus)
     there = set(part.gpus)
+    tree_carries = access == "pcie" and not any(link.channel == "nvlink" for link in machine.links)
+    idle: frozenset[str] = frozenset()
     if access == "direct":
         everywhere = dict.fromkeys(machine.gpus, ())
         places = tuple(replace(place, paths=everywhere) for place in nic_places(machine, None, nics))
     else:
-        places = nic_places(machine, gpus if served is None else served, nics)
-    tree_carries = access == "pcie" and not any(link.channel == "nvlink" for link in machine.links)
+        idle = frozenset() if tree_carries else _idle(machine, rate)
+        places = nic_places(machine, gpus if served is None else served, nics, idle=idle)
     plugged = {place.name for place in places if tree_carries and any(place.paths.values())}
     speed = _shared_speeds(machine, places)
     sides = {place.name: _sides(place, place.name in plugged) for place in places}
@@ -132,7 +135,33 @@ def wire_server(
     kept = tuple(link for link in part.links if not {link.src, link.dst} & unplugged)
     devices = _devices(part, sides)
     wanted = nics or len(machine_nics(machine)) or 1
-    return WiredServer(devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate))
+    return WiredServer(
+        devices, (*kept, *wires), wanted, tuple(ports), _notes(machine, nics, ports, rate, idle)
+    )
+
+
+def _idle(machine: Topology, rate: float) -> frozenset[str]:
+    """NICs all of whose GPUs have a nearer one, if all NICs together carry no more with them than without them."""
+    places = nic_places(machine, None, None)
+    nearest: dict[str, int] = {}
+    for place in places:
+        for gpu, path in place.paths.items():
+            nearest[gpu] = min(len(path), nearest.get(gpu, len(path)))
+    near = [place for place in places if any(len(path) == nearest[gpu] for gpu, path in place.paths.items())]
+    if _carried(machine, near, rate) < _carried(machine, places, rate):
+        return frozenset()
+    return frozenset(place.name for place in places if place not in near)
+
+
+def _carried(machine: Topology, places: Sequence[NicPlace], rate: float) -> Fraction:
+    """GB/s that leave the server's GPUs through these NICs."""
+    speed = _shared_speeds(machine, places)
+    total = Fraction(0)
+    for place in places:
+        paths = [path[::-1] for path in place.paths.values()]
+        port = _slowest(rate, _common_start(list(place.paths.values()))[::-1], speed)
+        total += min(exact(port), sum((exact(_slowest(rate, path, speed)) for path in paths), Fraction(0)))
+    return total
 
 
 def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:
@@ -180,8 +209,13 @@ def _common_start(paths: Sequence[Path]) -> Path:
     return paths[0][:length]
 
 
-def _notes(machine: Topology, nics: int | None, ports: Sequence[Port], rate: float) -> tuple[str, ...]:
+def _notes(
+    machine: Topology, nics: int | None, ports: Sequence[Port], rate: float, idle: Collection[str]
+) -> tuple[str, ...]:
     notes = []
+    if idle:
+        names = ", ".join(nic for nic in machine_nics(machine) if nic in idle)
+        notes.append(f"left out, since nearer NICs fill the PCIe links of the GPUs: {names}")
     if nics is None and not machine_nics(machine):
         notes.append(
             f"{machine.name} lists no NIC: one is assumed, within reach of all GPUs; set the number of NICs (--nics)"

@@ -96,7 +96,7 @@ def export_machine(machine: Topology, to: str, *, server: str | None = None) -> 
 
 
 def export_plan(plan: Plan | SizePlans, to: str) -> Exported:
-    """A plan in this format; errors as `export_machine`, and UsageError for plans by size.
+    """A plan in this format; errors as `export_machine`, and UsageError for plans by size or of several servers.
 
     Examples
     --------
@@ -108,5 +108,11 @@ def export_plan(plan: Plan | SizePlans, to: str) -> Exported:
     if isinstance(plan, SizePlans):
         raise UsageError(
             f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
+        )
+    servers = {plan.topology.device(name).server for name in plan.ranks}
+    if len(servers) > 1:
+        raise UsageError(
+            f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
+            "plan for one server"
         )
     return found.of_plan(plan)

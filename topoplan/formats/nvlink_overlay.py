@@ -1,7 +1,8 @@
 """A topology as its machine is now, by the listings of ``nvidia-smi nvlink -s`` and ``-R``: NVLinks dead and slow.
 
 What a GPU has beyond the links that are up is dead. A bundle of parallel wires keeps those that are up, and its
-bandwidth is the sum of their shares: a slow wire counts by its speed over the normal one (see `nvlink_speeds`).
+bandwidth is the sum of their shares: a slow wire counts by its speed over the normal one (see `nvlink_speeds`). What
+the topology, such as a probed one, states as slow already is not slowed twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.load import decode_text
 from topoplan.formats.nvlink_damage import Pair, find_damage
 from topoplan.formats.nvlink_matching import ListedGpu, match_gpus
+from topoplan.formats.nvlink_speeds import SLOW_BELOW
 from topoplan.formats.nvlink_status import GpuNvlinks, parse_nvlink_status
 from topoplan.hosts.notes import listed
 from topoplan.topology import Link, Topology
@@ -71,10 +73,11 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
     found = match_gpus(topology, gpus)
     damage = find_damage(topology, found)
     if not damage:
-        return replace(topology, notes=(*topology.notes, _nothing(found)))
+        return replace(topology, notes=(*topology.notes, _nothing(gpus, found)))
     both = damage | {(second, first): shares for (first, second), shares in damage.items()}
+    normal = _normal_rates(topology)
     changed = {
-        (link.src, link.dst): _changed(link, both[link.src, link.dst])
+        (link.src, link.dst): _changed(link, both[link.src, link.dst], normal[_ends(topology, link)])
         for link in topology.links
         if link.channel == "nvlink" and (link.src, link.dst) in both
     }
@@ -111,13 +114,32 @@ def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
         raise UsageError(f"{where} is binary, not text; give the output of nvidia-smi nvlink") from None
 
 
-def _changed(link: Link, shares: Sequence[Fraction]) -> Link | None:
+def _ends(topology: Topology, link: Link) -> tuple[str, ...]:
+    """What NVLinks of equal speed have in common: the models at their ends."""
+    return tuple(sorted(topology.device(end).model for end in (link.src, link.dst)))
+
+
+def _normal_rates(topology: Topology) -> dict[tuple[str, ...], Fraction]:
+    """GB/s of one NVLink as the topology states the fastest between each two models."""
+    rates: dict[tuple[str, ...], Fraction] = {}
+    for link in topology.links:
+        if link.channel == "nvlink":
+            ends = _ends(topology, link)
+            rates[ends] = max(rates.get(ends, Fraction(0)), exact(link.bandwidth) / link.count)
+    return rates
+
+
+def _changed(link: Link, shares: Sequence[Fraction], normal: Fraction) -> Link | None:
     """A link of whose wires some keep a share of their speed only; None if no wire is left."""
     left = link.count - shares.count(Fraction(0))
     if not left:
         return None
-    kept = Fraction(link.count - len(shares) + sum(shares), link.count)
-    return replace(link, bandwidth=nearest_float(exact(link.bandwidth) * kept), count=left)
+    stated, slow = exact(link.bandwidth), [share for share in shares if share]
+    kept = link.count - len(shares) + sum(shares)
+    lost = normal * (len(slow) - sum(slow))
+    if slow and normal * link.count - stated >= SLOW_BELOW * lost:
+        return replace(link, bandwidth=nearest_float(min(stated, kept * normal)), count=left)
+    return replace(link, bandwidth=nearest_float(stated * kept / link.count), count=left)
 
 
 def _notes(
@@ -142,8 +164,10 @@ def _count(wires: Mapping[Pair, int], pair: Pair) -> int:
     return wires.get(pair) or wires[pair[1], pair[0]]
 
 
-def _nothing(found: Sequence[ListedGpu]) -> str:
+def _nothing(gpus: Sequence[GpuNvlinks], found: Sequence[ListedGpu]) -> str:
     """What to say where the machine is as it should be."""
     unwired = [gpu.name for gpu in found if gpu.unwired]
     others = f"; inactive ones of {listed(unwired)} are not among those of the machine" if unwired else ""
-    return f"nvidia-smi nvlink: no NVLink of {listed(gpu.name for gpu in found)} is dead or slow{others}"
+    speeds = any(link.speed is not None for gpu in gpus for link in gpu.links)
+    amiss = "dead or slow" if speeds else "dead (speeds are not listed)"
+    return f"nvidia-smi nvlink: no NVLink of {listed(gpu.name for gpu in found)} is {amiss}{others}"
