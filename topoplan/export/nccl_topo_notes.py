@@ -69,9 +69,10 @@ def _guess_notes(gpus: Mapping[str, GpuIdentity]) -> list[str]:
     guessed = [name for name, identity in gpus.items() if identity.guessed]
     if not guessed:
         return []
-    identity = gpus[guessed[0]]
-    what = f"gcn {identity.gcn}" if identity.gcn else f"sm {identity.capability}"
-    return [f"{what} is assumed for {listed(guessed)}, whose model does not tell"]
+    gcn = gpus[guessed[0]].gcn
+    if gcn:
+        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not tell"]
+    return [f"sm is left to the driver, whom NCCL asks, for {listed(guessed)}, whose model does not tell"]
 
 
 def _rate_notes(
@@ -87,6 +88,8 @@ def _rate_notes(
     for link in machine.links:
         if link.channel == "nvlink" and link.src in gpus:
             identity = gpus[link.src]
+            if identity.guessed and not identity.gcn:
+                continue
             own = xgmi_bandwidth(identity.gcn) if identity.gcn else nvlink_bandwidth(identity.capability)
             what = "an XGMI link" if identity.gcn else "an NVLink"
             compare(what, exact(link.bandwidth) / link.count, exact(own), link.src)
