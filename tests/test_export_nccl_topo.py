@@ -230,6 +230,7 @@ def test_an_unknown_gpu_is_left_to_the_driver() -> None:
     assert "sm=" not in exported.text
     assert any(note.startswith("sm is left to the driver") for note in exported.notes)
     assert not any("for an NVLink" in note for note in exported.notes)
+    assert any(note.startswith("NCCL asks the driver for NVLinks of gpu0") for note in exported.notes)
 
 
 @pytest.mark.parametrize(

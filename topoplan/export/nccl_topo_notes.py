@@ -51,6 +51,7 @@ def topology_notes(
         *tree.notes,
         *_bus_id_notes([device for device in machine.devices if device.name in made_up]),
         *_guess_notes(gpus),
+        *_driver_notes(machine, gpus),
         *_rate_notes(machine, tree, gpus, cpus),
         *_unsaid_notes(machine, tree, nodes),
     )
@@ -73,6 +74,13 @@ def _guess_notes(gpus: Mapping[str, GpuIdentity]) -> list[str]:
     if gcn:
         return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not tell"]
     return [f"sm is left to the driver, whom NCCL asks, for {listed(guessed)}, whose model does not tell"]
+
+
+def _driver_notes(machine: Topology, gpus: Mapping[str, GpuIdentity]) -> list[str]:
+    """NCCL takes the NVLinks of a GPU from the file or from the driver, and cannot be told that there are none."""
+    joined = {link.src for link in machine.links if link.channel == "nvlink"}
+    bare = [name for name in gpus if name not in joined]
+    return [f"NCCL asks the driver for NVLinks of {listed(bare)}, as none are stated here"] if bare else []
 
 
 def _rate_notes(
