@@ -218,7 +218,8 @@ class _Links:
         self.both(busid, parent, "pci", Fraction(int(width) * LANES[speed], 80))
         if kind.startswith("0x03"):
             (gpu,) = pci.children
-            gpu.need("dev", "sm", "rank", "gdr", *(["gcn", "arch"] if self.amd else []))
+            # Of a GPU without ``sm`` NCCL asks the driver.
+            gpu.need("dev", "rank", "gdr", *(["sm", "gcn", "arch"] if self.amd else []))
             # Newer releases keep the two lowest bits of a GPU's bus id for themselves.
             if gpu.name != "gpu" or int(busid[-1], 16) & 3:
                 raise Rejected(f"GPU at {busid}")
@@ -252,7 +253,7 @@ class _Links:
             if self.amd:
                 one = Fraction(next(rate for start, rate in XGMI if gpu.attributes["gcn"].startswith(start)))
             else:
-                sm = int(gpu.attributes["sm"])
+                sm = int(gpu.need("sm")[0])
                 one = Fraction(next(rate for least, rate in NVLINK if sm >= least))
             rate = int(count) * one
             if kind.startswith("0x03"):

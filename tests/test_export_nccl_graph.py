@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -35,25 +36,35 @@ def channels(exported: Exported, devs: set[int]) -> dict[int, list[list[int]]]:
 
 
 def counted_rates(exported: Exported) -> tuple[float, float]:
-    """GB/s of AllReduce that NCCL's arithmetic gives the rings and the chains of a file."""
+    """GB/s of AllReduce that NCCL's arithmetic gives the rings and the chains of a file, at NCCL's rates of NVLink."""
     ring, tree = ElementTree.fromstring(exported.text)
     size = len(ring[0])
     ring_rate = int(ring.attrib["nchannels"]) * float(ring.attrib["speedintra"]) * size / (2 * (size - 1))
     return ring_rate, int(tree.attrib["nchannels"]) * float(tree.attrib["speedintra"]) / 2
 
 
+def stated_rates(exported: Exported) -> tuple[float, float]:
+    """GB/s of AllReduce over the rings and the chains of a file at the machine's own rates, from its second line."""
+    numbers = re.findall(r"(\S+) GB/s", exported.text.splitlines()[1])
+    return float(numbers[0]), float(numbers[1])
+
+
 def test_the_rings_of_a_dgx_1v() -> None:
-    """Six directed rings of 25 GB/s that cross each of the 48 NVLinks once; NCCL counts 85.7 GB/s of AllReduce."""
+    """Six directed rings of 25 GB/s that cross each of the 48 NVLinks once: 85.7 GB/s of AllReduce.
+
+    NCCL 2.30 counts 20 GB/s for an NVLink of a V100, finds six rings itself and expects 68.5714 GB/s of them.
+    """
     machine = topoplan.load("dgx-1v")
     exported = export_plan(topoplan.ring(machine), "nccl-graph")
     rings = channels(exported, set(range(8)))[0]
     crossed = Counter((f"gpu{a}", f"gpu{b}") for ring in rings for a, b in pairwise([*ring, ring[0]]))
     assert len(rings) == 6
     assert crossed == {(link.src, link.dst): link.count for link in machine.links if link.channel == "nvlink"}
-    assert counted_rates(exported)[0] == pytest.approx(600 / 7)
+    assert stated_rates(exported)[0] == pytest.approx(600 / 7)
+    assert counted_rates(exported)[0] == pytest.approx(68.5714)
     graph = ElementTree.fromstring(exported.text)[0]
     assert (graph.attrib["speedintra"], graph.attrib["typeintra"], graph.attrib["samechannels"]) == (
-        "25",
+        "20",
         "NVL",
         "0",
     )
@@ -77,7 +88,9 @@ def test_a_ring_plan_keeps_its_rate(gpus: list[int]) -> None:
     machine = topoplan.load("dgx-1v")
     plan = topoplan.ring(machine, gpus=gpus)
     assert plan.schedule == "nvlink ring"
-    assert counted_rates(export_plan(plan, "nccl-graph"))[0] == pytest.approx(plan.rate)
+    exported = export_plan(plan, "nccl-graph")
+    assert stated_rates(exported)[0] == pytest.approx(plan.rate, rel=1e-5)
+    assert counted_rates(exported)[0] == pytest.approx(plan.rate * 20 / 25, rel=1e-5)
 
 
 def test_blinks_allocation_without_a_ring() -> None:
@@ -85,9 +98,9 @@ def test_blinks_allocation_without_a_ring() -> None:
     part = topoplan.load("dgx-1v").subset(BLINK)
     exported = export_machine(part, "nccl-graph")
     found = channels(exported, set(BLINK))
-    assert sorted(map(tuple, found[1])) == [(1, 5, 4, 7), (1, 5, 7, 4)]
-    assert counted_rates(exported) == pytest.approx(
-        (topoplan.ring(part, kind="relay").rate, topoplan.plan(part).rate)
+    assert Counter(map(tuple, found[1])) == {(1, 5, 4, 7): 2, (1, 5, 7, 4): 2}
+    assert stated_rates(exported) == pytest.approx(
+        (topoplan.ring(part, kind="relay").rate, topoplan.plan(part).rate), rel=1e-5
     )
     assert exported.notes[1] == (
         "AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s"
@@ -95,24 +108,31 @@ def test_blinks_allocation_without_a_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rings", "chains"),
+    ("name", "rings", "chains", "counted"),
     [
-        ("dgx-1v", 600 / 7, 75),
-        ("dgx-1p", 320 / 7, 40),
-        ("dgx-2", 80, 80),
-        ("dgx-a100", 1200 / 7, 1200 / 7),
-        ("dgx-h100", 1800 / 7, 1800 / 7),
-        ("v100x4", 200 / 3, 75),
-        ("nvlink-x4", 200, 200),
-        ("pcie-x8", 40 / 7, 10),
-        ("mi250", 160, 150),
+        ("dgx-1v", 600 / 7, 75, 20 / 25),
+        ("dgx-1p", 320 / 7, 40, 18 / 20),
+        ("dgx-2", 80, 80, 20 / 25),
+        ("dgx-a100", 1200 / 7, 1200 / 7, 20 / 25),
+        ("dgx-h100", 1800 / 7, 1800 / 7, 20.6 / 25),
+        ("dgx-b200", 3600 / 7, 3600 / 7, 40.1 / 50),
+        ("v100x4", 200 / 3, 75, 20 / 25),
+        ("nvlink-x4", 200, 200, 20 / 25),
+        ("pcie-x8", 40 / 7, 10, 1),
+        ("mi250", 160, 150, 36 / 50),
     ],
 )
-def test_the_best_rings_and_chains_of_machines(name: str, rings: float, chains: float) -> None:
-    """Rings as known; a chain crosses the link between sockets once and a ring twice, so chains win on PCIe."""
+def test_the_best_rings_and_chains_of_machines(
+    name: str, rings: float, chains: float, counted: float
+) -> None:
+    """Rings as known; a chain crosses the link between sockets once and a ring twice, so chains win on PCIe.
+
+    Speeds in the file are at NCCL's rates: nominal ones would make NCCL leave NVLS, which it rates itself.
+    """
     machine = topoplan.load(name)
     exported = export_machine(machine, "nccl-graph")
-    assert counted_rates(exported) == pytest.approx((rings, chains), rel=1e-4)
+    assert stated_rates(exported) == pytest.approx((rings, chains), rel=1e-4)
+    assert counted_rates(exported) == pytest.approx((rings * counted, chains * counted), rel=1e-4)
     found = channels(exported, set(range(len(machine.gpus))))
     assert len(found[0]) == len(found[1]) <= MOST_CHANNELS
 
@@ -121,7 +141,42 @@ def test_the_best_rings_and_chains_of_machines(name: str, rings: float, chains: 
 def test_chains_never_beat_packed_trees(name: str) -> None:
     """A chain is a tree, so the optimum of the trees bounds what NCCL's tree can give over the same wires."""
     machine = topoplan.load(name)
-    assert counted_rates(export_machine(machine, "nccl-graph"))[1] <= topoplan.plan(machine).rate * (1 + 1e-4)
+    assert stated_rates(export_machine(machine, "nccl-graph"))[1] <= topoplan.plan(machine).rate * (1 + 1e-4)
+
+
+EXPECTED = {
+    ("dgx-1v", None): (68.5714, 55.2),
+    ("dgx-1v", (1, 4, 5, 7)): (26.6667, 36.8),
+    ("dgx-1v", (0, 1, 5)): (15, 18.4),
+    ("dgx-1p", None): (41.1429, 33.12),
+    ("dgx-2", None): (64, 58.88),
+    ("dgx-a100", None): (137.143, 126.171),
+    ("dgx-h100", None): (211.886, 194.935),
+    ("dgx-b200", None): (412.457, 379.461),
+    ("v100x4", None): (53.3333, 55.2),
+    ("pcie-x8", None): (5.71429, 9.2),
+}
+"""GB/s of AllReduce that NCCL 2.30 expected of rings and of chains (Simple) with our file."""
+
+
+@pytest.mark.parametrize(("name", "gpus"), EXPECTED)
+def test_what_nccl_expects(name: str, gpus: tuple[int, ...] | None) -> None:
+    """Which of the two it runs on large buffers follows from this, and a note says it."""
+    machine = topoplan.load(name)
+    exported = export_machine(machine.subset(gpus) if gpus else machine, "nccl-graph")
+    rings, chains = EXPECTED[name, gpus]
+    (note,) = (note for note in exported.notes if note.startswith("NCCL expects"))
+    first, second = (float(number) for number in re.findall(r"([0-9.]+) (?:GB/s )?of the", note))
+    assert (first, second) == pytest.approx((rings, chains), rel=1e-5)
+    assert f"it will run the {'chains' if chains > rings else 'rings'} on large buffers" in note
+
+
+def test_a_chain_that_leads_has_channels_enough() -> None:
+    """NCCL expects at most 13.25 GB/s of a chain in one channel of a V100, so two would hide that chains are better."""
+    exported = export_machine(topoplan.load("dgx-1v").subset(BLINK), "nccl-graph")
+    ring, tree = ElementTree.fromstring(exported.text)
+    assert len(ring) == len(tree) == 4
+    assert 4 * 13.25 > 36.8 > 2 * 13.25
 
 
 def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:

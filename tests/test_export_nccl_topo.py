@@ -225,6 +225,15 @@ def test_compute_capability_follows_from_the_model(model: str, sm: str) -> None:
     assert (stated.attributes, stated.invented) == ((("sm", "53"),), ())
 
 
+def test_an_unknown_gpu_is_left_to_the_driver() -> None:
+    """NCCL asks it for a missing ``sm``; a wrong one would set the rate of NVLink and how NCCL reads over it."""
+    exported = nccl_topo_xml(topoplan.load("pcie-x8"))
+    assert "sm=" not in exported.text
+    assert any(note.startswith("sm is left to the driver") for note in exported.notes)
+    assert not any("for an NVLink" in note for note in exported.notes)
+    assert any(note.startswith("NCCL asks the driver for NVLinks of gpu0") for note in exported.notes)
+
+
 @pytest.mark.parametrize(
     ("model", "vendor", "family", "number"),
     [

@@ -2,8 +2,8 @@
 
 A share of p / q becomes p channels of q, or, where q is too large, what largest remainders give. The shares of a plan
 are kept as nearly as can be; otherwise the number of channels is the fastest one. Among equal ones that is taken whose
-channels need carry no more than one wire each, for a channel is one block of threads and moves about as much, and then
-the one that is fastest in what is left.
+channels carry no more than they can: a ring one wire, for a channel is one block of threads and moves about as much, a
+chain what NCCL expects of it (`topoplan.export.nccl_estimate`); and then the one that is fastest in what is left.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def equal_channels(
     chains: Sequence[Choice],
     *,
     leading: str,
+    chain_limit: Fraction,
     counts: Sequence[int] = range(1, MOST_CHANNELS + 1),
 ) -> Graphs:
     """The number of channels, and who gets how many.
@@ -100,6 +101,8 @@ def equal_channels(
         Alternatives, of which the fastest is taken for each number of channels.
     leading : str
         What must be fastest: ``ring``, ``tree``, or ``allreduce``, the faster of both.
+    chain_limit : Fraction
+        GB/s of AllReduce that one channel does on a chain at the most.
     counts : sequence of int
         Numbers of channels to choose from.
 
@@ -108,7 +111,8 @@ def equal_channels(
     >>> import topoplan
     >>> box = topoplan.load("dgx-a100")
     >>> cuts = [box.gpus[i:] + box.gpus[:i] for i in range(8)] * 2
-    >>> found = equal_channels(NcclPaths(box), [{box.gpus: Fraction(1)}], [cuts], leading="allreduce")
+    >>> limit = Fraction(12)
+    >>> found = equal_channels(NcclPaths(box), [{box.gpus: 1}], [cuts], leading="tree", chain_limit=limit)
     >>> found.count, found.bandwidth, float(found.chain_rate)
     (16, Fraction(300, 1), 171.42857142857142)
     """
@@ -116,14 +120,11 @@ def equal_channels(
 
     def worth(graphs: Graphs) -> tuple[Fraction, ...]:
         ring_rate = collective_rate(graphs.bandwidth, "allreduce", size)
-        first = {
-            "ring": ring_rate,
-            "tree": graphs.chain_rate,
-            "allreduce": max(ring_rate, graphs.chain_rate),
-        }[leading]
         wire = min(paths.wire(*hop) for order in graphs.rings for hop in ring_hops(order))
-        filled = min(Fraction(1), graphs.count * wire / graphs.bandwidth)
-        return first, filled, ring_rate, graphs.chain_rate, Fraction(-graphs.count)
+        rings = (ring_rate, min(Fraction(1), graphs.count * wire / graphs.bandwidth))
+        chains = (graphs.chain_rate, min(Fraction(1), graphs.count * chain_limit / graphs.chain_rate))
+        first = {"ring": rings, "tree": chains, "allreduce": max(rings, chains)}[leading]
+        return (*first, ring_rate, graphs.chain_rate, Fraction(-graphs.count))
 
     return max((_graphs(paths, rings, chains, count) for count in counts), key=worth)
 

@@ -50,7 +50,7 @@ class GpuIdentity:
     invented : tuple of str
         Taken from the model's name, or assumed.
     guessed : bool
-        True where not even the model tells.
+        True where not even the model tells; NCCL then asks the driver for what is left out.
     """
 
     attributes: tuple[tuple[str, str], ...]
@@ -59,8 +59,8 @@ class GpuIdentity:
 
     @property
     def capability(self) -> int:
-        """Compute capability without the dot; of an AMD GPU its compute units."""
-        return int(dict(self.attributes)["sm"])
+        """Compute capability without the dot, `UNKNOWN_CAPABILITY` of an unknown one; of an AMD GPU its units."""
+        return int(dict(self.attributes).get("sm", UNKNOWN_CAPABILITY))
 
     @property
     def gcn(self) -> str:
@@ -94,7 +94,9 @@ def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
     if gpu.fact("sm"):
         return GpuIdentity((("sm", gpu.fact("sm")),), (), False)
     known = next((sm for name, sm in _COMPUTE_CAPABILITY if re.search(name, gpu.model)), None)
-    return GpuIdentity((("sm", str(known or UNKNOWN_CAPABILITY)),), ("sm",), known is None)
+    if known is None:
+        return GpuIdentity((), (), True)
+    return GpuIdentity((("sm", str(known)),), ("sm",), False)
 
 
 def direct_to_nic(gpu: Device) -> bool:

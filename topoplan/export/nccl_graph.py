@@ -3,11 +3,12 @@
 Inside a server NCCL runs rings, and as its tree a chain: the GPUs of a channel in their order, reduced up and broadcast
 down. It cannot run packed trees. Each channel gets an equal part of the buffer, so a share becomes a number of equal
 channels. Both graphs, ring (id 0) and tree (id 1), have equally many channels: NCCL uses the smaller number of the two
-and drops the rest. ``speedintra`` is such that NCCL's own arithmetic gives the rate computed here: channels x speed x
-N / (2 (N - 1)) for rings, channels x speed / 2 for trees. ``dev`` is a GPU's NVML index, in hexadecimal (see
-`topoplan.export.gpu_numbers`). Sources: ``src/graph/search.cc`` (``ncclTopoGetGraphFromXml``), ``connect.cc``,
-``tuning.cc`` and ``src/init.cc`` of NCCL. Deliberately absent: NVLS and CollNet, which NCCL finds itself and may prefer
-(``NCCL_ALGO=Ring`` or ``Tree`` insists), and several servers.
+and drops the rest. ``speedintra`` is such that NCCL's own arithmetic gives the rate computed here, at its own rates of
+NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees (`topoplan.export.nccl_estimate`).
+``dev`` is a GPU's NVML index, in hexadecimal (see `topoplan.export.gpu_numbers`). Sources: ``src/graph/search.cc``
+(``ncclTopoGetGraphFromXml``), ``connect.cc`` and ``src/init.cc`` of NCCL, whose release 2.30 took such files whole.
+Deliberately absent: NVLS and CollNet, which NCCL finds itself and may prefer (``NCCL_ALGO=Ring`` or ``Tree`` insists),
+and several servers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from topoplan.export.channel_numbers import (
 )
 from topoplan.export.channel_rates import Order, chain_rate, collective_rate, ring_bandwidth, worst_kind
 from topoplan.export.exported import Exported
+from topoplan.export.gpu_identity import is_amd
 from topoplan.export.gpu_numbers import gpu_numbers
+from topoplan.export.nccl_estimate import CHAIN_SHARE, chain_limit, estimate_notes, expected
 from topoplan.export.nccl_paths import NcclPaths
 from topoplan.export.nccl_xml_text import Element, nccl_xml
 from topoplan.export.one_server import one_server
@@ -82,7 +85,7 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     paths = NcclPaths(machine)
     rings = _rings(machine, paths)
     chains = chain_choice(machine, paths, [order for choice in rings for order in choice], MOST_CHANNELS)
-    graphs = equal_channels(paths, rings, [chains], leading="allreduce")
+    graphs = equal_channels(paths, rings, [chains], leading="allreduce", chain_limit=_chain_limit(machine))
     trees = make_plan(machine)
     size = len(machine.gpus)
     rate = collective_rate(graphs.bandwidth, "allreduce", size)
@@ -90,7 +93,6 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
         CANNOT,
         f"AllReduce: rings {float(rate):.6g} GB/s, chains {float(graphs.chain_rate):.6g} GB/s; trees packed over "
         f"{' and '.join(trees.channels)}, which NCCL cannot run, {trees.rate:.6g} GB/s",
-        _FORCE,
     )
     return _written(machine, paths, graphs, notes)
 
@@ -121,11 +123,13 @@ def plan_graph_xml(plan: Plan) -> Exported:
     counts = nearest_counts(orders.shares)
     if orders.closed:
         chains = chain_choice(machine, paths, list(orders.shares), MOST_CHANNELS)
-        graphs = equal_channels(paths, [orders.shares], [chains], leading="ring", counts=counts)
+        choices: tuple[list[Choice], list[Choice]] = [orders.shares], [chains]
     else:
-        rings = _rings(machine, paths)
-        graphs = equal_channels(paths, rings, [orders.shares], leading="tree", counts=counts)
-    return _written(machine, paths, graphs, (CANNOT, *_plan_notes(plan, paths, orders, graphs), _FORCE))
+        choices = _rings(machine, paths), [orders.shares]
+    leading = "ring" if orders.closed else "tree"
+    limit = _chain_limit(machine)
+    graphs = equal_channels(paths, *choices, leading=leading, chain_limit=limit, counts=counts)
+    return _written(machine, paths, graphs, (CANNOT, *_plan_notes(plan, paths, orders, graphs)))
 
 
 def _checked(machine: Topology) -> Topology:
@@ -177,12 +181,20 @@ def _plan_notes(plan: Plan, paths: NcclPaths, orders: PlanOrders, graphs: Graphs
     return notes
 
 
-def _written(machine: Topology, paths: NcclPaths, graphs: Graphs, notes: tuple[str, ...]) -> Exported:
+def _chain_limit(machine: Topology) -> Fraction:
+    """What a chain can carry in one channel such that NCCL expects no less of it."""
+    return chain_limit(machine) / CHAIN_SHARE
+
+
+def _written(machine: Topology, paths: NcclPaths, graphs: Graphs, found: tuple[str, ...]) -> Exported:
     numbers = gpu_numbers(machine.gpus)
     size = len(machine.gpus)
     rate = collective_rate(graphs.bandwidth, "allreduce", size)
-    rings = _graph("0", _RING_PATTERN, graphs.rings, numbers, graphs.bandwidth / graphs.count, paths)
-    chains = _graph("1", _TREE_PATTERN, graphs.chains, numbers, 2 * graphs.chain_rate / graphs.count, paths)
+    own = expected(machine, graphs)
+    amd = is_amd(device for device in machine.devices if device.kind == "gpu")
+    notes = (*found, *estimate_notes(own, amd=amd), _FORCE)
+    rings = _graph("0", _RING_PATTERN, graphs.rings, numbers, own.bandwidth / graphs.count, paths)
+    chains = _graph("1", _TREE_PATTERN, graphs.chains, numbers, 2 * own.chain_rate / graphs.count, paths)
     comments = (
         f"topoplan: NCCL graphs of {machine.name}, {size} GPUs, for NCCL_GRAPH_FILE; dev is the NVML index",
         f"graph 0: {graphs.count} rings, {float(rate):.6g} GB/s of AllReduce; graph 1: {graphs.count} chains, "

@@ -5,8 +5,8 @@ with rates of its own, by processor, compute capability and PCIe generation; tho
 The machine's own figures stand beside them in attributes that NCCL passes over and `topoplan.load` reads: ``name``,
 ``model``, ``bandwidth`` and ``socket`` in GB/s, ``peer_access`` in seconds, and ``assumed``, the attributes of an
 element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h`` of
-NCCL (2.27 to 2.30) and RCCL.
-Deliberately absent: a network, several servers, partitions of a GPU. Where a GPU lists no NVLink, NCCL asks the driver.
+NCCL (2.27 to 2.30) and RCCL. NCCL 2.30 makes of it what it makes of the machine itself. Deliberately absent: a network,
+several servers, partitions of a GPU. Of a GPU that lists no NVLink NCCL asks the driver.
 """
 
 from __future__ import annotations

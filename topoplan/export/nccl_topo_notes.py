@@ -51,6 +51,7 @@ def topology_notes(
         *tree.notes,
         *_bus_id_notes([device for device in machine.devices if device.name in made_up]),
         *_guess_notes(gpus),
+        *_driver_notes(machine, gpus),
         *_rate_notes(machine, tree, gpus, cpus),
         *_unsaid_notes(machine, tree, nodes),
     )
@@ -69,9 +70,17 @@ def _guess_notes(gpus: Mapping[str, GpuIdentity]) -> list[str]:
     guessed = [name for name, identity in gpus.items() if identity.guessed]
     if not guessed:
         return []
-    identity = gpus[guessed[0]]
-    what = f"gcn {identity.gcn}" if identity.gcn else f"sm {identity.capability}"
-    return [f"{what} is assumed for {listed(guessed)}, whose model does not tell"]
+    gcn = gpus[guessed[0]].gcn
+    if gcn:
+        return [f"gcn {gcn} is assumed for {listed(guessed)}, whose model does not tell"]
+    return [f"sm is left to the driver, whom NCCL asks, for {listed(guessed)}, whose model does not tell"]
+
+
+def _driver_notes(machine: Topology, gpus: Mapping[str, GpuIdentity]) -> list[str]:
+    """NCCL takes the NVLinks of a GPU from the file or from the driver, and cannot be told that there are none."""
+    joined = {link.src for link in machine.links if link.channel == "nvlink"}
+    bare = [name for name in gpus if name not in joined]
+    return [f"NCCL asks the driver for NVLinks of {listed(bare)}, as none are stated here"] if bare else []
 
 
 def _rate_notes(
@@ -87,6 +96,8 @@ def _rate_notes(
     for link in machine.links:
         if link.channel == "nvlink" and link.src in gpus:
             identity = gpus[link.src]
+            if identity.guessed and not identity.gcn:
+                continue
             own = xgmi_bandwidth(identity.gcn) if identity.gcn else nvlink_bandwidth(identity.capability)
             what = "an XGMI link" if identity.gcn else "an NVLink"
             compare(what, exact(link.bandwidth) / link.count, exact(own), link.src)
