@@ -797,14 +797,30 @@ class TestProcess:
         assert main(["verify", "-"]) == INTERRUPTED
         assert capsys.readouterr().err == "topoplan verify: interrupted\n"
 
-    @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate", "verify", "bench"])
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            *([command, "-"] for command in ("show", "plan", "compare", "simulate", "verify", "bench")),
+            ["export", "-", "--to", "nccl-topo"],
+            ["plan", "dgx-1v", "--merge", "-"],
+            ["plan", "dgx-1v", "--overlay", "-"],
+        ],
+        ids=" ".join,
+    )
     def test_closed_stdin(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
     ) -> None:
         """``topoplan COMMAND - <&-`` says that stdin is closed."""
         monkeypatch.setattr(sys, "stdin", None)
-        assert main([command, "-"]) == 2
-        assert "stdin is closed; give a file" in capsys.readouterr().err
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"topoplan {arguments[0]}: error: stdin is closed; give a file\n"
+
+    @pytest.mark.parametrize("content", [b"\x00\x01", b"\xff"])
+    def test_binary_stdin_is_named(self, refused: Callable[..., str], content: bytes) -> None:
+        """As a file is."""
+        assert refused("plan", "-", stdin=content).startswith(
+            "topoplan plan: error: stdin: the content is binary, not text; "
+        )
 
     def test_plan_loads_little(self) -> None:
         """``plan`` loads neither scipy, networkx, matplotlib nor the rooms behind it: start-up is most of its time."""

@@ -104,7 +104,8 @@ def test_a_name_like_nothing_lists_the_library(name: str) -> None:
         (b"\x89PNG\r\n\x1a\n", "binary"),
         (b'<system version="1">\n</system>', "no pci element"),
         (b"hello\nworld\n", "GPU0"),
-        (b'{"format": "topoplan.plan/1"}', "topoplan.plan/1"),
+        (b'{"format": "topoplan.plan/1"}', "a plan, not a machine"),
+        (b'{"format": "topoplan.topology/9"}', "topoplan.topology/9"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_in_one_line_with_its_name(

@@ -39,8 +39,6 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
 def read_topology(options: argparse.Namespace) -> Topology:
     """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
     _check_stdin(options)
-    if options.topo == "-" and sys.stdin is None:
-        raise UsageError(_CLOSED)
     return _printable(load(options.topo, **_asked(options)))
 
 

@@ -86,7 +86,7 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
     """Text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
     if isinstance(source, str):
         if source == "-":
-            return decode_text(_read_stdin()), "stdin", "stdin", ""
+            return _decoded(_read_stdin(), "stdin"), "stdin", "stdin", ""
         if "\n" in source or source.lstrip().startswith(("{", "<")):
             return source, "", "", ""
         if source in library():
@@ -203,6 +203,8 @@ def library_path() -> Traversable:
 
 
 def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise UsageError("stdin is closed; give a file")
     try:
         return sys.stdin.buffer.read()
     except OSError as error:
@@ -277,7 +279,12 @@ def _read(path: str) -> str:
         content = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
+    return _decoded(content, path)
+
+
+def _decoded(content: bytes, where: str) -> str:
+    """As `decode_text`; an error begins with the name of the input."""
     try:
         return decode_text(content)
     except TopologyError as error:
-        raise TopologyError(f"{path}: {error}") from None
+        raise TopologyError(f"{where}: {error}") from None
