@@ -21,6 +21,7 @@ from topoplan.export.channel_numbers import MOST_CHANNELS, apportioned
 from topoplan.export.channel_rates import chain_rate, ring_bandwidth
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import export_machine, export_plan
+from topoplan.export.nccl_estimate import counted_machine
 from topoplan.export.nccl_paths import NcclPaths
 from topoplan.export.order_choice import chain_choice
 from topoplan.export.plan_orders import plan_orders
@@ -169,6 +170,39 @@ def test_what_nccl_expects(name: str, gpus: tuple[int, ...] | None) -> None:
     first, second = (float(number) for number in re.findall(r"([0-9.]+) (?:GB/s )?of the", note))
     assert (first, second) == pytest.approx((rings, chains), rel=1e-5)
     assert f"it will run the {'chains' if chains > rings else 'rings'} on large buffers" in note
+
+
+OWN_SEARCH = {
+    ("dgx-1v", None): (6, 20),
+    ("dgx-1v", (1, 4, 5, 7)): (2, 20),
+    ("dgx-1v", (1, 2, 4, 5, 6, 7)): (2, 20),
+    ("dgx-1v", (0, 1, 3, 4, 5, 7)): (4, 20),
+    ("dgx-1p", None): (4, 18),
+    ("dgx-2", None): (6, 20),
+    ("dgx-a100", None): (12, 20),
+    ("dgx-h100", None): (12, 30),
+    ("dgx-b200", None): (16, 45),
+    ("v100x4", None): (4, 20),
+    ("nvlink-x4", None): (12, 20),
+}
+"""Rings and GB/s of each that NCCL 2.30 itself found in our topology file (``ncclTopoCompute``)."""
+
+
+@pytest.mark.parametrize(("name", "gpus"), OWN_SEARCH)
+def test_nccls_own_search_beats_neither_the_bound_nor_our_file(
+    name: str, gpus: tuple[int, ...] | None
+) -> None:
+    """At NCCL's rates of NVLink; on all of a DGX-1V, a DGX-2 and a DGX A100 it finds the optimum."""
+    machine = topoplan.load(name)
+    part = machine.subset(gpus) if gpus else machine
+    rings, speed = OWN_SEARCH[name, gpus]
+    size = len(part.gpus)
+    own = rings * speed * size / (2 * (size - 1))
+    best = topoplan.plan(counted_machine(part).machine).rate
+    assert own <= best * (1 + 1e-9)
+    assert own <= max(counted_rates(export_machine(part, "nccl-graph"))) * (1 + 1e-5)
+    if gpus is None and name in ("dgx-1v", "dgx-2", "dgx-a100"):
+        assert own == pytest.approx(best)
 
 
 def test_a_chain_that_leads_has_channels_enough() -> None:

@@ -225,6 +225,24 @@ def test_compute_capability_follows_from_the_model(model: str, sm: str) -> None:
     assert (stated.attributes, stated.invented) == ((("sm", "53"),), ())
 
 
+def test_nothing_is_left_that_only_some_ranks_of_nccl_would_find_out() -> None:
+    """NCCL 2.30 made four CPUs and eight switches of these two and four, as ranks filled in what was missing.
+
+    It happens where network devices are named; elsewhere every rank looks up every NIC, and finds out the same.
+    """
+    machine = topoplan.load("dgx-1v")
+    settled = {"cpu": ["affinity"], "0x060400": ["vendor", "device", "subsystem_vendor", "subsystem_device"]}
+    for known in (facts(adapter="mlx5_0"), facts(gigabits=100)):
+        devices = tuple(
+            replace(device, facts=known) if device.name == "nic0" else device for device in machine.devices
+        )
+        exported = nccl_topo_xml(replace(machine, devices=devices))
+        same(topoplan.load(exported.text), replace(machine, devices=devices))
+        for element in ElementTree.fromstring(exported.text).iter():
+            for key in settled.get(element.attrib.get("class", element.tag), ()):
+                assert element.attrib.get(key) == ("" if known == facts(adapter="mlx5_0") else None)
+
+
 def test_an_unknown_gpu_is_left_to_the_driver() -> None:
     """NCCL asks it for a missing ``sm``; a wrong one would set the rate of NVLink and how NCCL reads over it."""
     exported = nccl_topo_xml(topoplan.load("pcie-x8"))

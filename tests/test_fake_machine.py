@@ -85,10 +85,13 @@ def test_nvlinks_are_told_as_described(name: str, answers: Answers) -> None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_peers_are_told_alike_from_both_sides(name: str, answers: Answers) -> None:
-    """Peer status and common ancestor are symmetric, and wires are the reason of the NVLink status."""
+    """Peer status and common ancestor are symmetric, and wires are the reason of the NVLink status.
+
+    Of a GPU and itself the driver has no complaint: NCCL asks, and an error would end its start.
+    """
     machine, told = MACHINES[name](), answers(name)["gpus"]
     for a, first in enumerate(told):
-        assert first["p2p"][a] == ["InvalidArgument"] * 5
+        assert first["p2p"][a] == [0] * 5
         for b, second in enumerate(told):
             assert first["p2p"][b] == second["p2p"][a]
             assert first["ancestor"][b] == second["ancestor"][a]

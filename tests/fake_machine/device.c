@@ -215,7 +215,8 @@ PUBLIC answer nvmlDeviceGetTopologyCommonAncestor(void *first, void *second, int
 PUBLIC answer nvmlDeviceGetP2PStatus(void *first, void *second, int index, unsigned *status) {
     WITH_GPU(first, -1);
     gpu_device *other = gpu_of(second);
-    if (!other || other == gpu || index < 0 || index >= P2P_INDICES) return INVALID_ARGUMENT;
-    *status = machine.p2p[gpu->index][other->index][index];
+    if (!other || index < 0 || index >= P2P_INDICES) return INVALID_ARGUMENT;
+    /* Of a GPU and itself NCCL asks too, and gives up if that is an error. */
+    *status = other == gpu ? 0 : machine.p2p[gpu->index][other->index][index];
     return SUCCESS;
 }

@@ -37,6 +37,7 @@ MOST_ELEMENTS = 255
 _CLASS = {"pcie": "0x060400", "gpu": "0x030200", "nic": "0x020000"}
 _AMD_CLASS = {**_CLASS, "gpu": "0x038000"}
 _NVSWITCH_CLASS, _CPU_CLASS = "0x068000", "0x068001"
+_CHIP_KEYS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
 _HIDDEN = "fffffff:ffff:ff"
 """Bus id of an NVLink's far end that NCCL itself writes where it cannot see the NVSwitch."""
 
@@ -105,6 +106,7 @@ class _Writer:
     gpus: dict[str, GpuIdentity]
     links: dict[str, GpuLinks]
     nvlink_notes: tuple[str, ...]
+    named_nics: bool
 
     @classmethod
     def of(cls, machine: Topology) -> _Writer:
@@ -126,6 +128,7 @@ class _Writer:
             {gpu.name: gpu_identity(gpu, amd=amd) for gpu in gpus},
             links,
             nvlink_notes,
+            any(device.fact("adapter") for device in machine.devices),
         )
 
     def system(self) -> Element:
@@ -147,7 +150,18 @@ class _Writer:
             known.append(("socket", repr(float(self.tree.socket[device.name]))))
         known.append(("affinity", cpu_mask(device.fact("cpus"))))
         known.append(_assumed(*(["numaid"] if device.name in self.unnumbered else []), *identity.invented))
-        return Element("cpu", _filled(known), self._below(device.name))
+        return Element("cpu", self._settled(known, "affinity"), self._below(device.name))
+
+    def _settled(self, known: list[tuple[str, str]], *left: str) -> tuple[tuple[str, str], ...]:
+        """Attributes of a CPU or switch, with empty ones for those that NCCL would find out itself.
+
+        Where the file names network devices, ranks keep CPUs and switches that are not above their GPU and find out
+        nothing of them; since 2.21 NCCL then takes one that two ranks describe differently for two.
+        """
+        found = _filled(known)
+        if not self.named_nics:
+            return found
+        return (*found, *((key, "") for key in left if key not in dict(found)))
 
     def _below(self, name: str) -> tuple[Element, ...]:
         pcie: list[Element] = []
@@ -180,7 +194,7 @@ class _Writer:
             _assumed(*(["busid"] if device.name in self.invented else [])),
         ]
         if device.kind == "pcie":
-            return Element("pci", _filled(known), self._below(device.name))
+            return Element("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
         if device.kind == "nic":
             return Element("pci", _filled(known), net_elements(device, self._net_number(device.name)))
         return Element("pci", _filled(known), (self._gpu(device),))
@@ -238,8 +252,7 @@ def _assumed(*names: str) -> tuple[str, str]:
 
 def _chip(pci: str) -> list[tuple[str, str]]:
     """Attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
-    keys = ("vendor", "device", "subsystem_vendor", "subsystem_device")
     parts = pci.split(":")
-    return (
-        [(key, f"0x{part}") for key, part in zip(keys, parts, strict=True)] if len(parts) == len(keys) else []
-    )
+    if len(parts) != len(_CHIP_KEYS):
+        return []
+    return [(key, f"0x{part}") for key, part in zip(_CHIP_KEYS, parts, strict=True)]

@@ -1,9 +1,11 @@
 """What a transfer between GPUs gets out of a wire, by generation and vendor: NCCL's own figures.
 
-NVLink and CPU figures are those of NCCL, ``src/graph/topo.h`` (2.27 to 2.30), a lane's those of ``kvDictPciGen`` in
+NVLink and CPU figures are those of NCCL, ``src/graph/topo.h`` (2.27.5 to 2.30.7), a lane's those of ``kvDictPciGen`` in
 ``src/graph/topo.cc``, XGMI's those of RCCL, ``src/graph/topo.h``. They are lower than the nominal figures of the
-library: a V100's NVLink counts 20 GB/s here and 25 there. Deliberately absent: NCCL's surcharge of a fifth for traffic
-between GPUs through an Intel CPU (``INTEL_P2P_OVERHEAD``), which belongs to its search and not to the wire.
+library: a V100's NVLink counts 20 GB/s here and 25 there. Older releases count a Hopper's NVLink at 20 (to 2.19), a
+Blackwell's as a Hopper's (to 2.24), Xeons of generations 4 and 5 as Skylake (to 2.25). Deliberately absent: NCCL's
+surcharge of a fifth for traffic between GPUs through an Intel CPU (``INTEL_P2P_OVERHEAD``), which belongs to its search
+and not to the wire.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ _NUMBERED_GCN = {
 
 def lane_bandwidth(speed: str) -> float | None:
     """GB/s per direction of one PCIe lane, from the kernel's text of its rate; None of an unknown one.
+
+    NCCL takes generation 3 for spellings that kernels do not write, such as ``16.0 GT/s``; here they are what they say.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Rings as plans: the rival that packed trees are compared with.
 
 Which ring is meant is always said, because it decides the comparison: over direct NVLinks only, over PCIe
-where these give none (what NCCL does, and what Blink compares with), or with hops that may be relayed through
-other GPUs.
+where these give none (what NCCL did up to 2.7, and what Blink compares with), or with hops that may be relayed
+through other GPUs (one between two, in NCCL since 2.8).
 """
 
 from __future__ import annotations
