@@ -209,6 +209,26 @@ def test_warnings_come_before_notes_everywhere(
         assert lines.index(text) < lines.index("note: first of all"), command
 
 
+def test_what_a_file_says_moves_no_terminal(show: Callable[..., str], tmp_path: Path) -> None:
+    """Texts of topology JSON are anybody's: an escape in a model, fact, note or source is shown as ?."""
+    evil = "V100\n\x1b[31m\u202e"
+    machine = topoplan.load("dgx-1v")
+    devices = tuple(
+        replace(one, model=evil, busid=one.busid + evil, facts=facts(adapter=evil, host_bridge=evil))
+        for one in machine.devices
+    )
+    path = tmp_path / "machine.json"
+    path.write_text(
+        dump_topology_json(
+            replace(machine, name="m" + evil, devices=devices, source=evil, notes=(f"warning: {evil}", evil))
+        )
+    )
+    lines = show(str(path)).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines[-3:] == ["warning: V100 ?[31m?", "note: V100 ?[31m?", ""]
+    assert lines[-4] == "source: V100 ?[31m?"
+
+
 def test_show_prints_what_it_finds_amiss(show: Callable[..., str]) -> None:
     """Warnings of the machine as it is asked for, here with a dead and a slow link; a sound one has none."""
     assert "warning" not in show("dgx-1v")

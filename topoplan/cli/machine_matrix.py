@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from topoplan.cli.output import table
+from topoplan.cli.output import printable, table
 from topoplan.formats.matrix import affinity_columns, relation_matrix
 from topoplan.hosts.notes import listed
 from topoplan.topology import Topology
@@ -76,4 +76,4 @@ def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
         text = device.fact("adapter") or device.model
         if device.kind == "nic" and text:
             meaning.setdefault(text, []).append(device.name)
-    return [f"{listed(found)}: {text}" for text, found in meaning.items()]
+    return [f"{listed(found)}: {printable(text)}" for text, found in meaning.items()]

@@ -15,9 +15,20 @@ LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
 
 
+def printable(text: str) -> str:
+    """One line, with ``?`` for what a terminal would obey and not show: texts of a file are anybody's.
+
+    Examples
+    --------
+    >>> printable("Tesla\\n V100 \\x1b[31m")
+    'Tesla V100 ?[31m'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
 def print_error(prefix: str, message: str) -> None:
     """Print an error as one line on stderr; of a long one head and tail, where cause and remedy stand."""
-    line = " ".join(message.split())
+    line = printable(message)
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
     print(f"{prefix}: {line}", file=sys.stderr)
@@ -36,7 +47,7 @@ def plan_notes(plan: Plan | SizePlans) -> list[str]:
 def print_notes(*notes: str, file: TextIO | None = None) -> None:
     """Print what the reader should know beside the result, each note once, warnings first; on stdout unless told."""
     for note in warnings_first(notes):
-        line = " ".join(note.split())
+        line = printable(note)
         print(line if line.startswith(WARNING) else f"note: {line}", file=file)
 
 
@@ -61,6 +72,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2)
     a      1.5
     bc    10.0
     """
+    rows = [[cell if cell.isprintable() else printable(cell) for cell in row] for row in rows]
     columns = list(zip(header, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     numeric = [all(_is_number(cell) for cell in column[1:]) and len(column) > 1 for column in columns]

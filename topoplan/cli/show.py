@@ -12,7 +12,7 @@ from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.device_tree import told_by_tree, tree_text
 from topoplan.cli.machine_matrix import matrix_text
-from topoplan.cli.output import print_json, print_notes, table
+from topoplan.cli.output import print_json, print_notes, printable, table
 from topoplan.cli.output_files import check_plot
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
@@ -104,7 +104,7 @@ def _print_parts(topology: Topology) -> None:
         if part:
             print(f"\n{part}")
     if topology.source:
-        print(f"\nsource: {topology.source}")
+        print(f"\nsource: {printable(topology.source)}")
     print_notes(*warnings, *topology.notes)
 
 
