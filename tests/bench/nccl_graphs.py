@@ -1,4 +1,4 @@
-"""What NCCL can run of a plan: rings and chains of a graph file against packed trees, on all allocations of a DGX-1V."""
+"""What NCCL can run of a plan: rings and chains of a graph file against packed trees, on allocations of a DGX-1V."""
 
 from __future__ import annotations
 

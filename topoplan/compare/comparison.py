@@ -1,6 +1,6 @@
 """Trees beside rings: what packed trees reach on an allocation, and what each kind of ring reaches there.
 
-Three rivals, all plans that are verified like the trees: the ring that NCCL would run (over NVLink where it has
+Three rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has
 one, else over PCIe, which the row says), the ring over NVLink that may relay through other GPUs, and the double
 binary tree. Where the ring falls back, the trees still run over NVLink: this is the comparison of Blink, section 2.2
 and figure 13, and most of its largest gains are such cases.
