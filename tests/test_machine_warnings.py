@@ -187,3 +187,12 @@ def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> Non
     assert sorted(every) == sorted(set(notes))
     ranks = [(not note.startswith("warning: "), notes.index(note)) for note in every]
     assert ranks == sorted(ranks)
+
+
+def test_a_few_nics_away_from_the_gpus_are_usual() -> None:
+    """As the storage NICs of a DGX A100: eight of nine sit with GPUs."""
+    devices = [Device("gpu0", "gpu", numa=0), *(Device(f"nic{i}", "nic", numa=int(i == 8)) for i in range(9))]
+    links = [
+        Link(*ends, "pcie", 12.0) for i in range(9) for ends in ((f"nic{i}", "gpu0"), ("gpu0", f"nic{i}"))
+    ]
+    assert not any("NUMA" in text for text in found(Topology("made", tuple(devices), tuple(links))))

@@ -267,7 +267,8 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
         (5, 80, 25.0, 25.0),
         (6, 90, 26.562, 25.0),
         (7, 100, 53.125, 50.0),
-        (5, 86, 14.062, 14.062),
+        (5, 86, 14.062, 14.0625),
+        (5, 86, None, 14.0625),
         (None, 60, 20.625, 20.0),
         (None, 70, None, 25.0),
         (None, 86, None, 14.0625),
@@ -560,4 +561,4 @@ def test_links_that_are_all_down_are_a_fault_only_beside_links_that_are_up() -> 
     _, notes = counts(
         *pair(down, [up(0, ""), replace(up(1, None), active=False), replace(up(2, None), active=False)])
     )
-    assert notes == ["warning: gpu1: NVLink 1-2 of 3 is down", "warning: gpu0: no NVLink is up"]
+    assert notes == ["warning: gpu1: NVLinks 1-2 of 3 are down", "warning: gpu0: no NVLink is up"]

@@ -159,11 +159,12 @@ def _slow_pcie(server: Topology) -> list[str]:
 
 
 def _distant_nics(server: Topology) -> list[str]:
-    """NICs on a NUMA node that holds no GPU; a node that is not known is passed over."""
+    """NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a DGX."""
     homes = {_numa(server, gpu) for gpu in server.gpus}
     nics = [device.name for device in server.devices if device.kind == "nic"]
     apart = [nic for nic in nics if _numa(server, nic) not in homes | {None}]
-    return [f"{listed(apart)}: on a NUMA node without a GPU"] if apart and homes and None not in homes else []
+    most = 2 * len(apart) > len(nics) and homes and None not in homes
+    return [f"{listed(apart)}: on a NUMA node without a GPU"] if most else []
 
 
 def _numa(server: Topology, name: str) -> int | None:

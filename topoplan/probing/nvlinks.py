@@ -28,6 +28,8 @@ NOMINAL_BY_CAPABILITY = {60: 20.0, 70: 25.0, 86: 14.0625, 90: 25.0, 100: 50.0}
 WHOLE = 0.9
 """A link is whole if its stated speed is at least this share of the nominal one."""
 
+_GA102 = 86
+
 _HIDDEN = ""
 
 
@@ -95,7 +97,9 @@ def _wires(
             wires.append(Wire(end, link.remote or _HIDDEN, _bandwidth(gpu, link)))
     notes = []
     if down and len(down) < len(gpu.links):
-        notes.append(f"warning: {name}: NVLink {_numbers(down)} of {len(gpu.links)} is down")
+        several = len(down) > 1
+        what = f"NVLink{'s' * several} {_numbers(down)} of {len(gpu.links)} {'are' if several else 'is'} down"
+        notes.append(f"warning: {name}: {what}")
     if barred:
         notes.append(
             f"warning: {name}: NVLink {_numbers(barred)} may not carry traffic between GPUs; left out"
@@ -118,9 +122,10 @@ def _far_end(
 def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
     if link.speed and link.version and link.version > max(NOMINAL):
         return link.speed
-    nominal = NOMINAL.get(link.version or 0)
+    sm = gpu.sm or 80
+    # GA102 shares its version with A100, whose links are faster.
+    nominal = None if sm == _GA102 else NOMINAL.get(link.version or 0)
     if nominal is None:
-        sm = gpu.sm or 80
         nominal = next(
             (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
         )

@@ -60,7 +60,7 @@ def kernel_tree(
         if not chain:
             name = f"gpu{gpu.index}" if gpu is not None else busid
             notes.append(
-                f"warning: {name} ({busid}) is not in the kernel's PCIe tree; taken to hang at a CPU of its own link"
+                f"warning: {name} ({busid}) is not in the kernel's PCIe tree; assumed on a link of its own to its CPU"
             )
             width = (gpu.width if gpu is not None else None) or UNKNOWN_WIDTH
             found[busid] = PciDevice(busid, kinds[busid], "", cpu, width * _lane(None, None, gpu))
