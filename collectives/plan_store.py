@@ -26,7 +26,8 @@ class PlanStore:
     --------
     >>> import topoplan
     >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
-    >>> int(sum(store.table("broadcast", 1, count=100, itemsize=4, chunk_elements=7).add))
+    >>> _, table = store.lowered("broadcast", 1, count=100, itemsize=4, chunk_elements=7)
+    >>> int(sum(table.add))
     0
     """
 
@@ -61,10 +62,10 @@ class PlanStore:
             return topoplan.plan_by_size(topology, collective, root=root, channels=channels)
         return topoplan.plan(topology, collective, root=root, channels="+".join(self._given.channels))
 
-    def table(
+    def lowered(
         self, collective: str, root: int | None, *, count: int, itemsize: int, chunk_elements: int
-    ) -> TransferTable:
-        """The transfer table of a collective.
+    ) -> tuple[Plan, TransferTable]:
+        """The plan of a collective, and its transfer table.
 
         Parameters
         ----------
@@ -76,6 +77,10 @@ class PlanStore:
             Bytes of an element.
         """
         plan = self.plan(collective, root, count * itemsize)
+        return plan, lower(plan, count, chunk_elements=chunk_elements, digest=self.digest(plan))
+
+    def digest(self, plan: Plan) -> str:
+        """The digest of one of these plans, computed once."""
         if id(plan) not in self._digests:
             self._digests[id(plan)] = plan.digest
-        return lower(plan, count, chunk_elements=chunk_elements, digest=self._digests[id(plan)])
+        return self._digests[id(plan)]

@@ -119,7 +119,7 @@ def test_parts_count_as_the_full_buffer() -> None:
     for collective in PARTS:
         store = PlanStore(by_hand(collective))
         tables = [
-            store.table(collective, None, count=5 * each, itemsize=4, chunk_elements=10**6)
+            store.lowered(collective, None, count=5 * each, itemsize=4, chunk_elements=10**6)[1]
             for each in (20, 21)
         ]
         edges = [set(zip(table.source.tolist(), table.destination.tolist(), strict=True)) for table in tables]

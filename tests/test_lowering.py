@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import TransferTable, check_table, lower
-from collectives.loopback import execute
+from collectives.backends.loopback.backend import execute
 from collectives.transfer_table import PER_ROW
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.build import trivial_plan

@@ -1,0 +1,67 @@
+"""What the communicator must know of a kind of arrays: numpy's, CuPy's or torch's."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+Array = TypeVar("Array")
+
+
+class ArrayLibrary(Protocol[Array]):
+    """The few things that differ between array libraries.
+
+    Every method takes arrays that `check` has accepted.
+    """
+
+    name: str
+
+    def check(self, array: object, *, rank: int, what: str) -> Array:
+        """The array itself, if it is of this kind, on the right device, and its dtype can be moved.
+
+        Raises
+        ------
+        UsageError
+            Names the rank; ``what`` is "array" or "out array".
+        """
+
+    def shape(self, array: Array) -> tuple[int, ...]:
+        """Its shape."""
+
+    def dtype(self, array: Array) -> str:
+        """numpy's name of its dtype; bfloat16 by that name."""
+
+    def itemsize(self, array: Array) -> int:
+        """Bytes of an element."""
+
+    def writeable(self, array: Array) -> bool:
+        """Whether results can be put into it."""
+
+    def check_reduction(self, op: str, array: Array) -> None:
+        """Raise `UsageError` where a reduction is unknown or not defined for the array's dtype."""
+
+    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+        """A new contiguous array of the same dtype on the same device, contents undefined."""
+
+    def line(self, array: Array) -> Array:
+        """The array as one contiguous dimension: the same memory where it is contiguous, else a copy."""
+
+    def contiguous(self, array: Array) -> bool:
+        """Whether `line` is the same memory."""
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Put the elements of one array into another of the same shape and dtype."""
+
+    def part(self, line: Array, start: int, stop: int) -> Array:
+        """Elements of a line, the same memory."""
+
+    def shaped(self, line: Array, shape: tuple[int, ...]) -> Array:
+        """A line in another shape, the same memory."""
+
+    def overlap(self, one: Array, other: Array) -> bool:
+        """Whether two arrays share memory."""
+
+    def same(self, one: Array, other: Array) -> bool:
+        """Whether two arrays are the same memory in the same order."""
+
+    def divide(self, total: Array, ranks: int) -> None:
+        """Turn a sum into an average in place, integers truncated towards zero."""

@@ -1,0 +1,91 @@
+"""numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.reduction import DTYPE_KINDS, divide, reduction
+from topoplan.errors import UsageError
+
+AnyArray = NDArray[Any]
+
+
+class NumpyArrays:
+    """`ArrayLibrary` of numpy."""
+
+    name = "numpy"
+
+    def check(self, array: object, *, rank: int, what: str) -> AnyArray:
+        """See `ArrayLibrary.check`."""
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            raise UsageError(
+                f"rank {rank} has a {type(array).__name__} instead of a numpy array as its {what}; "
+                "convert it with numpy.array"
+            )
+        if array.dtype.kind not in DTYPE_KINDS:
+            raise UsageError(
+                f"rank {rank} has dtype {array.dtype}, which cannot be moved; "
+                f"use {', '.join(DTYPE_KINDS.values())}"
+            )
+        return array
+
+    def shape(self, array: AnyArray) -> tuple[int, ...]:
+        """See `ArrayLibrary.shape`."""
+        return array.shape
+
+    def dtype(self, array: AnyArray) -> str:
+        """See `ArrayLibrary.dtype`; with the byte order where it is not the machine's."""
+        return array.dtype.name if array.dtype.isnative else array.dtype.str
+
+    def itemsize(self, array: AnyArray) -> int:
+        """See `ArrayLibrary.itemsize`."""
+        return array.dtype.itemsize
+
+    def writeable(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.writeable`."""
+        return array.flags.writeable
+
+    def check_reduction(self, op: str, array: AnyArray) -> None:
+        """See `ArrayLibrary.check_reduction`."""
+        reduction(op, array.dtype)
+
+    def empty(self, shape: tuple[int, ...], like: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.empty`."""
+        return np.empty(shape, like.dtype)
+
+    def line(self, array: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.line`."""
+        return np.ascontiguousarray(array).reshape(-1)
+
+    def contiguous(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.contiguous`."""
+        return array.flags.c_contiguous
+
+    def copy(self, target: AnyArray, source: AnyArray) -> None:
+        """See `ArrayLibrary.copy`."""
+        target[...] = source
+
+    def part(self, line: AnyArray, start: int, stop: int) -> AnyArray:
+        """See `ArrayLibrary.part`."""
+        return line[start:stop]
+
+    def shaped(self, line: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+        """See `ArrayLibrary.shaped`."""
+        return line.reshape(shape)
+
+    def overlap(self, one: AnyArray, other: AnyArray) -> bool:
+        """See `ArrayLibrary.overlap`."""
+        return np.may_share_memory(one, other) and np.shares_memory(one, other)
+
+    def same(self, one: AnyArray, other: AnyArray) -> bool:
+        """See `ArrayLibrary.same`."""
+        return (
+            one.ctypes.data == other.ctypes.data and one.shape == other.shape and one.strides == other.strides
+        )
+
+    def divide(self, total: AnyArray, ranks: int) -> None:
+        """See `ArrayLibrary.divide`."""
+        divide(total, ranks)

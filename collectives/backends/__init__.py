@@ -1,0 +1,1 @@
+"""Back ends: what moves the bytes of a transfer table."""

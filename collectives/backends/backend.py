@@ -1,0 +1,125 @@
+"""What a back end is: it runs the rows of transfer tables for the ranks whose arrays this process holds.
+
+The communicator checks arguments, plans, lowers, gives out memory and divides averages; a back end only moves
+bytes and joins them. It is told everything about one collective by a `Call`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from collectives.arrays.library import ArrayLibrary
+from collectives.backends.signature import Signature
+from collectives.transfer_table import TransferTable
+from topoplan.plans.plan import Plan
+
+Array = TypeVar("Array")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankArrays(Generic[Array]):
+    """The memory of one rank in one collective.
+
+    Parameters
+    ----------
+    rank : int
+    given : (int, int)
+        The elements of the buffer that the rank puts in.
+    source : array
+        One contiguous dimension of those elements; only read, unless it is the same memory as ``result``.
+    block : (int, int)
+        The elements of the buffer that are the rank's result; empty where it gets none.
+    result : array
+        One contiguous dimension of those elements, to be written. Where no row leads, the communicator puts
+        what the rank has given.
+    """
+
+    rank: int
+    given: tuple[int, int]
+    source: Array
+    block: tuple[int, int]
+    result: Array
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether elements are part of the result; chunks are so as a whole or not at all."""
+        return self.block[0] <= start and stop <= self.block[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[Array]):
+    """One collective, ready to run.
+
+    Parameters
+    ----------
+    plan : Plan
+    table : TransferTable
+        The plan lowered for this element count.
+    signature : Signature
+        What all ranks must agree on before the first byte moves.
+    op : str or None
+        Reduction (sum, prod, min, max, avg: added up here, divided by the communicator); None where data is copied.
+    dtype : str
+        numpy's name of the elements' type.
+    itemsize : int
+        Bytes of an element.
+    memory : tuple of RankArrays
+        One for each rank that the back end holds in this process, in the order of `Backend.ranks`.
+    """
+
+    plan: Plan
+    table: TransferTable
+    signature: Signature
+    op: str | None
+    dtype: str
+    itemsize: int
+    memory: tuple[RankArrays[Array], ...]
+
+
+class Backend(Protocol[Array]):
+    """Moves bytes for some ranks.
+
+    Attributes
+    ----------
+    name : str
+    ranks : tuple of int
+        The ranks whose arrays this process holds: all of them in one process, else one.
+    one_rank : bool
+        Whether a process holds one rank, so that methods take and return one array instead of a list.
+    size : int
+        Number of all ranks.
+    direct : bool
+        Whether results may be written to the caller's arrays at once. A back end that can fail midway says False;
+        its results are copied to the caller's arrays when they are complete.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    one_rank: bool
+    size: int
+    direct: bool
+
+    @property
+    def arrays(self) -> ArrayLibrary[Array]:
+        """The kind of arrays that it takes."""
+
+    def run(self, call: Call[Array]) -> None:
+        """Run a collective to its end for the ranks of this process.
+
+        Raises
+        ------
+        BackendError
+            A peer died, stalled, refused or means another collective. The back end is unusable from then on.
+        """
+
+    def refuse(self, signature: Signature) -> None:
+        """Tell the other ranks that this one will not take part in a collective, and why (`Signature.refusal`).
+
+        They raise `BackendError`; the back end is unusable from then on.
+        """
+
+    def largest(self, value: float) -> float:
+        """The largest of the values that all ranks give, the same on every rank; all ranks must call it."""
+
+    def close(self) -> None:
+        """Give up processes, connections and memory; closing twice is fine."""

@@ -1,0 +1,34 @@
+"""The back ends by name, each loaded when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from collectives.backends.backend import Backend
+from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
+
+
+def _loopback(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    from collectives.backends.loopback.backend import Loopback
+
+    return Loopback(len(plan.ranks))
+
+
+BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {"loopback": _loopback}
+"""What makes each back end from a plan and a timeout in seconds."""
+
+
+def open_backend(name: str, plan: Plan | SizePlans, *, timeout: float) -> Backend[Any]:
+    """The back end of this name, with its default settings.
+
+    Raises
+    ------
+    UsageError
+        No such back end, or a library that it needs is not installed; says what to install.
+    """
+    if name not in BACKENDS:
+        raise UsageError(f"back end {name!r} is not available; use {' or '.join(BACKENDS)}")
+    return BACKENDS[name](plan, timeout)

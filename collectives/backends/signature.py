@@ -1,0 +1,104 @@
+"""What all ranks must agree on before the first byte of a collective moves.
+
+Two ranks that run different plans, or the same plan on arrays of different length, would wait for each other or
+add bytes that do not belong together. So every rank sends a signature ahead, and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+from topoplan.errors import BackendError
+
+LENGTH = 512
+"""Bytes of a packed signature."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One rank's idea of a collective.
+
+    Parameters
+    ----------
+    call : int
+        How many collectives the communicator ran before this one.
+    plan : str
+        First 16 digits of the plan's digest.
+    world : int
+        Number of ranks.
+    collective : str
+    root : int or None
+    op : str or None
+    dtype : str
+    count : int
+        Elements of the buffer, the full gathered one for allgather and reduce_scatter.
+    chunk : int
+        Elements of the longest chunk.
+    refusal : str
+        Why this rank will not take part; empty if it will.
+
+    Examples
+    --------
+    >>> mine = Signature(0, "12ab", 4, "allreduce", None, "sum", "float32", 100, 100)
+    >>> Signature.unpack(mine.pack()) == mine, len(mine.pack())
+    (True, 512)
+    """
+
+    call: int
+    plan: str
+    world: int
+    collective: str
+    root: int | None
+    op: str | None
+    dtype: str
+    count: int
+    chunk: int
+    refusal: str = ""
+
+    def pack(self) -> bytes:
+        """As `LENGTH` bytes of JSON; a long refusal is cut."""
+        text = json.dumps(asdict(self))
+        if len(text) > LENGTH:
+            kept = max(0, len(self.refusal) - (len(text) - LENGTH))
+            cut = {**asdict(self), "refusal": self.refusal.encode("ascii", "replace").decode()[:kept]}
+            text = json.dumps(cut)
+        return text.encode().ljust(LENGTH)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Signature:
+        """Read what `pack` wrote.
+
+        Raises
+        ------
+        ValueError
+            These bytes are no signature.
+        """
+        try:
+            return cls(**json.loads(bytes(data)))
+        except TypeError as error:
+            raise ValueError(f"no signature of a collective: {error}") from error
+
+    def check(self, other: Signature, *, rank: int, peer: int) -> None:
+        """Compare with what a peer sent.
+
+        Raises
+        ------
+        BackendError
+            They differ, or one of them refuses; names the rank, the peer and every field that differs.
+        """
+        if other.refusal:
+            raise BackendError(f"the peer refused the collective: {other.refusal}", rank=rank, peer=peer)
+        if self == other:
+            return
+        differing = [
+            f"{field.name} {getattr(other, field.name)!r} instead of {getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        ]
+        raise BackendError(
+            f"the peer runs another collective: {', '.join(differing)}; "
+            "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype",
+            rank=rank,
+            peer=peer,
+        )

@@ -1,0 +1,80 @@
+"""Collectives in the background: they run one after another, in the order in which they were called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Handle(Generic[Result]):
+    """A collective that was started with ``async_op=True``.
+
+    Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed.
+    """
+
+    def __init__(self, future: Future[Result]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """The result, once it is there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; for ever by default, since a back end ends by itself when a peer fails.
+
+        Raises
+        ------
+        TimeoutError
+            It is still running.
+        TopoplanError
+            What ended it.
+        """
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"the collective is still running after {timeout} s; wait again") from None
+
+
+class InOrder:
+    """Runs tasks one after another: in the background, or at once where nothing is in the background."""
+
+    def __init__(self) -> None:
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future[object] | None = None
+        self._one = threading.Lock()
+
+    def run(self, task: Callable[[], Result]) -> Result:
+        """The task's result, after everything that was submitted before."""
+        if self._last is not None and not self._last.done():
+            return self.submit(task).wait()
+        with self._one:
+            return task()
+
+    def submit(self, task: Callable[[], Result]) -> Handle[Result]:
+        """Start the task in the background, after everything that was submitted before."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+
+        def in_turn() -> Result:
+            with self._one:
+                return task()
+
+        future: Future[Result] = self._worker.submit(in_turn)
+        self._last = future  # type: ignore[assignment]  # only asked whether it is done
+        return Handle(future)
+
+    def close(self) -> None:
+        """Wait for what runs; what has not begun fails."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
