@@ -17,7 +17,20 @@ def _loopback(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
     return Loopback(len(plan.ranks))
 
 
-BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {"loopback": _loopback}
+def _torch(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise UsageError('the torch back end needs PyTorch: pip install "topoplan[torch]"') from None
+    from collectives.backends.torch.backend import TorchBackend
+
+    return TorchBackend.open(timeout=timeout)
+
+
+BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
+    "loopback": _loopback,
+    "torch": _torch,
+}
 """What makes each back end from a plan and a timeout in seconds."""
 
 
