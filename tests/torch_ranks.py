@@ -74,7 +74,9 @@ def inputs(case: Case) -> list[NDArray[Any]]:
         values = generator.standard_normal(case.count) * (3 if case.dtype in FLOATS else 50)
         if case.dtype in FLOATS and case.count > 10 and rank == 1:
             values[5] = np.nan
-        array = values > 0 if case.dtype == "bool" else values.astype("int64" if case.dtype in DTYPES else "f8")
+        array = (
+            values > 0 if case.dtype == "bool" else values.astype("int64" if case.dtype in DTYPES else "f8")
+        )
         if case.dtype.startswith("complex"):
             array = array + 1j * array[::-1]
         arrays.append(array.astype(case.dtype))
@@ -193,7 +195,9 @@ def in_flight(size: int) -> list[list[int]]:
     plan = forest_plan(size, "allreduce", "chain")
     with Communicator(plan, "torch", chunk_bytes=400) as one, Communicator(plan, "torch") as other:
         handles = [
-            comm.all_reduce(torch.full((1000 * k,), k), async_op=True) for k in range(4) for comm in (one, other)
+            comm.all_reduce(torch.full((1000 * k,), k), async_op=True)
+            for k in range(4)
+            for comm in (one, other)
         ]
         return [handle.wait().unique().tolist() for handle in handles]
 
@@ -206,7 +210,9 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     calls: dict[str, Callable[[Communicator], object]] = {
         "count": lambda comm: comm.all_reduce(torch.zeros(10 if rank != 1 else 2000)),
         "dtype": lambda comm: comm.all_reduce(torch.zeros(10, dtype=torch.int32 if rank == 1 else None)),
-        "call": lambda comm: comm.all_gather(torch.zeros(4)) if rank == 1 else comm.all_reduce(torch.zeros(24)),
+        "call": lambda comm: (
+            comm.all_gather(torch.zeros(4)) if rank == 1 else comm.all_reduce(torch.zeros(24))
+        ),
         "plan": lambda comm: comm.all_reduce(torch.zeros(10)),
         "refusal": lambda comm: comm.all_reduce(torch.zeros(4, 4).T if rank == 1 else torch.zeros(4, 4)),
     }
