@@ -60,6 +60,10 @@ class Communicator:
         Name of the back end.
     ranks : tuple of int
         The ranks whose arrays this process holds.
+    one_rank : bool
+        Whether methods take one array, not a list.
+    arrays : ArrayLibrary
+        The kind of arrays that methods take.
 
     Raises
     ------
@@ -112,6 +116,8 @@ class Communicator:
             )
         self.backend = opened.name
         self.ranks = opened.ranks
+        self.one_rank = opened.one_rank
+        self.arrays = opened.arrays
         self._execution: Execution | None = Execution(store, opened, chunk_bytes=chunk_bytes)
         self._in_order = InOrder()
 
