@@ -5,9 +5,10 @@ watch trees beat rings on a laptop. A link with a stated latency makes every chu
 that `topoplan.simulate` takes; neither is scaled. PCIe beside NVLink starts when peer access would be switched. So a
 collective of D bytes takes about what ``topoplan.simulate(plan, nbytes=D / scale)`` says.
 
-A pipeline of few chunks takes long to fill, and every transfer of a chunk takes the process some time. So the largest
-shard is cut into up to `MOST_CHUNKS`, but only as finely as leaves `SECONDS_PER_TRANSFER` for each transfer. Choose a
-scale at which a collective takes a second or more.
+Chunks: k of them on H edges one after another cost H / k of the time T to fill the pipeline, and k latencies; the best
+k is sqrt(H T / latency). The largest shard is cut into so many, up to `MOST_CHUNKS`, and no finer than leaves
+`SECONDS_PER_TRANSFER` for each transfer, since that is work for the process. Choose a scale at which T is a second or
+more.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 
 MOST_CHUNKS = 1024
-"""Chunks of the largest shard: with trees a few edges high the pipeline is then full for 98 % of the time."""
+"""Chunks of the largest shard; where the smallest one has a tenth of them, its pipeline is still short."""
 
 SECONDS_PER_TRANSFER = 60e-6
 """Seconds for each chunk transfer that have to be there; it takes about a third of that on one core."""
@@ -92,11 +93,12 @@ class PacedLoopback:
         if not len(call.table):
             return
         plan, table = call.plan, call.table
-        elements = chunk_elements(plan, table, itemsize=call.itemsize, scale=self.scale)
-        digest = call.signature.plan
+        key = PlanKey(call.signature.plan, plan)
+        latency = max(wires_of(key, table).latency)
+        elements = chunk_elements(plan, table, itemsize=call.itemsize, scale=self.scale, latency=latency)
         if elements < table.chunk_elements:
-            table = lower(plan, table.count, chunk_elements=elements, digest=digest)
-        wires = wires_of(PlanKey(digest, plan), table)
+            table = lower(plan, table.count, chunk_elements=elements, digest=key.digest)
+        wires = wires_of(key, table)
         operator = np.add if call.op is None else reduction(call.op, call.memory[0].result.dtype)
         mover = ChunkMover(wires.parts, call.memory, operator, chunk_elements=table.chunk_elements)
         windows = [AHEAD + part.window if mover.passing(part) else None for part in wires.parts]
@@ -122,20 +124,33 @@ class PacedLoopback:
         """See `Backend.close`."""
 
 
-def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float) -> int:
+def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float, latency: float) -> int:
     """Elements of the longest chunk when a collective runs paced; never more than in its table.
+
+    Parameters
+    ----------
+    plan : Plan
+    table : TransferTable
+        Of the plan, with at least one row.
+    itemsize : int
+    scale : float
+        Of every bandwidth.
+    latency : float
+        Seconds before a chunk on the slowest route to start.
 
     Examples
     --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
     >>> table = lower(plan, 16 << 20, chunk_elements=1 << 20)
-    >>> [chunk_elements(plan, table, itemsize=4, scale=scale) for scale in (1.0, 0.01, 1e-3)]
-    [1048576, 45243, 32768]
+    >>> [chunk_elements(plan, table, itemsize=4, scale=scale, latency=1e-5) for scale in (1.0, 0.01, 1e-3)]
+    [1048576, 45243, 11449]
     """
     seconds = table.count * itemsize / (plan.rate * 1e9 * scale)
-    moved = int((table.stop - table.start).sum())
-    transfers = max(0.0, seconds / SECONDS_PER_TRANSFER - len(streams(table)))
+    best = math.sqrt(plan.depth * seconds / latency) if latency else MOST_CHUNKS
     largest = int(np.diff(table.bounds).max())
-    finest = max(1, -(-largest // MOST_CHUNKS))
-    return min(table.chunk_elements, max(finest, math.ceil(moved / transfers)) if transfers else largest)
+    finest = math.ceil(largest / max(1.0, min(best, MOST_CHUNKS)))
+    transfers = seconds / SECONDS_PER_TRANSFER - len(streams(table))
+    moved = int((table.stop - table.start).sum())
+    affordable = math.ceil(moved / transfers) if transfers > 0 else largest
+    return min(table.chunk_elements, max(finest, affordable))
