@@ -25,7 +25,16 @@ def _loopback(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
     return Loopback(len(plan.ranks))
 
 
-BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {"loopback": _loopback}
+def _tcp(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    from collectives.backends.tcp.environment import from_environment
+
+    return from_environment(timeout=timeout)
+
+
+BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
+    "loopback": _loopback,
+    "tcp": _tcp,
+}
 """What makes each back end from a plan and a timeout in seconds."""
 
 
