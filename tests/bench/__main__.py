@@ -16,6 +16,7 @@ from tests.bench import (
     probing,
     reduce_scatter_allgather,
     scale,
+    testbed,
     three_phases,
 )
 
@@ -34,6 +35,7 @@ def main() -> int:
         "probing": probing.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "scale": scale.main,
+        "testbed": testbed.main,
         "three_phases": three_phases.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)
