@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +12,11 @@ import topoplan
 from collectives import Communicator
 from collectives.testbed import sandbox
 from collectives.testbed.commands import commands
-from collectives.testbed.flows import Flow, crossed_links, plan_flows
+from collectives.testbed.flows import crossed_links, plan_flows
 from collectives.testbed.network import Network, lay_out, wires_file
 from collectives.testbed.pattern_data import METHODS, expected, given
 from collectives.testbed.scaling import largest_scale, slowed_plan
 from tests.hand_plans import forest_plan
-from tests.small_machines import tailed_triangle, thin_cycle
-from topoplan.cli import main
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 

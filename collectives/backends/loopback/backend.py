@@ -53,6 +53,7 @@ class Loopback:
     name = "loopback"
     one_rank = False
     direct = True
+    chunk_bytes: int | None = 256 << 10
 
     def __init__(self, size: int, *, threads: int | None = None) -> None:
         if threads is not None and threads < 1:

@@ -78,6 +78,7 @@ class PacedLoopback:
     name = "paced loopback"
     one_rank = False
     direct = True
+    chunk_bytes: int | None = 1 << 30
 
     def __init__(self, size: int, *, scale: float = 1.0, clock: Clock | None = None) -> None:
         if not (scale > 0 and math.isfinite(scale)):
