@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from collectives.communicator import Communicator
 from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
-from topoplan.simulation.model import bus_factor
+from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.simulation.model import bus_factor, simulate
 
 METHODS = {
     "allreduce": "all_reduce",
@@ -50,6 +50,8 @@ class Row:
         GB/s.
     wrong : int
         Elements of all ranks that are not what they must be.
+    predicted : float or None
+        Seconds that the model says, where links run at given bandwidths.
     """
 
     schedule: str
@@ -61,6 +63,7 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
+    predicted: float | None = None
 
     def to_object(self) -> dict[str, int | float | str]:
         """A JSON object; ``time`` in microseconds, as nccl-tests prints it."""
@@ -74,6 +77,7 @@ class Row:
             "algbw": self.algbw,
             "busbw": self.busbw,
             "wrong": self.wrong,
+            **({} if self.predicted is None else {"model": self.predicted * 1e6}),
         }
 
 
@@ -190,6 +194,15 @@ def _over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> ND
         return values
     reduced = communicator.all_reduce(communicator.arrays.of(values), op=op)
     return np.asarray(communicator.arrays.values(reduced))
+
+
+def predicted(row: Row, plan: Plan | SizePlans, scale: float) -> Row:
+    """The row with what the model says of its plan on links at their bandwidths times ``scale``.
+
+    Start-ups are not scaled, so that D bytes take as long as D / scale at full bandwidth.
+    """
+    seconds = simulate(plan_at(plan, row.size), nbytes=round(row.size / scale)).seconds
+    return replace(row, predicted=seconds)
 
 
 def count_wrong(plan: Plan | SizePlans, each: int, results: Mapping[int, NDArray[Any]]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from collectives.backends.open_backend import check_installed
+from collectives.backends.open_backend import check_backend
 from collectives.launch import launch_local
 
 
@@ -30,7 +30,7 @@ def start_ranks(backend: str, command: Sequence[str], ranks: int) -> int:
     UsageError
         The back end is unknown or not installed, or the program cannot be started.
     """
-    check_installed(backend)
+    check_backend(backend)
     if backend == "mpi":
         from collectives.backends.mpi.launch import run_mpi
 

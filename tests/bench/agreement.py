@@ -17,7 +17,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.open_backend import check_installed
+from collectives.backends.open_backend import check_backend
 from collectives.backends.start_ranks import start_ranks
 from topoplan.errors import UsageError
 from topoplan.plans.plan_file import parse_plan_file
@@ -44,7 +44,7 @@ def main() -> None:
             path.write_text(plan.to_json())
             for backend in BACKENDS:
                 try:
-                    check_installed(backend)
+                    check_backend(backend)
                 except UsageError as error:
                     absent.append(str(error))
                     continue

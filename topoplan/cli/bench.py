@@ -32,6 +32,9 @@ DTYPES = (
 BUFFERS = 5
 """Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
 
+SCALE = 1e-3
+"""Of paced links, where the user names none."""
+
 COLUMN_HEADS = (
     ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
     ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
@@ -64,6 +67,23 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="time the ring on the same ranks too, and for an allreduce the back end's own one",
     )
     parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="let every link run at its bandwidth times --scale, and print what the model says (loopback, tcp)",
+    )
+    parser.add_argument(
+        "--scale", type=arguments.factor, metavar="F", help="of the bandwidths of --paced (default: 1e-3)"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=arguments.size,
+        metavar="S",
+        help="longest piece that moves at once (default: what suits the back end, or is found to be fastest)",
+    )
+    parser.add_argument(
+        "--chunk-file", metavar="F.json", help="where chunk sizes that were found are looked up and kept"
+    )
+    parser.add_argument(
         "--timeout",
         type=arguments.seconds,
         default=30.0,
@@ -75,10 +95,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
+    from collectives.backends.open_backend import check_backend
     from topoplan.cli.bench_processes import start_processes, started_as_rank
 
     if options.dtype not in DTYPES:
         raise UsageError(f"dtype {options.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if options.scale is not None and not options.paced:
+        raise UsageError("--scale is for paced links; add --paced, or leave it out")
+    check_backend(options.backend, pace=_pace(options))
     plan = read_plan(options.plan)
     _check_memory(max(options.sizes), len(plan.ranks))
     if options.np is not None and options.np != len(plan.ranks):
@@ -95,30 +119,37 @@ def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
     """Run the ranks of this process; the one with rank 0 prints."""
     from collectives import Communicator
     from collectives.backends.open_backend import open_backend
-    from collectives.benchmark import measure
+    from collectives.benchmark import measure, predicted
     from collectives.own_collectives import own_all_reduce
 
-    backend = open_backend(options.backend, plan, timeout=options.timeout)
+    pace = _pace(options)
+    backend = open_backend(options.backend, plan, timeout=options.timeout, pace=pace)
+    chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
     dtype = np.dtype(options.dtype)
     notes = plan_notes(plan)
     rows: list[Row] = []
-    with Communicator(plan, backend) as communicator, progress_line("running") as progress:
+    with Communicator(plan, backend, **chunks) as communicator, progress_line("running") as progress:
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
             ring = _ring(plan, notes)
-            rivals = [] if ring is None else [("ring", Communicator(ring, backend))]
+            rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
             own = own_all_reduce(options.backend) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
             if progress and 0 in communicator.ranks:
                 progress(f"{format_size(nbytes)} …")
             for schedule, one in [("plan", communicator), *rivals]:
-                rows.append(measure(one, nbytes=nbytes, dtype=dtype, schedule=schedule))
+                row = measure(one, nbytes=nbytes, dtype=dtype, schedule=schedule)
+                rows.append(row if pace is None else predicted(row, one.plan, pace))
             if own is not None:
                 rows.append(measure(communicator, nbytes=nbytes, dtype=dtype, schedule=own.name, own=own.run))
     if 0 in backend.ranks:
         _report(options, plan, rows, notes)
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _pace(options: argparse.Namespace) -> float | None:
+    return (options.scale or SCALE) if options.paced else None
 
 
 def _ring(plan: Plan | SizePlans, notes: list[str]) -> Plan | None:
@@ -175,4 +206,13 @@ def _format_table(rows: list[Row]) -> str:
         f"{row.algbw:>7.2f}  {row.busbw:>7.2f}  {row.wrong:>6}"
         for row in rows
     ]
+    if any(row.predicted is not None for row in rows):
+        model = [f"  {'model':>11}  {'ratio':>6}", f"  {'(us)':>11}  {'':>6}"]
+        model += [
+            ""
+            if row.predicted is None
+            else f"  {row.predicted * 1e6:>11.1f}  {row.predicted / row.seconds:>6.3f}"
+            for row in rows
+        ]
+        lines = [line + more for line, more in zip(lines, model, strict=True)]
     return "\n".join(lines)

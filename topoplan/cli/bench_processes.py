@@ -32,6 +32,10 @@ def start_processes(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
             *("--backend", options.backend, "--dtype", options.dtype),
             *("--sizes", ",".join(str(size) for size in options.sizes)),
             *("--timeout", str(options.timeout)),
+            *(("--chunk", str(options.chunk)) if options.chunk else ()),
+            *(("--chunk-file", str(Path(options.chunk_file).absolute())) if options.chunk_file else ()),
+            *(("--paced",) if options.paced else ()),
+            *(("--scale", str(options.scale)) if options.scale else ()),
             *(("--rivals",) if options.rivals else ()),
             *(("--json",) if options.json else ()),
         ]
