@@ -2,8 +2,9 @@
 
 This is the reference that other back ends are compared with: data moves as the plan says, at the speed of memory.
 Pieces of the buffer do not meet, so a few threads share them without locks, each taking a piece through all its trees
-while it is in the cache. (One thread for each link, with a heap of ready chunks, was 1.5 to 4 times slower, at 4 and 8
-ranks and chunks of 64 KB to 4 MB: chunks leave the cache between links, and threads wait for the interpreter lock.)
+while it is in the cache. One thread for each link, with a heap of ready chunks, took 2 to 2.4 times as long at 4 and 8
+ranks and chunks of 256 KB, 1.3 to 6 times from 4 MB to 64 KB: chunks leave the cache between links, and threads wait
+for the interpreter lock.
 """
 
 from __future__ import annotations

@@ -3,12 +3,8 @@
 Every directed link of the plan's machine carries data at its bandwidth times a scale, in real time, so that anyone can
 watch trees beat rings on a laptop. A link with a stated latency makes every chunk wait for it; others for the start-up
 that `topoplan.simulate` takes; neither is scaled. PCIe beside NVLink starts when peer access would be switched. So a
-collective of D bytes takes about what ``topoplan.simulate(plan, nbytes=D / scale)`` says.
-
-Chunks: k of them on H edges one after another cost H / k of the time T to fill the pipeline, and k latencies; the best
-k is sqrt(H T / latency). The largest shard is cut into so many, up to `MOST_CHUNKS`, and no finer than leaves
-`SECONDS_PER_TRANSFER` for each transfer, since that is work for the process. Choose a scale at which T is a second or
-more.
+collective of D bytes takes about what ``topoplan.simulate(plan, nbytes=D / scale)`` says; choose a scale at which that
+is a second or more.
 """
 
 from __future__ import annotations
@@ -23,22 +19,13 @@ from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.backend import Call
 from collectives.backends.loopback.chunk_mover import ChunkMover
 from collectives.backends.loopback.clock import Clock, WallClock
+from collectives.backends.loopback.paced_chunks import recut
 from collectives.backends.loopback.pacing import LinkPlayer
 from collectives.backends.loopback.wires import wires_of
 from collectives.backends.signature import Signature
-from collectives.lowering import lower
 from collectives.pattern import PlanKey
 from collectives.reduction import reduction
-from collectives.streams import streams
-from collectives.transfer_table import TransferTable
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-
-MOST_CHUNKS = 1024
-"""Chunks of the largest shard; where the smallest one has a tenth of them, its pipeline is still short."""
-
-SECONDS_PER_TRANSFER = 60e-6
-"""Seconds for each chunk transfer that have to be there; it takes about a third of that on one core."""
 
 AHEAD = 8
 """Chunks, beyond the stream's own window, by which data may be ahead of a rank that only passes it on."""
@@ -93,12 +80,8 @@ class PacedLoopback:
         """See `Backend.run`."""
         if not len(call.table):
             return
-        plan, table = call.plan, call.table
-        key = PlanKey(call.signature.plan, plan)
-        latency = max(wires_of(key, table).latency)
-        elements = chunk_elements(plan, table, itemsize=call.itemsize, scale=self.scale, latency=latency)
-        if elements < table.chunk_elements:
-            table = lower(plan, table.count, chunk_elements=elements, digest=key.digest)
+        key = PlanKey(call.signature.plan, call.plan)
+        table = recut(key, call.table, itemsize=call.itemsize, scale=self.scale)
         wires = wires_of(key, table)
         operator = np.add if call.op is None else reduction(call.op, call.memory[0].result.dtype)
         mover = ChunkMover(wires.parts, call.memory, operator, chunk_elements=table.chunk_elements)
@@ -123,35 +106,3 @@ class PacedLoopback:
 
     def close(self) -> None:
         """See `Backend.close`."""
-
-
-def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float, latency: float) -> int:
-    """Elements of the longest chunk when a collective runs paced; never more than in its table.
-
-    Parameters
-    ----------
-    plan : Plan
-    table : TransferTable
-        Of the plan, with at least one row.
-    itemsize : int
-    scale : float
-        Of every bandwidth.
-    latency : float
-        Seconds before a chunk on the slowest route to start.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
-    >>> table = lower(plan, 16 << 20, chunk_elements=1 << 20)
-    >>> [chunk_elements(plan, table, itemsize=4, scale=scale, latency=1e-5) for scale in (1.0, 0.01, 1e-3)]
-    [1048576, 45243, 11449]
-    """
-    seconds = table.count * itemsize / (plan.rate * 1e9 * scale)
-    best = math.sqrt(plan.depth * seconds / latency) if latency else MOST_CHUNKS
-    largest = int(np.diff(table.bounds).max())
-    finest = math.ceil(largest / max(1.0, min(best, MOST_CHUNKS)))
-    transfers = seconds / SECONDS_PER_TRANSFER - len(streams(table))
-    moved = int((table.stop - table.start).sum())
-    affordable = math.ceil(moved / transfers) if transfers > 0 else largest
-    return min(table.chunk_elements, max(finest, affordable))
