@@ -115,10 +115,10 @@ class TcpBackend:
             self._start(call, flow)
             job.wait(lambda: flow.finished, signature)
         except BaseException as error:
+            flow.stop()
             self._give_up(error)
             raise
         finally:
-            flow.stop()
             with job.changed:
                 job.flow = None
 

@@ -161,9 +161,9 @@ class Job:
         raise BackendError(str(verdict["message"]), rank=self.rank, peer=min(others, default=None))
 
     def _raise_failure(self, verdict: Message) -> NoReturn:
-        rank, peer, step = verdict["rank"], verdict["peer"], verdict["step"]
-        if rank is None:
-            rank, step = self.rank, self._step(peer)
+        peer = verdict["peer"]
+        rank = self.rank if verdict["rank"] is None else verdict["rank"]
+        step = self._step(peer) if verdict["step"] is None else verdict["step"]
         raise BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
 
     def _step(self, peer: int | None) -> int | None:

@@ -70,7 +70,7 @@ class Network:
         self._flow = flow
         self._broken = broken
         self._incoming: dict[Queue, Incoming] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: list[threading.Thread] = []
         self._connections: set[socket.socket] = set()
         self._listeners: dict[str, socket.socket] = {}
         self._peers: Mapping[str, Any] = {}
@@ -139,7 +139,7 @@ class Network:
                 connection.shutdown(socket.SHUT_RDWR)
         for link in self.outgoing.values():
             link.close()
-        for thread in list(self._threads):
+        for thread in self._threads:
             thread.join()
 
     def _listen(self, address: str, *, optional: bool) -> None:
@@ -203,8 +203,9 @@ class Network:
                 connection.close()
                 return
             self._connections.add(connection)
-            self._threads.add(thread)
-        thread.start()
+            self._threads = [one for one in self._threads if one.is_alive()]
+            self._threads.append(thread)
+            thread.start()
 
     def _take_in(self, connection: socket.socket) -> None:
         """The life of a connection that has come in."""
@@ -226,7 +227,6 @@ class Network:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-                self._threads.discard(threading.current_thread())
             connection.close()
 
     def _introduced(self, data: bytes) -> Queue | None:
