@@ -1,0 +1,170 @@
+"""CuPy arrays on one GPU, worked on in a stream of their own.
+
+The stream waits for what the caller's current stream was told to do before the collective was called, and everything
+is complete when the collective returns. Neither needs the caller to synchronise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from collectives.kernels.launching import Kernels
+from collectives.kernels.source import ELEMENTS
+from collectives.reduction import OPERATORS, reduction
+from topoplan.errors import UsageError
+
+
+class CupyArrays:
+    """`ArrayLibrary` of CuPy.
+
+    Parameters
+    ----------
+    cupy : module
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+
+    Attributes
+    ----------
+    device : int
+    stream : cupy.cuda.Stream
+        Where everything runs, on `device`.
+    kernels : Kernels
+    """
+
+    name = "CuPy"
+
+    def __init__(self, cupy: ModuleType, device: int | None = None) -> None:
+        self._cupy: Any = cupy
+        self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
+        self._called: deque[Any] = deque()
+        with cupy.cuda.Device(self.device):
+            self.stream: Any = cupy.cuda.Stream(non_blocking=True)
+            self.kernels = Kernels(cupy)
+
+    @contextmanager
+    def here(self) -> Iterator[Any]:
+        """Make the GPU and the stream current in this thread, behind what callers have told the GPU before.
+
+        Yields
+        ------
+        cupy.cuda.Stream
+        """
+        with self._cupy.cuda.Device(self.device), self.stream as stream:
+            while self._called:
+                stream.wait_event(self._called.popleft())
+            yield stream
+
+    def check(self, array: object, *, rank: int, what: str) -> Any:
+        """See `ArrayLibrary.check`."""
+        if not isinstance(array, self._cupy.ndarray):
+            raise UsageError(
+                f"rank {rank} has a {type(array).__name__} instead of a CuPy array as its {what}; "
+                "put it on the GPU with cupy.asarray"
+            )
+        found: Any = array
+        if found.device.id != self.device:
+            raise UsageError(
+                f"rank {rank} has an {what} on GPU {found.device.id} and its back end is on GPU {self.device}; "
+                f"make the array inside `with cupy.cuda.Device({self.device})`"
+            )
+        if found.dtype.name not in ELEMENTS:
+            raise UsageError(
+                f"rank {rank} has dtype {found.dtype}, which cannot be moved; use one of {', '.join(ELEMENTS)}"
+            )
+        if found.data.ptr % found.dtype.itemsize:
+            raise UsageError(
+                f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
+                f"{found.dtype.itemsize} bytes; pass a copy"
+            )
+        with self._cupy.cuda.Device(self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._cupy.cuda.get_current_stream())
+        self._called.append(event)
+        return found
+
+    def shape(self, array: Any) -> tuple[int, ...]:
+        """See `ArrayLibrary.shape`."""
+        return tuple(array.shape)
+
+    def dtype(self, array: Any) -> str:
+        """See `ArrayLibrary.dtype`."""
+        return str(array.dtype.name)
+
+    def itemsize(self, array: Any) -> int:
+        """See `ArrayLibrary.itemsize`."""
+        return int(array.dtype.itemsize)
+
+    def writeable(self, array: Any) -> bool:
+        """See `ArrayLibrary.writeable`: CuPy has no read-only arrays."""
+        return True
+
+    def check_reduction(self, op: str, array: Any) -> None:
+        """See `ArrayLibrary.check_reduction`."""
+        if self.dtype(array) != "bfloat16" or op not in OPERATORS:
+            reduction(op, array.dtype)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """See `ArrayLibrary.empty`."""
+        with self.here():
+            return self._cupy.empty(shape, dtype=like.dtype)
+
+    def line(self, array: Any) -> Any:
+        """See `ArrayLibrary.line`."""
+        with self.here():
+            return self._cupy.ascontiguousarray(array).reshape(-1)
+
+    def contiguous(self, array: Any) -> bool:
+        """See `ArrayLibrary.contiguous`."""
+        return bool(array.flags.c_contiguous)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See `ArrayLibrary.copy`."""
+        with self.here() as stream:
+            target[...] = source
+            stream.synchronize()
+
+    def part(self, line: Any, start: int, stop: int) -> Any:
+        """See `ArrayLibrary.part`."""
+        return line[start:stop]
+
+    def shaped(self, line: Any, shape: tuple[int, ...]) -> Any:
+        """See `ArrayLibrary.shaped`."""
+        return line.reshape(shape)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """See `ArrayLibrary.overlap`; from addresses and strides alone, nothing is read."""
+        if not one.size or not other.size:
+            return False
+        views = [np.asarray(_Placed(array)) for array in (one, other)]
+        return np.may_share_memory(*views) and np.shares_memory(*views)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """See `ArrayLibrary.same`."""
+        return bool(
+            one.data.ptr == other.data.ptr and one.shape == other.shape and one.strides == other.strides
+        )
+
+    def divide(self, total: Any, ranks: int) -> None:
+        """See `ArrayLibrary.divide`."""
+        with self.here() as stream:
+            self.kernels.divide(total, self.dtype(total), ranks)
+            stream.synchronize()
+
+
+class _Placed:
+    """Where a CuPy array lies, in numpy's words."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.data.ptr, True),
+            "shape": tuple(array.shape),
+            "strides": tuple(array.strides),
+            "typestr": f"|V{array.dtype.itemsize}",
+        }
