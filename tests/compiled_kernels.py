@@ -55,13 +55,12 @@ def library() -> ctypes.CDLL:
 
 def launch(name: str, grid: int, block: int, arguments: Sequence[int]) -> None:
     """Run a kernel to its end; pointers and numbers as whole numbers."""
-    widths = _widths(name)
-    assert len(arguments) == len(widths)
-    values = [width(argument) for width, argument in zip(widths, arguments, strict=True)]
+    values = [width(argument) for width, argument in zip(widths(name), arguments, strict=True)]
     getattr(library(), f"launch_{name}")(ctypes.c_int(grid), ctypes.c_int(block), *values)
 
 
-def _widths(name: str) -> list[type[ctypes._SimpleCData[int]]]:
+def widths(name: str) -> list[type[ctypes._SimpleCData[int]]]:
+    """What a kernel takes."""
     if name.startswith("divide"):
         return [ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
     return [ctypes.c_int64] * 4 + [ctypes.c_int32]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,46 @@ from collectives.kernels.launching import Kernels
 from collectives.kernels.source import ELEMENTS
 from collectives.reduction import OPERATORS, reduction
 from topoplan.errors import UsageError
+
+
+def load_cupy(backend: str) -> ModuleType:
+    """The CuPy package, where it is installed and CUDA shows a GPU.
+
+    Parameters
+    ----------
+    backend : str
+        Who needs it.
+
+    Raises
+    ------
+    UsageError
+        It is missing, cannot be loaded, or there is no GPU; says what to do.
+    """
+    try:
+        cupy = import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            raise UsageError(f'the {backend} back end needs CuPy: pip install "topoplan[cuda12]"') from None
+        raise _not_loaded(error) from None
+    except ImportError as error:
+        raise _not_loaded(error) from None
+    remedy = "use a machine with a GPU and its driver, and look at CUDA_VISIBLE_DEVICES"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(f"the {backend} back end finds no GPU: {error}; {remedy}") from None
+    if not count:
+        raise UsageError(f"the {backend} back end finds no GPU; {remedy}")
+    return cupy
+
+
+def _not_loaded(error: ImportError) -> UsageError:
+    # CuPy frames its reason; the last line tells it
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
+    return UsageError(
+        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
+        'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
+    )
 
 
 class CupyArrays:

@@ -17,7 +17,17 @@ def _loopback(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
     return Loopback(len(plan.ranks))
 
 
-BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {"loopback": _loopback}
+def _loopback_gpu(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.loopback_gpu.backend import LoopbackGpu
+
+    return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
+
+
+BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
+    "loopback": _loopback,
+    "loopback-gpu": _loopback_gpu,
+}
 """What makes each back end from a plan and a timeout in seconds."""
 
 

@@ -275,35 +275,36 @@ __device__ void do_tile(const Task& task, Element* destination, const Element* o
     constexpr int BATCH = Vector<Element>::BATCH;
     const long long first = number * THREADS * PER_THREAD;
     const unsigned long long address = (unsigned long long)destination;
-    if ((address ^ (unsigned long long)own) % VECTOR || !task.aligned_with(destination)) {
-        const long long begin = first * LANES;
-        const long long tile_end = begin + THREADS * PER_THREAD * LANES;
-        const long long end = tile_end < count ? tile_end : count;
+    // Elements one by one: those of the tile, or where whole vectors can be used the first and last of the item.
+    long long begin = first * LANES;
+    long long until = begin + THREADS * PER_THREAD * LANES < count ? begin + THREADS * PER_THREAD * LANES : count;
+    long long head = until, skipped = 0;
+    if ((address ^ (unsigned long long)own) % VECTOR == 0 && task.aligned_with(destination)) {
+        const long long ahead = (long long)((VECTOR - address % VECTOR) % VECTOR / sizeof(Element));
+        head = ahead < count ? ahead : count;
+        const long long end = (count - head) / LANES;
 #pragma unroll 1
-        for (long long i = begin + threadIdx.x; i < end; i += THREADS) destination[i] = task.one(own, i);
-        return;
+        for (int batch = 0; batch < PER_THREAD; batch += BATCH) {
+            long long place[BATCH];
+            Vector<Element> value[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) place[u] = first + (batch + u) * THREADS + threadIdx.x;
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+                if (place[u] < end) value[u].raw = ((const uint4*)(own + head))[place[u]];
+            task.vectors(value, head, place, end);
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+                if (place[u] < end) ((uint4*)(destination + head))[place[u]] = value[u].raw;
+        }
+        skipped = end * LANES;
+        begin = 0;
+        until = number == 0 ? count - skipped : 0;
     }
-    const long long ahead = (long long)((VECTOR - address % VECTOR) % VECTOR / sizeof(Element));
-    const long long head = ahead < count ? ahead : count;
-    const long long end = (count - head) / LANES;
 #pragma unroll 1
-    for (int batch = 0; batch < PER_THREAD; batch += BATCH) {
-        long long place[BATCH];
-        Vector<Element> value[BATCH];
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u) place[u] = first + (batch + u) * THREADS + threadIdx.x;
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u)
-            if (place[u] < end) value[u].raw = ((const uint4*)(own + head))[place[u]];
-        task.vectors(value, head, place, end);
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u)
-            if (place[u] < end) ((uint4*)(destination + head))[place[u]] = value[u].raw;
-    }
-    if (number == 0) {
-        const long long tail = head + end * LANES;
-        if (threadIdx.x < head) destination[threadIdx.x] = task.one(own, threadIdx.x);
-        if (threadIdx.x < count - tail) destination[tail + threadIdx.x] = task.one(own, tail + threadIdx.x);
+    for (long long i = begin + threadIdx.x; i < until; i += THREADS) {
+        const long long place = i < head ? i : i + skipped;
+        destination[place] = task.one(own, place);
     }
 }
 

@@ -78,7 +78,7 @@ class Kernels:
             self._kernel(divide_kernel(dtype))(
                 (min(tiles, self._most_blocks),),
                 (THREADS,),
-                (line, np.int64(line.size), np.int64(ranks), np.int32(min(tiles, 2**31 - 1))),
+                (line, np.int64(line.size), np.int64(ranks), np.int32(tiles)),
             )
 
     def _kernel(self, name: str) -> Any:
