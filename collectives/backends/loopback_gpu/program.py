@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from collectives.backends.backend import RankArrays
+from collectives.backends.stepped.moves import chunks_together, moves_of
 from collectives.backends.stepped.places import places_of
-from collectives.backends.stepped.steps import chunks_together, steps_of
 from collectives.kernels.work import Chunks, Work, work_of
 from collectives.transfer_table import TransferTable
 
@@ -43,14 +43,14 @@ def program_of(
     >>> len(work.steps), int(table.chunk.max()) + 3, scratch
     (7, 7, 0)
     """
-    steps = steps_of(table, together=chunks_together(table, itemsize, step_bytes))
-    places = places_of(table, memory, steps, itemsize)
+    moves = moves_of(table, together=chunks_together(table, itemsize, step_bytes))
+    places = places_of(table, moves, memory, itemsize)
     chunks = Chunks(
-        step=steps.step,
-        rank=table.destination.astype(np.int64),
-        start=table.start,
-        count=table.stop - table.start,
-        add=table.add,
+        step=moves.step,
+        rank=moves.destination.astype(np.int64),
+        start=moves.start,
+        count=moves.stop - moves.start,
+        add=moves.add,
         destination=places.target,
         own=places.own,
         arriving=places.source,
