@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -206,7 +207,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
                 defaults[machine.device] = Stream()
             return defaults[machine.device]
 
-    class ndarray:  # noqa: N801
+    class ndarray:
         def __init__(self, host: np.ndarray, device: int) -> None:
             self.host = host
             self.device = Device(device)
@@ -338,5 +339,6 @@ def fake_cupy(machine: Machine) -> ModuleType:
         ascontiguousarray=ascontiguousarray,
         RawModule=RawModule,
         __version__="14.0.0 (fake)",
+        __spec__=ModuleSpec("cupy", None),
     )
     return cupy

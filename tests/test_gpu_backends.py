@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,10 @@ from hand_plans import SHAPES, forest_plan, three_phase_plan
 from test_loopback import run
 
 from collectives import Communicator
+from collectives.backends.loopback_gpu.backend import LoopbackGpu
+from collectives.backends.nccl.backend import NcclBackend
+from collectives.backends.nccl.tcp_world import TcpWorld
+from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
@@ -66,4 +73,63 @@ def test_loopback_on_a_gpu_has_the_bits_of_loopback(
     arrays = floats(5, (count + 4) // 5 * 5 if collective == "reduce_scatter" else count)
     with Communicator(plan, "loopback-gpu", chunk_bytes=256) as comm:
         results = run(comm, collective, [cupy.asarray(array) for array in arrays])
+    assert identical(results, expected(plan, collective, arrays))
+
+
+# ---- one rank per GPU
+
+
+def on_every_rank(
+    cupy: ModuleType,
+    plan: Plan,
+    task: Callable[[Communicator, int], Any],
+    *,
+    chunk_bytes: int = 256,
+    timeout: float = 10.0,
+    **options: Any,
+) -> list[Any]:
+    """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
+    size = len(plan.ranks)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = "127.0.0.1:%d" % listener.getsockname()[1]
+    results: list[Any] = [None] * size
+
+    def be(rank: int) -> None:
+        try:
+            with cupy.cuda.Device(rank):
+                world = TcpWorld(
+                    address, rank, size, timeout=timeout, listener=listener if rank == 0 else None
+                )
+                backend = NcclBackend(cupy, world, timeout=timeout, **options)
+                with Communicator(plan, backend, chunk_bytes=chunk_bytes, timeout=timeout) as comm:
+                    results[rank] = task(comm, rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 5003])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_nccl_has_the_bits_of_loopback(
+    machine: Machine, cupy: ModuleType, shape: str, collective: str, count: int
+) -> None:
+    machine.gpus = 5
+    plan = forest_plan(5, collective, shape)
+    arrays = floats(5, (count + 4) // 5 * 5 if collective == "reduce_scatter" else count)
+    results = on_every_rank(
+        cupy,
+        plan,
+        lambda comm, rank: run(comm, collective, cupy.asarray(arrays[rank])),
+        step_bytes=600,
+    )
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     assert identical(results, expected(plan, collective, arrays))

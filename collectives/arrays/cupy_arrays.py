@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.kernels.launching import Kernels
 from collectives.kernels.source import ELEMENTS
@@ -182,14 +183,27 @@ class CupyArrays:
         """See `ArrayLibrary.overlap`; from addresses and strides alone, nothing is read."""
         if not one.size or not other.size:
             return False
-        views = [np.asarray(_Placed(array)) for array in (one, other)]
-        return np.may_share_memory(*views) and np.shares_memory(*views)
+        first, second = np.asarray(_Placed(one)), np.asarray(_Placed(other))
+        return np.may_share_memory(first, second) and np.shares_memory(first, second)
 
     def same(self, one: Any, other: Any) -> bool:
         """See `ArrayLibrary.same`."""
         return bool(
             one.data.ptr == other.data.ptr and one.shape == other.shape and one.strides == other.strides
         )
+
+    def of(self, values: NDArray[Any]) -> Any:
+        """See `ArrayLibrary.of`."""
+        with self.here() as stream:
+            made = self._cupy.asarray(values)
+            stream.synchronize()
+            return made
+
+    def values(self, array: Any) -> NDArray[Any]:
+        """See `ArrayLibrary.values`."""
+        with self.here():
+            found: NDArray[Any] = array.get()
+            return found
 
     def divide(self, total: Any, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""

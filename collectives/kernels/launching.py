@@ -44,16 +44,17 @@ class Kernels:
     """
 
     def __init__(self, cupy: ModuleType) -> None:
-        self._cupy = cupy
+        self._cupy: Any = cupy
         self._compiled: dict[str, Any] = {}
         attributes = cupy.cuda.Device().attributes
         self._most_blocks = attributes["MultiProcessorCount"] * BLOCKS_PER_PROCESSOR
 
     def upload(self, work: Work, buffers: int) -> DeviceWork:
         """Put the tables of some work on so many buffers into the GPU's memory."""
-        tables = (work.items, work.arrivals, work.tiles)
-        placed = [self._cupy.asarray(table.view(np.uint8)) for table in tables]
-        return DeviceWork(work, *placed, self._cupy.zeros(buffers, dtype=np.int64))
+        items, arrivals, tiles = (
+            self._cupy.asarray(table.view(np.uint8)) for table in (work.items, work.arrivals, work.tiles)
+        )
+        return DeviceWork(work, items, arrivals, tiles, self._cupy.zeros(buffers, dtype=np.int64))
 
     def compiled(self, op: str | None, dtype: str, itemsize: int) -> Any:
         """The kernel that joins with an operation."""

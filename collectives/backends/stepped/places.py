@@ -75,9 +75,7 @@ class _Rings:
         return found + moves.start * itemsize % VECTOR
 
 
-def places_of(
-    table: TransferTable, moves: Moves, memory: Sequence[RankArrays[Any]], itemsize: int
-) -> Places:
+def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[Any]], itemsize: int) -> Places:
     """Find the places of all moves.
 
     Parameters
