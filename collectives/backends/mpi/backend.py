@@ -61,6 +61,7 @@ class MpiBackend:
     name = "mpi"
     one_rank = True
     direct = False
+    chunk_bytes: int | None = None
 
     def __init__(
         self,

@@ -49,9 +49,7 @@ class Control:
         Keeps what was read and written before it ahead of what comes after, as other processors see it.
     """
 
-    def __init__(
-        self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
         self.words = memory.cast("q")
         self.ranks = len(memory) // PAGE
         self.fence = fence or _nothing

@@ -36,9 +36,7 @@ def leaving_messages(table: TransferTable, rows: Numbers) -> tuple[Message, ...]
     )
 
 
-def arriving_messages(
-    table: TransferTable, rows: Numbers, *, slot: int
-) -> tuple[tuple[Message, ...], int]:
+def arriving_messages(table: TransferTable, rows: Numbers, *, slot: int) -> tuple[tuple[Message, ...], int]:
     """The messages that bring these rows, and the elements of scratch memory that they need.
 
     Every stream has as many places as it may run ahead (`Stream.window`), each of ``slot`` elements.

@@ -68,7 +68,9 @@ def execute(
                 if own < 0:
                     memories[target][goal] = memories[arriving][elements]
                 else:
-                    combine(memories[own][base_elements], memories[arriving][elements], memories[target][goal])
+                    combine(
+                        memories[own][base_elements], memories[arriving][elements], memories[target][goal]
+                    )
                 if message >= 0:
                     transport.used(message)
             fence()

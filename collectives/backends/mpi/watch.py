@@ -41,9 +41,7 @@ class Watch:
         Seconds for each wait.
     """
 
-    def __init__(
-        self, control: Control, placement: Placement, notices: Notices, timeout: float
-    ) -> None:
+    def __init__(self, control: Control, placement: Placement, notices: Notices, timeout: float) -> None:
         self._control = control
         self._words = control.words
         self._placement = placement
