@@ -189,6 +189,30 @@ def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
     assert (machine.graph_launches > 0) == replayed
 
 
+def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_arrays(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    """In each round every rank takes one of two arrays, so all mixtures of old and new addresses come up."""
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "chain")
+    generator = np.random.default_rng(2)
+    rounds = [(0, 0, 0)] * 3 + [(1, 0, 0)] * 3 + [(0, 0, 0)] * 3 + generator.integers(0, 2, (12, 3)).tolist()
+    arrays = [floats(3, 50, seed=seed) for seed in range(2)]
+
+    def task(comm: Communicator, rank: int) -> list[bytes]:
+        given = [cupy.asarray(choice[rank]) for choice in arrays]
+        out = cupy.zeros(50, dtype=np.float32)
+        return [comm.all_reduce(given[chosen[rank]], out=out).get().tobytes() for chosen in rounds]
+
+    results = outcome(on_every_rank(cupy, plan, task))
+    for number, chosen in enumerate(rounds):
+        mixed = [arrays[choice][rank] for rank, choice in enumerate(chosen)]
+        wanted = expected(plan, "allreduce", mixed)[0]
+        assert wanted is not None
+        assert {result[number] for result in results} == {wanted.tobytes()}
+    assert machine.graph_launches > 3 * len(rounds) / 2
+
+
 def plans() -> dict[str, Plan]:
     machine = topoplan.load("dgx-1v")
     return {
