@@ -92,7 +92,7 @@ def on_every_rank(
     """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
     size = len(plan.ranks)
     listener = socket.create_server(("127.0.0.1", 0))
-    address = "127.0.0.1:%d" % listener.getsockname()[1]
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     results: list[Any] = [None] * size
 
     def be(rank: int) -> None:
@@ -361,7 +361,7 @@ def test_back_ends_with_different_settings_refuse(machine: Machine, cupy: Module
     machine.gpus = 2
     plan = forest_plan(2, "allreduce", "star")
     listener = socket.create_server(("127.0.0.1", 0))
-    address = "127.0.0.1:%d" % listener.getsockname()[1]
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     errors: list[Any] = [None, None]
 
     def be(rank: int) -> None:

@@ -40,7 +40,8 @@ class TcpWorld:
     Examples
     --------
     >>> with socket.create_server(("127.0.0.1", 0)) as listener:
-    ...     world = TcpWorld("127.0.0.1:%d" % listener.getsockname()[1], 0, 1, listener=listener)
+    ...     port = listener.getsockname()[1]
+    ...     world = TcpWorld(f"127.0.0.1:{port}", 0, 1, listener=listener)
     ...     world.gather(b"alone", timeout=5)
     ...     world.close()
     [b'alone']
