@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from fake_gpu import install
 from fake_streams import Machine
-from hand_plans import SHAPES, forest_plan, three_phase_plan
+from hand_plans import SHAPES, forest_plan
 from test_loopback import run
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.tcp_world import TcpWorld
-from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")

@@ -12,10 +12,12 @@ from tests.bench import (
     hybrid,
     loopback,
     nccl_graphs,
+    paced,
     planning,
     probing,
     reduce_scatter_allgather,
     scale,
+    testbed,
     three_phases,
 )
 
@@ -30,10 +32,12 @@ def main() -> int:
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "nccl_graphs": nccl_graphs.main,
+        "paced": paced.main,
         "planning": planning.main,
         "probing": probing.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "scale": scale.main,
+        "testbed": testbed.main,
         "three_phases": three_phases.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)

@@ -59,6 +59,7 @@ class LoopbackGpu:
     name = "loopback-gpu"
     one_rank = False
     direct = True
+    chunk_bytes: int | None = None
 
     def __init__(
         self,

@@ -86,6 +86,7 @@ class NcclBackend:
     name = "nccl"
     one_rank = True
     direct = False
+    chunk_bytes: int | None = None
 
     def __init__(
         self,
