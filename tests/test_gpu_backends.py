@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -12,13 +11,16 @@ import numpy as np
 import pytest
 from fake_gpu import install
 from fake_streams import Machine
-from hand_plans import SHAPES, forest_plan
+from hand_plans import SHAPES, forest_plan, three_phase_plan
 from test_loopback import run
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.tcp_world import TcpWorld
+from collectives.backends.tcp.rendezvous import Rendezvous
+from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
@@ -89,27 +91,27 @@ def on_every_rank(
 ) -> list[Any]:
     """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
     size = len(plan.ranks)
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
     results: list[Any] = [None] * size
 
     def be(rank: int) -> None:
         try:
             with cupy.cuda.Device(rank):
-                world = TcpWorld(
-                    address, rank, size, timeout=timeout, listener=listener if rank == 0 else None
-                )
-                backend = NcclBackend(cupy, world, timeout=timeout, **options)
+                world = TcpWorld(meeting.address, rank, size, timeout=timeout)
+                settings = {
+                    name: value[rank] if isinstance(value, list) else value for name, value in options.items()
+                }
+                backend = NcclBackend(cupy, world, timeout=timeout, **settings)
                 with Communicator(plan, backend, chunk_bytes=chunk_bytes, timeout=timeout) as comm:
                     results[rank] = task(comm, rank)
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with Rendezvous("127.0.0.1:0", size) as meeting:
+        threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     return results
 
 
@@ -357,27 +359,13 @@ def test_ranks_that_mean_different_things_refuse_before_anything_moves(
 
 def test_back_ends_with_different_settings_refuse(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 2
-    plan = forest_plan(2, "allreduce", "star")
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
-    errors: list[Any] = [None, None]
-
-    def be(rank: int) -> None:
-        with cupy.cuda.Device(rank):
-            world = TcpWorld(address, rank, 2, listener=None if rank else listener)
-            backend = NcclBackend(cupy, world, step_bytes=1000 + rank)
-            with Communicator(plan, backend) as comm:
-                try:
-                    comm.all_reduce(cupy.zeros(4, dtype=np.float32))
-                except BackendError as error:
-                    errors[rank] = error
-
-    threads = [threading.Thread(target=be, args=[rank]) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all("settings" in str(error) and "alike on all ranks" in str(error) for error in errors)
+    results = on_every_rank(
+        cupy,
+        forest_plan(2, "allreduce", "star"),
+        lambda comm, rank: comm.all_reduce(cupy.zeros(4, dtype=np.float32)),
+        step_bytes=[1000, 1001],
+    )
+    assert all("settings" in str(error) and "alike on all ranks" in str(error) for error in results)
 
 
 def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: ModuleType) -> None:

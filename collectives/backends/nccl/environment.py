@@ -1,7 +1,7 @@
 """The nccl back end of a process that was started by a launcher, which tells it its place in the environment.
 
-``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port``), or ``MASTER_ADDR`` and
-``MASTER_PORT`` as torchrun and others set them; where torchrun's own store listens at that port
+``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``), or
+``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them; where torchrun's own store listens at that port
 (``TORCHELASTIC_USE_AGENT_STORE``) the next one is taken. Under mpiexec without these the ranks are MPI's. The GPU is
 number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where ``LOCAL_WORLD_SIZE`` says that the
 host has more processes than GPUs, they share them.
