@@ -40,6 +40,9 @@ MOST_LANES = 1024
 FAREWELL_SECONDS = 5.0
 """Time for NCCL to give up a communicator."""
 
+DRAIN_SECONDS = 1.0
+"""Time for the GPU to end what was queued, once the communicators are aborted."""
+
 Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
 
@@ -180,8 +183,10 @@ class NcclBackend:
     def _run(self, call: Call[Any], stream: Any) -> None:
         one = call.memory[0]
         placed, replays = self._placed(call)
-        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
-        addresses = np.array([one.source.data.ptr, one.result.data.ptr, scratch], dtype=np.int64)
+        buffers = (one.source, one.result, placed.scratch)
+        addresses = np.array(
+            [0 if one is None or not one.size else one.data.ptr for one in buffers], dtype=np.int64
+        )
         key = (call.op, call.dtype, *addresses.tolist())
         what = self._agree(call.signature, replays.offer(key) if self._graphs else 0)
         if not len(call.table):
@@ -317,7 +322,7 @@ class NcclBackend:
 
     def _drain(self) -> None:
         """Give the GPU time to end what was queued, since the memory it writes is about to be given up."""
-        end = time.monotonic() + FAREWELL_SECONDS
+        end = time.monotonic() + DRAIN_SECONDS
         with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self.arrays.here():
             while not self._lanes.origin.done and time.monotonic() < end:
                 time.sleep(1e-3)
