@@ -136,7 +136,8 @@ class Flow:
                     return None
                 ready = [s for s in unsent if self._may_send(s)]
                 if ready:
-                    stream = min(ready, key=lambda s: (self._done[s.number], s.number))
+                    # all shards advance in proportion: one that ends early would leave its links idle
+                    stream = min(ready, key=lambda s: (self._done[s.number] / s.chunks, s.number))
                     chunk = self._done[stream.number]
                     self._in_hand.add(stream.number)
                     return stream, chunk, self._memory.outgoing(stream, chunk)
