@@ -16,7 +16,7 @@ from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.kernels import Chunks, Kernels, work_of
 from collectives.reduction import divide, reduction
 from tests.bench import gpu as bench
-from tests.gpu_rank import start
+from tests.nccl_rank import start
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES
 

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from itertools import permutations
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import install
 from fake_streams import Machine
+from gpu_ranks import cupy as cupy
+from gpu_ranks import floats, on_every_rank, outcome
+from gpu_ranks import machine as machine
 from hand_plans import SHAPES, forest_plan, three_phase_plan
 from test_loopback import run
 
 import topoplan
-from collectives import Communicator
+from collectives import Communicator, lower
+from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.tcp_world import TcpWorld
-from collectives.backends.tcp.rendezvous import Rendezvous
-from topoplan.errors import BackendError, UsageError
+from collectives.backends.loopback_gpu.program import program_of as loopback_program
+from collectives.backends.nccl.program import program_of as nccl_program
+from collectives.streams import streams
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
 SIZES = [*((shape, 5003) for shape in sorted(SHAPES)), ("binary", 0), ("star", 1), ("chain", 7)]
-
-
-@pytest.fixture
-def machine() -> Machine:
-    return Machine()
-
-
-@pytest.fixture
-def cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return install(monkeypatch, machine)
-
-
-def floats(
-    ranks: int, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0
-) -> list[np.ndarray]:
-    """Numbers whose sums round, so that another order of additions shows."""
-    generator = np.random.default_rng(seed)
-    arrays = [generator.standard_normal(shape) * 100 for _ in range(ranks)]
-    return [array.astype(dtype) for array in arrays]
 
 
 def expected(
@@ -80,41 +62,6 @@ def test_loopback_on_a_gpu_has_the_bits_of_loopback(
 # ---- one rank per GPU
 
 
-def on_every_rank(
-    cupy: ModuleType,
-    plan: Plan,
-    task: Callable[[Communicator, int], Any],
-    *,
-    chunk_bytes: int = 256,
-    timeout: float = 10.0,
-    **options: Any,
-) -> list[Any]:
-    """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
-    size = len(plan.ranks)
-    results: list[Any] = [None] * size
-
-    def be(rank: int) -> None:
-        try:
-            with cupy.cuda.Device(rank):
-                world = TcpWorld(meeting.address, rank, size, timeout=timeout)
-                settings = {
-                    name: value[rank] if isinstance(value, list) else value for name, value in options.items()
-                }
-                backend = NcclBackend(cupy, world, timeout=timeout, **settings)
-                with Communicator(plan, backend, chunk_bytes=chunk_bytes, timeout=timeout) as comm:
-                    results[rank] = task(comm, rank)
-        except Exception as error:
-            results[rank] = error
-
-    with Rendezvous("127.0.0.1:0", size) as meeting:
-        threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return results
-
-
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_nccl_has_the_bits_of_loopback(
@@ -133,14 +80,6 @@ def test_nccl_has_the_bits_of_loopback(
         if isinstance(result, Exception):
             raise result
     assert identical(results, expected(plan, collective, arrays))
-
-
-def outcome(results: list[Any]) -> list[Any]:
-    """The results, where no rank failed."""
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -307,146 +246,50 @@ def test_a_collective_waits_for_what_the_callers_stream_still_has_to_do(
         assert all(handle.wait()[0].get().tolist() == [6.0] * 100 for handle in handles)
 
 
-# ---- refusals and failures
-
-
-def test_arrays_that_do_not_fit_are_refused(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus = 2
-    plan = forest_plan(2, "allreduce", "star")
-    good = [cupy.zeros(4, dtype=np.float32) for _ in range(2)]
-    with cupy.cuda.Device(1):
-        far = cupy.zeros(4, dtype=np.float32)
-    with Communicator(plan, "loopback-gpu") as comm:
-        for bad, message in [
-            (np.zeros(4, dtype=np.float32), "rank 1 has a ndarray instead of a CuPy array.* cupy.asarray"),
-            (far, "rank 1 has an array on GPU 1 and its back end is on GPU 0"),
-            (cupy.zeros(4, dtype="datetime64[s]"), "rank 1 has dtype datetime64.*cannot be moved"),
-            (odd_address(cupy), "rank 1 has an array at address .* no multiple of its element's 4 bytes"),
-        ]:
-            with pytest.raises(UsageError, match=message):
-                comm.all_reduce([good[0], bad])
-        with pytest.raises(UsageError, match="'sum' is not defined for bool"):
-            comm.all_reduce([cupy.zeros(4, dtype=bool)] * 2)
-        with pytest.raises(UsageError, match="out arrays of rank 0 and rank 1 share memory"):
-            comm.all_reduce(good, out=[good[0], good[0]])
-
-
-def odd_address(cupy: ModuleType) -> Any:
-    line = cupy.zeros(17, dtype=np.uint8)
-    return type(line)(line.host[1:].view(np.float32), 0)
-
-
-def test_ranks_that_mean_different_things_refuse_before_anything_moves(
+def test_collectives_in_the_background_follow_one_another_on_every_rank(
     machine: Machine, cupy: ModuleType
 ) -> None:
-    machine.gpus = 3
-    plan = forest_plan(3, "allreduce", "star")
-    results = on_every_rank(
-        cupy, plan, lambda comm, rank: comm.all_reduce(cupy.zeros(5 if rank == 2 else 4, dtype=np.float32))
-    )
-    assert all(isinstance(result, BackendError) for result in results)
-    assert "count 5 instead of 4" in str(results[0])
-    assert machine.launches == 0
-
-    results = on_every_rank(
-        cupy,
-        plan,
-        lambda comm, rank: comm.all_reduce(np.zeros(4) if rank == 2 else cupy.zeros(4, dtype=np.float32)),
-    )
-    assert isinstance(results[2], UsageError)
-    assert all("refused the collective: rank 2 has a ndarray" in str(result) for result in results[:2])
-
-
-def test_back_ends_with_different_settings_refuse(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus = 2
-    results = on_every_rank(
-        cupy,
-        forest_plan(2, "allreduce", "star"),
-        lambda comm, rank: comm.all_reduce(cupy.zeros(4, dtype=np.float32)),
-        step_bytes=[1000, 1001],
-    )
-    assert all("settings" in str(error) and "alike on all ranks" in str(error) for error in results)
-
-
-def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus = 4
-    plan = forest_plan(4, "allreduce", "chain")
-    release = threading.Event()
-
-    def task(comm: Communicator, rank: int) -> None:
-        if rank == 2:
-            release.wait(10)
-            return
-        try:
-            comm.all_reduce(cupy.zeros(4, dtype=np.float32))
-        finally:
-            release.set()
-
-    results = on_every_rank(cupy, plan, task, timeout=0.5)
-    for rank in (0, 1, 3):
-        assert isinstance(results[rank], BackendError)
-        assert results[rank].peer == 2
-        assert "which has not called this collective" in str(results[rank])
-
-
-def test_a_gpu_that_stands_still_ends_the_collective_on_every_rank_and_names_the_step(
-    machine: Machine, cupy: ModuleType
-) -> None:
-    """Rank 3's stream hangs in front of its messages; results stay what they were."""
-    machine.gpus = 4
-    plan = forest_plan(4, "allreduce", "chain")
-    outs: list[Any] = [None] * 4
-
-    def task(comm: Communicator, rank: int) -> Any:
-        given, outs[rank] = cupy.asarray(np.ones(600, np.float32)), cupy.zeros(600, dtype=np.float32)
-        comm.all_reduce(given)
-        if rank == 3:
-            stuck = cupy.cuda.Stream(non_blocking=True)
-            stuck.do(lambda: False)
-            with stuck:
-                return comm.all_reduce(given, out=outs[rank])
-        return comm.all_reduce(given, out=outs[rank])
-
-    results = on_every_rank(cupy, plan, task, timeout=0.5, step_bytes=300)
-    assert all(isinstance(result, BackendError) for result in results), results
-    assert len({str(result) for result in results}) == 1
-    assert results[0].step is not None
-    assert results[0].peer is not None
-    assert "waited 0.5 s for rank" in str(results[0])
-    with machine.lock:
-        for stream in machine.streams:
-            stream.queue.clear()
-    assert not any(out.get().any() for out in outs)
-
-
-def test_an_error_of_nccl_ends_the_collective_on_every_rank(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
+    arrays = floats(3, 300)
 
-    def task(comm: Communicator, rank: int) -> Any:
-        if rank == 0:
-            stuck = cupy.cuda.Stream(non_blocking=True)
-            stuck.do(lambda: False)
-            with stuck:
-                threading.Timer(
-                    0.3, lambda: setattr(machine, "async_error", "NCCL_ERROR_REMOTE_ERROR")
-                ).start()
-                return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
-        return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+    def task(comm: Communicator, rank: int) -> bytes:
+        line = cupy.asarray(arrays[rank])
+        handles = [comm.all_reduce(line, out=line, async_op=True) for _ in range(5)]
+        handles[-1].wait()
+        return bytes(line.get().tobytes())
 
-    results = on_every_rank(cupy, plan, task)
-    assert all(isinstance(result, BackendError) for result in results)
-    assert all("NCCL reports NCCL_ERROR_REMOTE_ERROR" in str(result) for result in results)
+    expected_lines = arrays
+    for _ in range(5):
+        expected_lines = [one for one in expected(plan, "allreduce", expected_lines) if one is not None]
+    results = outcome(on_every_rank(cupy, plan, task))
+    assert results == [line.tobytes() for line in expected_lines]
 
 
-def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus = 2
-    plan = forest_plan(2, "allreduce", "star")
+def test_bfloat16_is_rounded_after_every_join(machine: Machine, cupy: ModuleType) -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own").bfloat16
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "star", root=0)
+    arrays = [array.astype(bfloat16) for array in floats(3, 501)]
+    orders = {tuple(order) for order in permutations(range(3))}
+    sums = np.stack([(arrays[a] + arrays[b]) + arrays[c] for a, b, c in orders]).view(np.uint16)
+    with Communicator(plan, "loopback-gpu") as comm:
+        results = comm.all_reduce([cupy.asarray(array) for array in arrays])
+    lines = [result.get().view(np.uint16) for result in results]
+    assert all(np.array_equal(line, lines[0]) for line in lines)
+    assert (sums == lines[0]).any(axis=0).all()
 
-    def task(comm: Communicator, rank: int) -> Any:
-        with pytest.raises(BackendError):
-            comm.all_reduce(cupy.zeros(4 + rank, dtype=np.float32))
-        return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
 
-    results = on_every_rank(cupy, plan, task)
-    assert all("failed in an earlier collective" in str(result) for result in results)
+def test_scratch_of_a_gpu_is_bounded_by_chunks_and_not_by_the_buffer() -> None:
+    """Slots of chunks for the depth of the trees; twice that is more than enough for any of these."""
+    table = lower(forest_plan(8, "reduce_scatter", "binary"), 8 * 100000, chunk_elements=100)
+    memory = [
+        RankArrays(rank, (0, 800000), None, (rank * 100000, (rank + 1) * 100000), None) for rank in range(8)
+    ]
+    depth = max(stream.level for stream in streams(table)) + 2
+    work, scratch = loopback_program(table, memory, 4, step_bytes=1)
+    assert 0 < scratch <= 8 * 8 * depth * (400 + 32)
+    for one in memory:
+        program = nccl_program(table, one, 4, step_bytes=1)
+        assert 0 < program.scratch <= (8 * (depth + 2) + 2 * 8 * 8) * (400 + 32)
+    assert len(work.steps) > 1000

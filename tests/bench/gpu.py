@@ -22,7 +22,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.program import program_of
 from collectives.kernels import Chunks, Kernels, work_of
-from tests.gpu_rank import start
+from tests.nccl_rank import start
 from topoplan.errors import UsageError
 
 RUNS = 20

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from collectives.backends.nccl.connections import Connections
 from collectives.backends.nccl.world import World, waits_for_nothing
 from collectives.backends.tcp.stall import Waiting
 from topoplan.errors import BackendError
@@ -32,12 +32,9 @@ class Guard:
     Parameters
     ----------
     world : World
+    connections : Connections
     timeout : float
         Seconds without an ended step.
-    communicators : list
-        NCCL's; the list may grow.
-    refusals : type
-        The exception that they raise.
 
     Attributes
     ----------
@@ -45,14 +42,11 @@ class Guard:
         Why the communicators were aborted.
     """
 
-    def __init__(
-        self, world: World, *, timeout: float, communicators: list[Any], refusals: type[Exception]
-    ) -> None:
+    def __init__(self, world: World, connections: Connections, *, timeout: float) -> None:
         self.error: BackendError | None = None
         self._world = world
+        self._connections = connections
         self._timeout = timeout
-        self._communicators = communicators
-        self._refusals = refusals
         self._progress: Callable[[], int] | None = None
         self._since = 0.0
         self._changed = threading.Condition()
@@ -98,8 +92,7 @@ class Guard:
             self.error = self.error or error
             first, self._aborted = not self._aborted, True
         if first:
-            for communicator in list(self._communicators):
-                communicator.abort()
+            self._connections.abort()
 
     def close(self) -> None:
         """End the thread; closing twice is fine."""
@@ -142,18 +135,15 @@ class Guard:
 
     def _own_error(self) -> BackendError | None:
         """What NCCL itself has met."""
-        try:
-            for communicator in list(self._communicators):
-                communicator.check_async_error()
-        except self._refusals as failure:
-            wait = self._world.waiting()
-            self._world.tell(
-                BackendError(
-                    f"NCCL reports {failure}; NCCL_DEBUG=WARN tells more",
-                    rank=self._world.rank,
-                    peer=wait.peer,
-                    step=wait.step,
-                )
-            )
-            return self._world.trouble()
-        return None
+        met = self._connections.error()
+        if met is None:
+            return None
+        wait = self._world.waiting()
+        error = BackendError(
+            f"NCCL reports {met}; NCCL_DEBUG=WARN tells more",
+            rank=self._world.rank,
+            peer=wait.peer,
+            step=wait.step,
+        )
+        self._world.tell(error)
+        return self._world.trouble() or error

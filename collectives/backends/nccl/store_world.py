@@ -61,6 +61,9 @@ class StoreWorld:
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """See `World.gather`."""
+        known = self.trouble()
+        if known is not None:
+            raise known
         number = self._round
         self._round += 1
         self._store.set(self._key(number, self.rank), data)

@@ -1,4 +1,4 @@
-"""One rank of an nccl communicator in a process of its own: ``python -m tests.gpu_rank check``, ``time`` or ``die``.
+"""One rank of an nccl communicator in a process of its own: ``python -m tests.nccl_rank check``, ``time`` or ``die``.
 
 Its place comes from the environment (see `collectives.backends.nccl.environment`); ``RANKS_PER_GPU``, ``LANES``,
 ``OVERLAP``, ``GRAPHS`` and ``CHUNK`` choose settings. ``check`` compares every collective with the loopback on numpy
@@ -43,7 +43,7 @@ def start(
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu_rank", task],
+            [sys.executable, "-m", "tests.nccl_rank", task],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
