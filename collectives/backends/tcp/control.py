@@ -16,8 +16,8 @@ from collectives.backends.tcp.messages import Message, Unpacker, pack
 from collectives.backends.tcp.stall import Waiting
 from topoplan.errors import BackendError
 
-GRACE_SECONDS = 3.0
-"""Time that the rendezvous gets for an answer, beyond the time that it gives the ranks."""
+GRACE_SECONDS = 2.0
+"""Time that the rendezvous gets for an answer, the second included that it may give the ranks."""
 
 
 class Control:

@@ -119,6 +119,9 @@ class Job:
         """Raise what has happened to the job; called with the lock, as all that follows."""
         if self.control.verdict is None and self._trouble is not None:
             self.tell(self._trouble)
+            if not self._over() and self.control.host is not None:
+                # a neighbour that closed its links knew as little, but gave up earlier
+                self._raise_silence(self._trouble["message"], self._trouble["peer"])
         verdict = self.control.verdict or self._trouble
         if verdict is not None and verdict["type"] == "differ":
             self._raise_difference(verdict, signature)
@@ -143,13 +146,7 @@ class Job:
         self.changed.wait_for(lambda: self._over() or self.control.answer is not None, GRACE_SECONDS)
         self._check(signature)
         if self.control.answer is None:
-            host = self.control.host
-            raise BackendError(
-                f"waited {self.timeout:g} s, and the rendezvous, which knows more, does not answer either",
-                rank=self.rank,
-                peer=wait.peer if host is None else host,
-                step=wait.step,
-            )
+            self._raise_silence(f"waited {self.timeout:g} s", wait.peer)
         if self.control.answer["type"] == "patience":
             self.control.answer = before
 
@@ -159,6 +156,18 @@ class Job:
             for rank, text in others.items():
                 signature.check(Signature.unpack(text.encode()), rank=self.rank, peer=rank)
         raise BackendError(str(verdict["message"]), rank=self.rank, peer=min(others, default=None))
+
+    def _raise_silence(self, reason: str, peer: int | None) -> NoReturn:
+        """The rendezvous does not answer; if a rank hosts it, that one holds everybody up."""
+        host = self.control.host
+        name = f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
+        peer = peer if host is None else host
+        raise BackendError(
+            f"{reason}, and the {name} does not answer: it is stopped, or cut off",
+            rank=self.rank,
+            peer=peer,
+            step=self._step(peer),
+        )
 
     def _raise_failure(self, verdict: Message) -> NoReturn:
         peer = verdict["peer"]
