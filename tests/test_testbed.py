@@ -322,6 +322,7 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
     [
         (["dgx-1v", "--schedules", "trees,rings"], "schedule 'rings' is unknown; use some of trees, ring,"),
         (["dgx-1v", "--gpus", "3"], "one GPU moves nothing; choose at least two"),
+        (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and there are"),
         (["dgx-1v", "--scale", "0"], "'0' is no number above zero"),
         (["dgx-1v", "--runs", "-1"], "'-1' is no whole number from 1 to 1000"),
         (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
