@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.communicator import Communicator
-from topoplan.simulation.model import bus_factor
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.simulation.model import bus_factor, simulate
 
 METHODS = {
     "allreduce": "all_reduce",
@@ -48,6 +50,8 @@ class Row:
         GB/s.
     wrong : int
         Elements of all ranks that are not what they must be.
+    predicted : float or None
+        Seconds that the model says, where links run at given bandwidths.
     """
 
     schedule: str
@@ -59,6 +63,7 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
+    predicted: float | None = None
 
     def to_object(self) -> dict[str, int | float | str]:
         """A JSON object; ``time`` in microseconds, as nccl-tests prints it."""
@@ -72,6 +77,7 @@ class Row:
             "algbw": self.algbw,
             "busbw": self.busbw,
             "wrong": self.wrong,
+            **({} if self.predicted is None else {"model": self.predicted * 1e6}),
         }
 
 
@@ -132,6 +138,8 @@ def measure(
         def run() -> None:
             own(inputs, results)
 
+    while own is None and not communicator.settled(count * dtype.itemsize):
+        run()
     run()
     seconds = []
     for _ in range(REPEATS):
@@ -140,7 +148,16 @@ def measure(
         run()
         seconds.append(time.perf_counter() - started)
     slowest = _over_ranks(communicator, np.array(seconds), "max")
-    wrong = _wrong(communicator, each, dtype, results)
+    listed = [results] if communicator.one_rank else results
+    wrong = count_wrong(
+        plan,
+        each,
+        {
+            rank: communicator.arrays.values(result)
+            for rank, result in zip(communicator.ranks, listed, strict=True)
+            if result is not None
+        },
+    )
     median = statistics.median(slowest.tolist())
     algbw = count * dtype.itemsize / median / 1e9
     return Row(
@@ -179,24 +196,48 @@ def _over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> ND
     return np.asarray(communicator.arrays.values(reduced))
 
 
-def _wrong(communicator: Communicator, each: int, dtype: np.dtype[Any], results: Any) -> int:
-    """Elements of this process's results that differ from what plain numpy gives."""
-    plan = communicator.plan
+def predicted(row: Row, plan: Plan | SizePlans, scale: float) -> Row:
+    """The row with what the model says of its plan on links at their bandwidths times ``scale``.
+
+    Start-ups are not scaled, so that D bytes take as long as D / scale at full bandwidth.
+    """
+    seconds = simulate(plan_at(plan, row.size), nbytes=round(row.size / scale)).seconds
+    return replace(row, predicted=seconds)
+
+
+def count_wrong(plan: Plan | SizePlans, each: int, results: Mapping[int, NDArray[Any]]) -> int:
+    """Elements that differ from what plain numpy gives.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+        Names the collective, its root and the number of ranks.
+    each : int
+        Elements that every rank gave.
+    results : mapping from rank to array
+        Of the ranks that are looked at.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
+    >>> count_wrong(plan, 3, {0: np.array([3, 6, 9]), 2: np.array([3, 6, 8])})
+    1
+    """
     size = len(plan.ranks)
-    inputs = [_numbers(each, rank, dtype) for rank in range(size)]
-    if plan.collective == "allgather":
-        expected = [np.concatenate(inputs)] * size
-    elif plan.collective == "broadcast":
-        assert plan.root is not None, "a broadcast has a root"
-        expected = [inputs[plan.root]] * size
-    else:
-        total = inputs[0].copy()
-        for one in inputs[1:]:
-            total += one
-        expected = np.split(total, size) if plan.collective == "reduce_scatter" else [total] * size
-    listed = [results] if communicator.one_rank else results
-    return sum(
-        int(np.count_nonzero(communicator.arrays.values(result) != expected[rank]))
-        for rank, result in zip(communicator.ranks, listed, strict=True)
-        if result is not None
-    )
+    wrong = 0
+    for rank, result in results.items():
+        inputs = [_numbers(each, one, result.dtype) for one in range(size)]
+        if plan.collective == "allgather":
+            expected = np.concatenate(inputs)
+        elif plan.collective == "broadcast":
+            assert plan.root is not None, "a broadcast has a root"
+            expected = inputs[plan.root]
+        else:
+            expected = inputs[0]
+            for one in inputs[1:]:
+                expected += one
+            if plan.collective == "reduce_scatter":
+                expected = np.split(expected, size)[rank]
+        wrong += int(np.count_nonzero(result != expected))
+    return wrong

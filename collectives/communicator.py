@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_backend
+from collectives.chunk_size import ChunkSizes
 from collectives.execution import Execution
 from collectives.handle import Handle, InOrder
 from collectives.plan_store import PlanStore
@@ -49,8 +51,11 @@ class Communicator:
         the same allocation and channels when they are first used, and kept.
     backend : str or Backend
         A name, for a back end with its default settings, or one that was made with other settings.
-    chunk_bytes : int
-        Longest piece that moves at once; 64 to 256 KiB stay in the L2 cache of a CPU core.
+    chunk_bytes : int, optional
+        Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
+        fastest that is found in the first calls of each size (`collectives.chunk_search`).
+    chunk_file : path, optional
+        Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
         Seconds that a rank waits for the next step of a collective before it gives up.
 
@@ -91,21 +96,17 @@ class Communicator:
         plan: Plan | SizePlans,
         backend: str | Backend[Any] = "loopback",
         *,
-        chunk_bytes: int = 256 << 10,
+        chunk_bytes: int | None = None,
+        chunk_file: str | Path | None = None,
         timeout: float = 30.0,
     ) -> None:
         if not isinstance(plan, Plan | SizePlans):
             raise UsageError(
                 f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
             )
-        if chunk_bytes < 1:
-            raise UsageError(
-                f"chunks of {chunk_bytes} bytes do not exist; give at least 1, for example 262144"
-            )
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
         self.plan = plan
-        self.chunk_bytes = chunk_bytes
         store = PlanStore(plan)
         opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
         if opened.size != len(plan.ranks):
@@ -118,7 +119,11 @@ class Communicator:
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self._execution: Execution | None = Execution(store, opened, chunk_bytes=chunk_bytes)
+        chunks = ChunkSizes(opened.name, fixed=opened.chunk_bytes if chunk_bytes is None else chunk_bytes)
+        self._chunk_file = None if chunk_file is None else Path(chunk_file)
+        if self._chunk_file is not None and self._chunk_file.exists():
+            chunks.load(self._chunk_file)
+        self._execution: Execution | None = Execution(store, opened, chunks)
         self._in_order = InOrder()
 
     @property
@@ -319,10 +324,19 @@ class Communicator:
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
         if self._execution is not None:
-            backend = self._execution.backend
+            execution = self._execution
             self._execution = None
             self._in_order.close()
-            backend.close()
+            execution.backend.close()
+            if self._chunk_file is not None and 0 in self.ranks:
+                execution.chunks.save(self._chunk_file)
+
+    def settled(self, nbytes: int) -> bool:
+        """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
+
+        Until then calls try sizes and may be slower than later ones; about ten calls of one size settle it.
+        """
+        return self._open().settled(self.plan.collective, self.plan.root, nbytes)
 
     def __enter__(self) -> Communicator:
         return self
@@ -339,9 +353,7 @@ class Communicator:
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
         """Check the arguments now, and run in turn."""
-        if self._execution is None:
-            raise UsageError("the communicator is closed; make a new one")
-        execution = self._execution
+        execution = self._open()
         try:
             checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
         except UsageError as error:
@@ -352,6 +364,11 @@ class Communicator:
         if async_op:
             return self._in_order.submit(lambda: execution.run(checked))
         return self._in_order.run(lambda: execution.run(checked))
+
+    def _open(self) -> Execution:
+        if self._execution is None:
+            raise UsageError("the communicator is closed; make a new one")
+        return self._execution
 
     def _root(self, root: int | None) -> int:
         if root is None:

@@ -6,11 +6,14 @@ when they are complete, so that those are either complete or untouched.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from collectives.arguments import put_kept, set_apart
 from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.signature import Signature
+from collectives.chunk_size import ChunkSizes
+from collectives.lowering import lower
 from collectives.plan_store import PlanStore
 from collectives.request import Request
 from topoplan.errors import BackendError
@@ -23,13 +26,13 @@ class Execution:
     ----------
     store : PlanStore
     backend : Backend
-    chunk_bytes : int
+    chunks : ChunkSizes
     """
 
-    def __init__(self, store: PlanStore, backend: Backend[Any], *, chunk_bytes: int) -> None:
+    def __init__(self, store: PlanStore, backend: Backend[Any], chunks: ChunkSizes) -> None:
         self.backend = backend
+        self.chunks = chunks
         self._store = store
-        self._chunk_bytes = chunk_bytes
         self._calls = 0
         self._failed = False
         self._staging: dict[tuple[int, str], Any] = {}
@@ -46,18 +49,17 @@ class Execution:
         library = self.backend.arrays
         first = request.inputs[0]
         itemsize = library.itemsize(first)
-        plan, table = self._store.lowered(
-            request.collective,
-            request.root,
-            count=request.count,
-            itemsize=itemsize,
-            chunk_elements=max(1, self._chunk_bytes // max(1, itemsize)),
-        )
+        nbytes = request.count * itemsize
+        plan = self._store.plan(request.collective, request.root, nbytes)
+        digest = self._store.digest(plan)
+        chunk_bytes = self.chunks.choose(digest, nbytes)
+        chunk_elements = max(1, chunk_bytes // max(1, itemsize))
+        table = lower(plan, request.count, chunk_elements=chunk_elements, digest=digest)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct:
             memory = set_apart(memory, library)
         signature = self._signature(
-            plan=self._store.digest(plan)[:16],
+            plan=digest[:16],
             collective=request.collective,
             root=request.root,
             op=request.op,
@@ -68,7 +70,7 @@ class Execution:
         call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
         self._calls += 1
         try:
-            self.backend.run(call)
+            self._run_measured(call, digest, nbytes)
         except BaseException:
             self._failed = not self.backend.direct
             raise
@@ -78,6 +80,21 @@ class Execution:
             for place, one in enumerate(memory)
         ]
         return results[0] if self.backend.one_rank else results
+
+    def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
+        """Whether the chunk size for buffers of so many bytes is no longer searched for."""
+        plan = self._store.plan(collective, root, nbytes)
+        return self.chunks.settled(self._store.digest(plan), nbytes)
+
+    def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
+        """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
+        if self.chunks.settled(digest, nbytes):
+            self.backend.run(call)
+            return
+        started = time.perf_counter()
+        self.backend.run(call)
+        slowest = self.backend.largest(time.perf_counter() - started)
+        self.chunks.measured(digest, nbytes, slowest)
 
     def _memory(self, request: Request, place: int, rank: int) -> RankArrays[Any]:
         """Where a rank's input lies and where its result is put together."""

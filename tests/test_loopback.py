@@ -318,7 +318,7 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
             comm.broadcast(numbers(4, 8), root=4)
     with pytest.raises(UsageError, match="closed"):
         comm.reduce_scatter(numbers(4, 8))
-    with pytest.raises(UsageError, match="back end 'smoke' is unknown; use .*loopback"):
+    with pytest.raises(UsageError, match="back end 'smoke' is unknown; use loopback"):
         Communicator(plan, "smoke")
     with pytest.raises(UsageError, match="chunks of 0 bytes"):
         Communicator(plan, chunk_bytes=0)

@@ -58,14 +58,16 @@ def _run_schedule(job: Job, schedule: Schedule, number: int, *, place: Path, ran
         timeout=job.timeout,
     )
     with Communicator(plan, backend, chunk_bytes=job.chunk_bytes) as communicator:
-        _run_once(communicator, backend, plan, WARM_UP)
+        _run_once(communicator, backend, plan, WARM_UP, job.chunk_bytes)
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
-                seconds, wrong = _run_once(communicator, backend, plan, nbytes)
+                seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
                 _tell(rank=rank, schedule=number, size=size, run=run, seconds=seconds, wrong=wrong)
 
 
-def _run_once(communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int) -> tuple[float, int]:
+def _run_once(
+    communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int, chunk_bytes: int
+) -> tuple[float, int]:
     """Seconds from the agreed start to this rank's end, and wrong elements."""
     rank, ranks = communicator.ranks[0], communicator.size
     count = elements(plan, nbytes)
@@ -74,7 +76,7 @@ def _run_once(communicator: Communicator, backend: TcpBackend, plan: Plan, nbyte
     wanted = expected(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
     method = getattr(communicator, METHODS[plan.collective])
     # Lowering is kept, so that the clock does not see it.
-    lower(plan, count, chunk_elements=max(1, communicator.chunk_bytes // ITEMSIZE))
+    lower(plan, count, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
     start = backend.largest(time.monotonic()) + AHEAD
     time.sleep(max(0.0, start - time.monotonic()))
     result = method(mine)

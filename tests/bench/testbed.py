@@ -81,7 +81,9 @@ def main() -> None:
 
 def _print_outcome(case: Case, outcome: Outcome) -> None:
     reached = sorted(link.measured / link.shaped for link in outcome.links)
-    print(f"  {case.name}: {len(reached)} links alone reach {reached[0]:.1%} to {reached[-1]:.1%} of their rates")
+    print(
+        f"  {case.name}: {len(reached)} links alone reach {reached[0]:.1%} to {reached[-1]:.1%} of their rates"
+    )
     for one in outcome.measurements:
         ratio = one.seconds / one.predicted
         line = one.line_seconds / one.seconds

@@ -67,6 +67,17 @@ def process_count(text: str) -> int:
     return int(text)
 
 
+def factor(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero, such as 1e-3")
+    return value
+
+
 def bandwidth(text: str) -> float:
     """A bandwidth in GB/s above zero."""
     try:

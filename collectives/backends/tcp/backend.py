@@ -68,6 +68,7 @@ class TcpBackend:
     name = "tcp"
     one_rank = True
     direct = False
+    chunk_bytes: int | None = None
 
     def __init__(
         self,

@@ -1,0 +1,220 @@
+"""torch tensors.
+
+They are used as they lie in memory, without their gradients: a tensor that requires grad may be put in or be
+written to, and results are detached. On the CPU whatever computes is numpy's, on the same memory, so results have
+numpy's bits (torch rounds complex products differently); bfloat16, which numpy lacks, and other devices use torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.reduction import divide, reduction
+from topoplan.errors import UsageError
+
+DTYPES: dict[torch.dtype, str] = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.bool,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+"""What can be moved, and numpy's names of it."""
+
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Not added up by torch on other devices than the CPU."""
+
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+    "sum": torch.add,
+}
+"""torch's function for each reduction where numpy's cannot be used."""
+
+
+class TorchArrays:
+    """`ArrayLibrary` of torch.
+
+    Parameters
+    ----------
+    devices : sequence of torch.device
+        Where tensors may be; without an index any of that kind.
+
+    Examples
+    --------
+    >>> library = TorchArrays([torch.device("cpu")])
+    >>> library.dtype(library.check(torch.zeros(3, dtype=torch.bfloat16), rank=0, what="array"))
+    'bfloat16'
+    >>> library.check(torch.zeros(4, 2).T, rank=0, what="array")
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: rank 0 has a tensor as its array that is not contiguous; pass tensor.contiguous()
+    """
+
+    name = "torch"
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+
+    def check(self, array: object, *, rank: int, what: str) -> torch.Tensor:
+        """See `ArrayLibrary.check`: plain dense contiguous tensors only."""
+        if type(array) not in (torch.Tensor, torch.nn.Parameter):
+            raise UsageError(
+                f"rank {rank} has a {type(array).__name__} instead of a plain torch tensor as its {what}; "
+                "convert it with torch.as_tensor, or pass the tensor inside it"
+            )
+        assert isinstance(array, torch.Tensor)
+        fault = self._fault(array)
+        if fault:
+            raise UsageError(f"rank {rank} has a tensor as its {what} that {fault}")
+        return array
+
+    def _fault(self, array: torch.Tensor) -> str:
+        """What is wrong with a tensor and what to do, as the end of a sentence; empty if nothing is."""
+        if array.layout != torch.strided:
+            return f"is sparse ({array.layout}); pass tensor.to_dense()"
+        if array.is_quantized:
+            return "is quantised; pass tensor.dequantize() or tensor.int_repr()"
+        if array.dtype not in DTYPES:
+            return f"has dtype {array.dtype}, which cannot be moved; use {', '.join(DTYPES.values())}"
+        if not any(
+            array.device.type == device.type and device.index in (None, array.device.index)
+            for device in self.devices
+        ):
+            wanted = " or ".join(str(device) for device in self.devices)
+            return (
+                f"is on {array.device}, and the process group takes tensors on {wanted}; "
+                f'move it with tensor.to("{self.devices[0]}")'
+            )
+        if array.is_conj() or array.is_neg():
+            return "is conjugated or negated when it is read; pass tensor.resolve_conj().resolve_neg()"
+        if not array.is_contiguous():
+            return "is not contiguous; pass tensor.contiguous()"
+        return ""
+
+    def shape(self, array: torch.Tensor) -> tuple[int, ...]:
+        """See `ArrayLibrary.shape`."""
+        return tuple(array.shape)
+
+    def dtype(self, array: torch.Tensor) -> str:
+        """See `ArrayLibrary.dtype`."""
+        return DTYPES[array.dtype]
+
+    def itemsize(self, array: torch.Tensor) -> int:
+        """See `ArrayLibrary.itemsize`."""
+        return array.element_size()
+
+    def writeable(self, array: torch.Tensor) -> bool:
+        """See `ArrayLibrary.writeable`: every contiguous tensor is."""
+        return True
+
+    def check_reduction(self, op: str, array: torch.Tensor) -> None:
+        """See `ArrayLibrary.check_reduction`."""
+        like_numpy = np.dtype("float32" if array.dtype == torch.bfloat16 else DTYPES[array.dtype])
+        reduction(op, like_numpy)
+        if array.device.type != "cpu" and array.dtype in WIDE_UNSIGNED:
+            raise UsageError(
+                f"reduction {op!r} is not defined for {DTYPES[array.dtype]} on {array.device}; "
+                "use a signed dtype, or tensors on the CPU"
+            )
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """See `ArrayLibrary.empty`."""
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def line(self, array: torch.Tensor) -> torch.Tensor:
+        """See `ArrayLibrary.line`."""
+        # one element may have any stride, with which its bytes could not be viewed
+        return array.detach().contiguous().as_strided((array.numel(),), (1,))
+
+    def contiguous(self, array: torch.Tensor) -> bool:
+        """See `ArrayLibrary.contiguous`."""
+        return array.is_contiguous()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `ArrayLibrary.copy`."""
+        # also into tensors that were made in inference mode, from a thread that is not in it
+        with torch.inference_mode():
+            target.copy_(source)
+
+    def part(self, line: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """See `ArrayLibrary.part`."""
+        return line[start:stop]
+
+    def shaped(self, line: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `ArrayLibrary.shaped`."""
+        return line.view(shape)
+
+    def overlap(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """See `ArrayLibrary.overlap`."""
+        if one.device != other.device:
+            return False
+        first, second = one.data_ptr(), other.data_ptr()
+        return first < second + other.nbytes and second < first + one.nbytes
+
+    def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """See `ArrayLibrary.same`."""
+        return one.device == other.device and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+    def of(self, values: NDArray[Any]) -> torch.Tensor:
+        """See `ArrayLibrary.of`."""
+        return torch.from_numpy(values.copy()).to(self.devices[0])
+
+    def values(self, array: torch.Tensor) -> NDArray[Any]:
+        """See `ArrayLibrary.values`; bfloat16 as float32."""
+        here = array.detach().cpu()
+        return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
+
+    def divide(self, total: torch.Tensor, ranks: int) -> None:
+        """See `ArrayLibrary.divide`."""
+        if by_numpy(total):
+            with np.errstate(all="ignore"):
+                divide(total.numpy(), ranks)
+        elif total.is_floating_point() or total.is_complex():
+            # a divisor on the device: torch multiplies with the rounded reciprocal of a plain number there
+            total.div_(torch.full((), ranks, dtype=total.dtype, device=total.device))
+        else:
+            total.copy_(torch.div(total.to(torch.int64), ranks, rounding_mode="trunc"))
+
+
+def by_numpy(array: torch.Tensor) -> bool:
+    """Whether numpy can compute on this tensor's memory."""
+    return array.device.type == "cpu" and array.dtype != torch.bfloat16
+
+
+def operands(line: torch.Tensor) -> Any:
+    """A line as that which `joining`'s function takes: the same memory, numpy's where it can be."""
+    return line.numpy() if by_numpy(line) else line
+
+
+def joining(op: str, like: torch.Tensor) -> Callable[..., object]:
+    """The function ``f(own, arriving, out=target)`` of a reduction for `operands` of such a tensor.
+
+    Examples
+    --------
+    >>> joining("sum", torch.zeros(1)), joining("max", torch.zeros(1, dtype=torch.bfloat16)).__name__
+    (<ufunc 'add'>, 'maximum')
+    """
+    if by_numpy(like):
+        return reduction(op, np.dtype(DTYPES[like.dtype]))
+    return OPERATORS[op]

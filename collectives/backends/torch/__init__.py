@@ -1,0 +1,1 @@
+"""The torch back end: plans over the process group of a training job."""

@@ -1,0 +1,90 @@
+"""The process group that a back end uses: an existing one, or one made as torchrun asks for."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from topoplan.errors import BackendError, UsageError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells every process."""
+
+
+def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group.
+
+    Raises
+    ------
+    UsageError
+        torch.distributed is not initialised, or this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first, "
+            "or start the processes with torchrun"
+        )
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+        raise UsageError(
+            "this process is not in the process group; make the communicator in its members only"
+        )
+    return found
+
+
+def asked_for() -> bool:
+    """Whether torchrun, or the like, asks this process to make a group, and none has been made."""
+    return not dist.is_initialized() and all(name in os.environ for name in VARIABLES)
+
+
+def make_group(*, timeout: float) -> None:
+    """Initialise torch.distributed as the environment says: NCCL where there is a GPU, else gloo.
+
+    Raises
+    ------
+    UsageError
+        The environment does not hold what it should.
+    BackendError
+        The processes did not find each other within the timeout, in seconds.
+    """
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    try:
+        rank, size, _ = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if nccl:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK {rank} is not below WORLD_SIZE {size}")
+    except ValueError as error:
+        raise UsageError(f"{error}; set {', '.join(VARIABLES)} as torchrun does") from error
+    try:
+        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"the {size} processes did not find each other at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s "
+            f"({' '.join(str(error).split())[:100]}); start all of them, with the same address",
+            rank=rank,
+        ) from error
+
+
+def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The library that serves each kind of device in a group: gloo for cpu, nccl for cuda.
+
+    Raises
+    ------
+    UsageError
+        Neither serves this group.
+    """
+    config = dist.get_backend_config(group)
+    pairs = (pair.split(":") for pair in config.split(",") if ":" in pair)
+    served = {device: library for device, library in pairs if (device, library) in SERVED}
+    if not served:
+        raise UsageError(f"the process group uses {config}; make one with gloo or nccl")
+    return served
+
+
+SERVED = (("cpu", "gloo"), ("cuda", "nccl"))
+"""Kinds of devices, and what moves their tensors."""

@@ -1,0 +1,244 @@
+"""Sends and receives of a process group, each ended within a timeout or with the name of the peer that failed.
+
+Gloo's operations are waited for one by one, on the host. Those of NCCL are queued on the GPU: waiting for one only
+orders the current stream behind it, so a few steps may be queued before the host looks whether the oldest ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+LANES = 62
+"""Back ends of one group whose messages are kept apart; a training job's own messages have smaller tags."""
+
+TAGS = 1 << 25
+"""Tags of each of them."""
+
+QUEUED = 4
+"""Batches that may be queued on a GPU before the host looks whether the first has ended."""
+
+POLL = 50e-6
+"""Seconds between two looks at a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes that go to a peer, or come from it; ``step`` is a row of the transfer table, None outside of one."""
+
+    peer: int
+    data: torch.Tensor
+    step: int | None = None
+
+
+class LostPeer(Exception):
+    """A message did not get through.
+
+    Attributes
+    ----------
+    peer, step : int or None
+        Whose and which message.
+    fault : str
+        What happened, as a clause with the peer as its subject.
+    """
+
+    def __init__(self, peer: int | None, step: int | None, fault: str) -> None:
+        super().__init__(fault)
+        self.peer = peer
+        self.step = step
+        self.fault = fault
+
+
+class Wires(Protocol):
+    """Messages between this rank and its peers."""
+
+    ahead: int
+    """Steps by which receives may be posted before their sends."""
+
+    lane: int
+    """Number of the back end, the same on all ranks; 0 until they have agreed on one."""
+
+    def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Begin a step: all of these are under way from now on, and must end within the timeout."""
+
+    def sent(self, peer: int, step: int | None = None) -> None:
+        """Wait until a message has left, so that its memory may be written to."""
+
+    def received(self, peer: int, step: int | None = None) -> None:
+        """Wait until a message is there."""
+
+    def settle(self) -> None:
+        """Wait until nothing is under way any more."""
+
+    def cut(self) -> None:
+        """Close all connections of the group, so that every peer that waits on this rank notices at once."""
+
+
+class GlooWires:
+    """`Wires` over gloo.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    timeout : float
+        Seconds.
+    """
+
+    ahead = 1
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self.lane = 0
+        self._group = group
+        self._timeout = timeout
+        self._deadline = 0.0
+        self._peers = dist.get_process_group_ranks(group)
+        self._works: dict[tuple[bool, int, int | None], dist.Work] = {}
+
+    def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See `Wires.start`."""
+        self._deadline = time.monotonic() + self._timeout
+        for sending, messages in ((False, receives), (True, sends)):
+            for message in messages:
+                key = (sending, message.peer, message.step)
+                try:
+                    self._works[key] = self._post(sending, message)
+                except RuntimeError as error:
+                    raise LostPeer(message.peer, message.step, _broken(error)) from error
+
+    def sent(self, peer: int, step: int | None = None) -> None:
+        """See `Wires.sent`."""
+        self._wait((True, peer, step), "did not take data")
+
+    def received(self, peer: int, step: int | None = None) -> None:
+        """See `Wires.received`."""
+        self._wait((False, peer, step), "sent no data")
+
+    def settle(self) -> None:
+        """See `Wires.settle`: everything has been waited for."""
+
+    def cut(self) -> None:
+        """See `Wires.cut`."""
+        self._works.clear()
+        # a receive that times out is what makes gloo close every connection of a group
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(len(self._peers)):
+            if peer != dist.get_rank(self._group):
+                try:
+                    self._post(False, Message(peer, nothing)).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    def _post(self, sending: bool, message: Message) -> dist.Work:
+        operation = dist.isend if sending else dist.irecv
+        number = 0 if message.step is None else 1 + message.step % (TAGS - 1)
+        tag = (1 + self.lane % LANES) * TAGS + number
+        one = dist.P2POp(operation, message.data, self._peers[message.peer], self._group, tag)
+        (work,) = dist.batch_isend_irecv([one])
+        return work
+
+    def _wait(self, key: tuple[bool, int, int | None], failing: str) -> None:
+        left = max(self._deadline - time.monotonic(), 0.001)
+        try:
+            self._works.pop(key).wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            _, peer, step = key
+            timed_out = "Timed out waiting" in str(error)
+            fault = f"{failing} within {self._timeout:g} s" if timed_out else _broken(error)
+            raise LostPeer(peer, step, fault) from error
+
+
+class NcclWires:
+    """`Wires` over NCCL: what starts in one step is one group call, the same on both sides. It knows no tags.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    timeout : float
+        Seconds.
+    """
+
+    ahead = 0
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self.lane = 0
+        self._group = group
+        self._timeout = timeout
+        self._peers = dist.get_process_group_ranks(group)
+        self._queued: deque[tuple[float, list[dist.Work], Sequence[Message]]] = deque()
+        self._unordered: list[dist.Work] = []
+
+    def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """See `Wires.start`."""
+        messages = [*receives, *sends]
+        if not messages:
+            return
+        while len(self._queued) >= QUEUED:
+            self._end_first()
+        operations = [
+            dist.P2POp(
+                dist.irecv if number < len(receives) else dist.isend,
+                message.data,
+                self._peers[message.peer],
+                self._group,
+            )
+            for number, message in enumerate(messages)
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
+        self._unordered = works
+        self._queued.append((time.monotonic() + self._timeout, works, messages))
+
+    def sent(self, peer: int, step: int | None = None) -> None:
+        """See `Wires.sent`: the stream is behind the whole batch."""
+        self._order()
+
+    def received(self, peer: int, step: int | None = None) -> None:
+        """See `Wires.received`: the stream is behind the whole batch."""
+        self._order()
+
+    def settle(self) -> None:
+        """See `Wires.settle`."""
+        while self._queued:
+            self._end_first()
+        torch.cuda.current_stream().synchronize()
+
+    def cut(self) -> None:
+        """See `Wires.cut`."""
+        self._queued.clear()
+        self._unordered = []
+        self._group.abort()
+
+    def _order(self) -> None:
+        for work in self._unordered:
+            work.wait()
+        self._unordered = []
+
+    def _end_first(self) -> None:
+        deadline, works, messages = self._queued.popleft()
+        peer, step = messages[0].peer, messages[0].step
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() > deadline:
+                others = sorted({message.peer for message in messages})
+                raise LostPeer(
+                    peer, step, f"or another of {others} exchanged no data within {self._timeout:g} s"
+                )
+            time.sleep(POLL)
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostPeer(peer, step, _broken(error)) from error
+
+
+def _broken(error: RuntimeError) -> str:
+    """What a library says about a broken connection, as a clause with the peer as its subject."""
+    return f"is gone ({' '.join(str(error).split('] ', 1)[-1].split())[:100]})"
