@@ -1,8 +1,8 @@
 """The lines for ``ip -batch`` and ``tc -batch`` that build a network.
 
-Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue. Rates are those of the data,
-as bandwidths of a topology are, so the filter gets what the headers of full frames take on top. What a bucket holds goes
-out at once after a pause and flatters short runs, so it is small.
+Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue. Rates are those of the
+data, as bandwidths of a topology are, so the filter gets what the headers of full frames take on top. What a bucket
+holds goes out at once after a pause and flatters short runs, so it is small.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collectives.testbed.network import Cable, Network
 FRAME_BYTES = 9000
 
 WITH_HEADERS = (FRAME_BYTES + 14) / (FRAME_BYTES - 20 - 32)
-"""Bytes that the filter counts for each byte of data in full frames: Ethernet outside of the frame, IP and TCP inside."""
+"""Bytes that the filter counts for each byte of data in full frames: Ethernet around the frame, IP and TCP in it."""
 
 SMALLEST_BURST = 32 << 10
 BURST_SECONDS = 0.002

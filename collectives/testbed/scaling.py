@@ -44,7 +44,7 @@ def scale_for_link(links: Iterable[Link], gbit_per_link: float) -> float:
     --------
     >>> import topoplan
     >>> scale_for_link(topoplan.load("dgx-1v").links, 0.1)
-    0.00025
+    0.0005
     """
     return gbit_per_link / (8 * max(link.bandwidth / link.count for link in links))
 
