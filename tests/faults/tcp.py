@@ -51,11 +51,8 @@ class Round:
     rank_hosts: bool
 
 
-def work(rank: int, plan: Plan, meeting: str, pipes: Sequence[tuple[Connection, Connection]]) -> None:
+def work(rank: int, plan: Plan, meeting: str, reports: Connection) -> None:
     """The life of a rank: collectives until one fails, then one report."""
-    reports = pipes[rank][1]
-    for one in {end for pipe in pipes for end in pipe} - {reports}:
-        one.close()
     array = np.full(ELEMENTS, rank, dtype=np.float32)
     backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS)
     comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
@@ -90,13 +87,14 @@ def open_sockets() -> int:
 
 def one_round(plan: Plan, what: Round) -> dict[int, list[dict[str, Any]]]:
     """Start the ranks, hurt one, and collect what each of the others reports."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"unix:{folder}/meeting"
         host = None if what.rank_hosts else Rendezvous(meeting, RANKS)
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
         processes: list[BaseProcess] = [
-            context.Process(target=work, args=(rank, plan, meeting, pipes), daemon=True)
+            context.Process(target=work, args=(rank, plan, meeting, pipes[rank][1]), daemon=True)
             for rank in range(RANKS)
         ]
         for process in processes:

@@ -45,6 +45,9 @@ class TcpBackend:
         `collectives.backends.tcp.pacing`).
     timeout : float
         Seconds to wait for all ranks to come, and for the next step of a collective.
+    flight_bytes : int
+        Bytes that may be under way, or wait at their destination, of a stream that another may hold up: what the
+        queues in the network hold, or it runs dry. The same on all ranks.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class TcpBackend:
         wires: Path | str | None = None,
         pace: float | None = None,
         timeout: float = 30.0,
+        flight_bytes: int = 4 << 20,
     ) -> None:
         if size < 1 or not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
@@ -86,11 +90,16 @@ class TcpBackend:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        if flight_bytes < 1:
+            raise UsageError(
+                f"{flight_bytes} bytes under way move nothing; give at least 1, for example 4194304"
+            )
         self.size = size
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays = NumpyArrays()
         self._pace = pace
+        self._flight_bytes = flight_bytes
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._spare = Spare()
         self._job = Job(rank, timeout=timeout)
@@ -107,15 +116,23 @@ class TcpBackend:
         """See `Backend.run`."""
         self._check_open()
         job, signature = self._job, call.signature
-        flow = Flow(call, self.rank, over=job.changed, spare=self._spare, credit=self._credit)
         try:
+            flow = Flow(
+                call,
+                self.rank,
+                over=job.changed,
+                spare=self._spare,
+                credit=self._credit,
+                flight_bytes=self._flight_bytes,
+            )
             with job.changed:
                 job.flow = flow
             job.ask(_agreement(signature), signature)
             self._start(call, flow)
             job.wait(lambda: flow.finished, signature)
         except BaseException as error:
-            flow.stop()
+            if job.flow is not None:
+                job.flow.stop()
             self._give_up(error)
             raise
         finally:
@@ -168,9 +185,16 @@ class TcpBackend:
             lock=job.lock,
             flow=lambda: job.flow,
             broken=job.broken,
+            ended=job.ended,
         )
         self._undo.append(self._network.close)
-        welcome = control.join(self._network.general, self._network.ports)
+        welcome = control.join(
+            {
+                "general": self._network.general,
+                "ports": self._network.ports,
+                "flight_bytes": self._flight_bytes,
+            }
+        )
         watcher = Watcher(f"tcp rank {self.rank}")
         self._undo.append(watcher.close)
         watcher.add(control.connection, control.listen(job.changed, job.waiting))

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from collectives.backends.tcp.address import connect, parse_address
@@ -69,8 +69,8 @@ class Control:
             else str(self._connection.getsockname()[0])
         )
 
-    def join(self, general: str | None, ports: Mapping[str, int]) -> Message:
-        """Say who this is and where it listens; the welcome, once all ranks have come.
+    def join(self, about: Message) -> Message:
+        """Say who this is, and what else the others must know; the welcome, once all ranks have come.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class Control:
             The rendezvous refuses, does not answer, or is something else.
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
-        self.say({**hello, "general": general, "ports": ports, "timeout": self._timeout})
+        self.say({**hello, **about, "timeout": self._timeout})
         deadline = time.monotonic() + self._timeout + GRACE_SECONDS
         while True:
             messages = self._read_until(deadline)

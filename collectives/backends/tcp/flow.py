@@ -29,9 +29,6 @@ from collectives.backends.tcp.stall import Waiting
 from collectives.backends.tcp.wires import Queue
 from collectives.streams import Stream, row_of
 
-FLIGHT_BYTES = 4 << 20
-"""Bytes of a held stream that may be under way: what a long queue in the network holds, so that it never runs dry."""
-
 Credit = Callable[[Stream, int], None]
 """Tells the source of a stream how many of its chunks have been joined here."""
 
@@ -49,6 +46,8 @@ class Flow:
         Buffers for what arrives and cannot go straight to its place.
     credit : callable
         Called without the lock.
+    flight_bytes : int
+        Window of a held stream, at least `Stream.window` chunks.
     """
 
     def __init__(
@@ -59,6 +58,7 @@ class Flow:
         over: threading.Condition,
         spare: Spare,
         credit: Credit,
+        flight_bytes: int,
     ) -> None:
         signature = call.signature
         found = orders(call.table, signature.collective, signature.root)
@@ -77,6 +77,7 @@ class Flow:
         self._done = dict.fromkeys(self._orders, 0)
         self._credited = dict.fromkeys(self._orders, 0)
         self._joining: set[int] = set()
+        self._in_hand: set[int] = set()
         self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
         self._wakes: dict[int, list[int]] = {number: [] for number in self._orders}
         self._frees: dict[int, list[int]] = {number: [] for number in self._orders}
@@ -84,7 +85,7 @@ class Flow:
         self._left = sum(one.stream.chunks for one in mine)
         chunk = min(call.table.chunk_elements, max((s.stop - s.start for s in self._streams()), default=0))
         spare.resize(chunk * call.itemsize)
-        self._flight = -(-FLIGHT_BYTES // max(1, chunk * call.itemsize))
+        self._flight = -(-flight_bytes // max(1, chunk * call.itemsize))
         for one in mine:
             stream = one.stream
             if stream.source == rank:
@@ -137,6 +138,7 @@ class Flow:
                 if ready:
                     stream = min(ready, key=lambda s: (self._done[s.number], s.number))
                     chunk = self._done[stream.number]
+                    self._in_hand.add(stream.number)
                     return stream, chunk, self._memory.outgoing(stream, chunk)
                 condition.wait()
         return None
@@ -144,6 +146,7 @@ class Flow:
     def sent(self, stream: Stream) -> None:
         """The bytes of a stream's next chunk have been handed to the system."""
         with self.over:
+            self._in_hand.discard(stream.number)
             self._count(stream)
         self._join_what_can_be(self._frees[stream.number])
 
@@ -191,7 +194,7 @@ class Flow:
     def waiting(self) -> Waiting:
         """What this rank waits for: the first chunk that has not come, else the first that has not left."""
         with self.over:
-            found = self._missing(None)
+            found = self._first_missing(None)
         idle = time.monotonic() - self.touched
         if found is None:
             return Waiting(None, None, idle)
@@ -200,14 +203,23 @@ class Flow:
         return Waiting(peer, row_of(self._table, stream.number, chunk), idle)
 
     def step(self, peer: int) -> int | None:
-        """The row of the first chunk that has not come from a rank, else of the first that has not left for it.
-
-        None where there is no more to come or to leave. Called with the lock.
-        """
-        found = self._missing(peer)
+        """The row of the first chunk that has not come from a rank, else of the first that has not left for it."""
+        with self.over:
+            found = self._first_missing(peer)
         return None if found is None else row_of(self._table, found[0].number, found[1])
 
-    def _missing(self, peer: int | None) -> tuple[Stream, int] | None:
+    def needs(self, peer: int) -> bool:
+        """Whether chunks have yet to come from a rank, or to be given to the system for it."""
+        with self.over:
+            return any(
+                self._come(s.number) < s.chunks
+                if s.source == peer
+                else self._done[s.number] + (s.number in self._in_hand) < s.chunks
+                for s in self._streams()
+                if peer in (s.source, s.destination)
+            )
+
+    def _first_missing(self, peer: int | None) -> tuple[Stream, int] | None:
         """The first chunk that has not come from a rank, or any, else the first that has not left."""
         rows = []
         for stream in self._streams():

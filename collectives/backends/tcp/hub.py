@@ -66,6 +66,13 @@ class Hub:
         elif rank in self.hellos:
             pids = f"{self.hellos[rank]['pid']} and {hello['pid']}"
             reason = f"two processes came as rank {rank} (process ids {pids}); give each its own rank"
+        elif (
+            self.hellos and hello["flight_bytes"] != (other := self.hellos[min(self.hellos)])["flight_bytes"]
+        ):
+            reason = (
+                f"rank {rank} has flight_bytes {hello['flight_bytes']} and rank {other['rank']} "
+                f"{other['flight_bytes']}; give all ranks the same"
+            )
         elif self._verdict is not None:
             reason = str(self._verdict["message"])
         else:

@@ -90,14 +90,19 @@ class Job:
                     self._ask_who_stalls(signature)
                     since = time.monotonic() - 0.75 * self.timeout
 
+    def ended(self, peer: int, message: str) -> None:
+        """A rank has closed a link; that is trouble only while there is more to come from it or to send to it."""
+        with self.changed:
+            if self.flow is not None and self.flow.needs(peer):
+                self.broken(peer, message)
+
     def broken(self, peer: int, message: str) -> None:
-        """A link has failed or ended; whether that matters depends on what it still had to carry."""
+        """A link has failed."""
         with self.changed:
             flow = self.flow
-            step = None if flow is None or flow.stopped else flow.step(peer)
-            if step is None or self._trouble is not None:
+            if flow is None or flow.stopped or self._trouble is not None:
                 return
-            where = {"rank": self.rank, "peer": peer, "step": step}
+            where = {"rank": self.rank, "peer": peer, "step": flow.step(peer)}
             self._trouble = {"type": "failed", "message": message, **where}
             self.changed.notify_all()
 

@@ -121,6 +121,10 @@ class Outgoing:
                 self._send_all(flow, number)
             except OSError as error:
                 self._broken(self.queue[1], f"cannot send to rank {self.queue[1]}: {error.strerror or error}")
+            except Exception as error:
+                self._broken(
+                    self.queue[1], f"rank {self.queue[0]} cannot go on: {type(error).__name__} {error}"
+                )
 
     def _send_all(self, flow: Flow, number: int) -> None:
         call = flow.number % CALLS
@@ -142,11 +146,13 @@ class Incoming:
         *,
         flow: Callable[[], Flow | None],
         broken: Broken,
+        ended: Broken,
     ) -> None:
         self.queue = queue
         self.connection = connection
         self._flow = flow
         self._broken = broken
+        self._ended = ended
 
     def credit(self, call: int, stream: int, joined: int) -> None:
         """Tell the source how many chunks of a stream have been joined.
@@ -165,16 +171,17 @@ class Incoming:
         """Take chunks until the connection ends; the body of the link's thread."""
         source = self.queue[0]
         try:
-            clean = self._receive_all()
+            self._receive_all()
+        except ConnectionError as error:
+            self._ended(source, f"the connection from rank {source} broke: {error.strerror or error}")
         except ValueError as error:
             self._broken(source, f"rank {source} sent {error}")
-        except OSError as error:
-            self._broken(source, f"the connection from rank {source} broke: {error.strerror or error}")
+        except Exception as error:
+            self._broken(source, f"rank {self.queue[1]} cannot go on: {type(error).__name__} {error}")
         else:
-            if clean:
-                self._broken(source, f"rank {source} closed its connection")
+            self._ended(source, f"rank {source} closed its connection")
 
-    def _receive_all(self) -> bool:
+    def _receive_all(self) -> None:
         header = memoryview(bytearray(HEADER.size))
         source = self.queue[0]
         while read(self.connection, header, _nothing):
@@ -186,7 +193,6 @@ class Incoming:
             if not read(self.connection, view, flow.touch):
                 raise ConnectionResetError("the connection ended in the middle of a chunk")
             flow.arrived(stream, buffer)
-        return True
 
 
 def _nothing() -> None:

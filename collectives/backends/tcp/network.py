@@ -43,8 +43,8 @@ class Network:
         Of the back end.
     flow : callable
         The collective that runs now, or None.
-    broken : callable
-        Told of every link that ends.
+    broken, ended : callable
+        Told of every link that fails, and of every one that its other end has closed.
 
     Raises
     ------
@@ -61,6 +61,7 @@ class Network:
         lock: threading.RLock,
         flow: Callable[[], Flow | None],
         broken: Broken,
+        ended: Broken,
     ) -> None:
         self.rank = rank
         self.general = general
@@ -69,6 +70,7 @@ class Network:
         self._lock = lock
         self._flow = flow
         self._broken = broken
+        self._ended = ended
         self._incoming: dict[Queue, Incoming] = {}
         self._threads: list[threading.Thread] = []
         self._connections: set[socket.socket] = set()
@@ -185,6 +187,7 @@ class Network:
         link.take_credits()
         if link.ended.is_set() and self._watcher is not None:
             self._watcher.remove(link.connection)
+            self._ended(link.queue[1], f"rank {link.queue[1]} closed its connection")
 
     def _introduction(self, queue: Queue) -> bytes:
         text = json.dumps({"token": self._token, "link": queue}).encode()
@@ -216,7 +219,7 @@ class Network:
             if queue is not None:
                 connection.settimeout(None)
                 tune(connection)
-                end = Incoming(queue, connection, flow=self._flow, broken=self._broken)
+                end = Incoming(queue, connection, flow=self._flow, broken=self._broken, ended=self._ended)
                 with self._lock:
                     if queue in self._incoming or self._closed:
                         return
