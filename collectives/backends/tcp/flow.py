@@ -129,10 +129,7 @@ class Flow:
             self.over.notify_all()
 
     def next(self, lane: Queue, condition: threading.Condition) -> tuple[Stream, int, memoryview] | None:
-        """The chunk that a link sends next, its bytes with it; waits for it. None when there is no more.
-
-        It is one of the stream that is least far: shards of different length end together, as the links are planned.
-        """
+        """The chunk that a link sends next, its bytes with it; waits for it. None when there is no more."""
         streams = self.lanes[lane]
         with self.over:
             while not self.stopped:
@@ -141,6 +138,7 @@ class Flow:
                     return None
                 ready = [s for s in unsent if self._may_send(s)]
                 if ready:
+                    # all shards advance in proportion: one that ends early would leave its links idle
                     stream = min(ready, key=lambda s: (self._done[s.number] / s.chunks, s.number))
                     chunk = self._done[stream.number]
                     self._in_hand.add(stream.number)
