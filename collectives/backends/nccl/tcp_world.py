@@ -150,7 +150,8 @@ class TcpWorld:
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
         self._undo.append(self._control.close)
-        self._control.join(None, {})
+        # this rank has no links of the tcp back end
+        self._control.join({"general": None, "ports": {}, "flight_bytes": 0})
         watcher = Watcher(f"nccl rank {self.rank}")
         self._undo.append(watcher.close)
         watcher.add(self._control.connection, self._control.listen(self._changed, lambda: self.waiting()))
