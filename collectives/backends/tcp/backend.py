@@ -223,7 +223,7 @@ class TcpBackend:
     def _credit(self, stream: Stream, joined: int) -> None:
         flow = self._job.flow
         if flow is not None:
-            self._network.credit(flow.queue_of(stream), flow.number, stream.number, joined)
+            self._network.credit(flow.lane_of[stream.number], flow.number, stream.number, joined)
 
     def _check_open(self) -> None:
         if self._closed:

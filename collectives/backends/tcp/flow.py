@@ -71,6 +71,7 @@ class Flow:
         self.queues: dict[int, list[Stream]] = {}
         self._table = call.table
         self._orders: dict[int, Order] = {one.stream.number: one for one in mine}
+        self.lane_of = {one.stream.number: call.table.queues[one.stream.queue] for one in mine}
         self._memory = Memory(call, (one for one in mine if one.stream.destination == rank))
         self._spare = spare
         self._credit = credit
@@ -104,10 +105,6 @@ class Flow:
     def finished(self) -> bool:
         """Whether this rank has sent and joined everything; called with the lock."""
         return self._left == 0
-
-    def queue_of(self, stream: Stream) -> Queue:
-        """The link of a stream."""
-        return self._table.queues[stream.queue]
 
     def touch(self) -> None:
         """Something has arrived."""
@@ -209,15 +206,15 @@ class Flow:
             found = self._first_missing(peer)
         return None if found is None else row_of(self._table, found[0].number, found[1])
 
-    def needs(self, peer: int) -> bool:
-        """Whether chunks have yet to come from a rank, or to be given to the system for it."""
+    def needs(self, lane: Queue) -> bool:
+        """Whether chunks have yet to come over a link, or to be given to the system for it."""
         with self.over:
             return any(
                 self._come(s.number) < s.chunks
-                if s.source == peer
+                if s.destination == self.rank
                 else self._done[s.number] + (s.number in self._in_hand) < s.chunks
                 for s in self._streams()
-                if peer in (s.source, s.destination)
+                if self.lane_of[s.number] == lane
             )
 
     def _first_missing(self, peer: int | None) -> tuple[Stream, int] | None:
