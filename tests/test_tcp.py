@@ -6,12 +6,13 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hand_plans import SHAPES, forest_plan, three_phase_plan
+from hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from collectives.backends.tcp.rendezvous import Rendezvous
 from collectives.backends.tcp.sockets import PACING
 from collectives.reduction import DTYPE_KINDS
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import COLLECTIVES, Edge, Plan, Shard, Stage
 
 Array = NDArray[Any]
 
@@ -269,6 +270,34 @@ def test_links_of_a_wires_file_leave_from_and_reach_its_addresses(tmp_path: Path
     ]
 
 
+def test_a_plan_with_two_routes_between_two_ranks_uses_the_wire_of_each(tmp_path: Path) -> None:
+    """As relaying rings do: GPU 1 sends to GPU 0 directly, and over GPU 2."""
+    edges = [
+        (Edge(1, 0, ("gpu1", "gpu0"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "nvlink")),
+        (Edge(1, 0, ("gpu1", "gpu2", "gpu0"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "nvlink")),
+    ]
+    shards = [Shard(Fraction(1, 2), (Stage("broadcast", 1, tree),)) for tree in edges]
+    plan = plan_of(3, "broadcast", shards, root=1)
+    wires = [
+        {"source": 1, "destination": 0, "channel": "nvlink", "from": f, "to": t, "route": route}
+        for f, t, route in (
+            ("127.0.1.1", "127.0.1.2", ["gpu1", "gpu2", "gpu0"]),
+            ("127.0.2.1", "127.0.2.2", ["gpu1", "gpu0"]),
+        )
+    ]
+    path = tmp_path / "wires.json"
+    path.write_text(json.dumps({"format": "topoplan.wires/1", "wires": wires}))
+
+    def body(backend: TcpBackend, rank: int) -> dict[Any, str]:
+        with Communicator(plan, backend) as comm:
+            assert comm.broadcast(np.arange(1000) * (rank == 1)).tolist() == list(range(1000))
+            links = backend._network.outgoing
+            return {queue: link.connection.getpeername()[0] for queue, link in links.items()}
+
+    found = backends_in_threads(3, body, wires=path)
+    assert found[1] == {(1, 0, "nvlink"): "127.0.1.2", (1, 0, "nvlink#1"): "127.0.2.2"}
+
+
 BAD_WIRES = [
     ("{", "is not JSON"),
     ('{"format": "topoplan.plan/1"}', "its format must be 'topoplan.wires/1'"),
@@ -284,6 +313,10 @@ BAD_WIRES = [
     (
         [{"source": 0, "destination": 1, "channel": "nvlink", "from": "::1", "to": "::1"}] * 2,
         "repeats the link",
+    ),
+    (
+        [{"source": 0, "destination": 1, "channel": "nvlink", "from": "::1", "to": "::1", "route": "gpu0"}],
+        "route 'gpu0'; give a list of devices",
     ),
     (
         [{"source": 1, "destination": 0, "channel": "nvlink", "from": "::1", "to": "192.0.2.1"}],

@@ -1,7 +1,8 @@
 """The lines for ``ip -batch`` and ``tc -batch`` that build a network.
 
-Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue: 99 % of line rate, the rest
-being headers. What a bucket holds goes out at once after a pause and flatters short runs, so it is small.
+Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue. Rates are those of the
+data, as bandwidths of a topology are, so the filter gets what the headers of full frames take on top. What a bucket
+holds goes out at once after a pause and flatters short runs, so it is small.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 from collectives.testbed.network import Cable, Network
 
 FRAME_BYTES = 9000
+
+WITH_HEADERS = (FRAME_BYTES + 14) / (FRAME_BYTES - 20 - 32)
+"""Bytes that the filter counts for each byte of data in full frames: Ethernet around the frame, IP and TCP in it."""
+
 SMALLEST_BURST = 32 << 10
 BURST_SECONDS = 0.002
 QUEUE_SECONDS = 0.05
@@ -48,7 +53,7 @@ def commands(network: Network) -> Commands:
     >>> lines.create[2]
     'link add name c0 mtu 9000 netns d0 type veth peer name c0 mtu 9000 netns d1'
     >>> lines.shape["d0"]
-    ('qdisc add dev c0 root tbf rate 200000000bit burst 50000b latency 50ms',)
+    ('qdisc add dev c0 root tbf rate 201475190bit burst 50000b latency 50ms',)
     """
     names = {device: network.namespace(device) for device in network.devices}
     create = [f"netns add {name}" for name in names.values()]
@@ -82,7 +87,7 @@ def commands(network: Network) -> Commands:
 def _bucket(rate: int) -> str:
     """The token bucket of a link in one direction."""
     burst = max(SMALLEST_BURST, round(BURST_SECONDS * rate / 8))
-    return f"tbf rate {rate}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
+    return f"tbf rate {round(rate * WITH_HEADERS)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
 
 
 def _way(address: str, cable: Cable, side: int) -> str:

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.benchmark import METHODS
 from collectives.communicator import Communicator
 from collectives.lowering import lower
 from collectives.testbed.job import Job, Schedule
-from collectives.testbed.pattern_data import METHODS, expected, given
+from collectives.testbed.pattern_data import expected, given
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_file import parse_plan_file

@@ -17,13 +17,14 @@ from collectives.backends.signature import Signature
 from collectives.backends.tcp.control import Control
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.job import Job
+from collectives.backends.tcp.lanes import lane_of
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.pacing import link_rates
 from collectives.backends.tcp.rendezvous import Rendezvous
 from collectives.backends.tcp.watcher import Watcher
-from collectives.backends.tcp.wires import Queue, Wire, read_wires
+from collectives.backends.tcp.wires import Queue, base_queue, read_wires
 from collectives.streams import Stream
 from topoplan.errors import BackendError, UsageError
 
@@ -100,13 +101,14 @@ class TcpBackend:
         self.arrays = NumpyArrays()
         self._pace = pace
         self._flight_bytes = flight_bytes
+        self._wires = read_wires(wires) if wires is not None else {}
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._spare = Spare()
         self._job = Job(rank, timeout=timeout)
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         try:
-            self._meet(rendezvous, read_wires(wires) if wires is not None else {})
+            self._meet(rendezvous)
         except BaseException:
             self._tear_down()
             raise
@@ -124,6 +126,7 @@ class TcpBackend:
                 spare=self._spare,
                 credit=self._credit,
                 flight_bytes=self._flight_bytes,
+                lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
             )
             with job.changed:
                 job.flow = flow
@@ -161,7 +164,7 @@ class TcpBackend:
             self._job.control.say({"type": "bye"})
             self._end()
 
-    def _meet(self, rendezvous: str, wires: Mapping[Queue, Wire]) -> None:
+    def _meet(self, rendezvous: str) -> None:
         """Find the other ranks."""
         problem = ""
         if self.rank == 0:
@@ -181,7 +184,7 @@ class TcpBackend:
         self._network = Network(
             self.rank,
             control.local,
-            wires,
+            self._wires,
             lock=job.lock,
             flow=lambda: job.flow,
             broken=job.broken,
@@ -202,23 +205,22 @@ class TcpBackend:
 
     def _start(self, call: Call[NDArray[Any]], flow: Flow) -> None:
         """Open the links of a collective and set their senders to work."""
-        queues = {number: call.table.queues[number] for number in sorted(flow.queues)}
-        for queue in queues.values():
+        for lane in sorted(flow.lanes):
             try:
-                self._network.open(queue, self._job.timeout)
+                self._network.open(lane, self._job.timeout)
             except ConnectionError as error:
-                self._job.broken(queue[1], str(error))
+                self._job.broken(lane[1], str(error))
                 return
-        links = {number: self._network.outgoing[queue] for number, queue in queues.items()}
+        links = [self._network.outgoing[lane] for lane in sorted(flow.lanes)]
         if self._pace is not None:
             plan = call.signature.plan
             if plan not in self._rates:
                 self._rates[plan] = link_rates(call.plan)
-            for link in links.values():
-                link.pace(self._rates[plan][link.queue] * self._pace)
-        flow.attach({number: link.condition for number, link in links.items()})
-        for number, link in links.items():
-            link.serve(flow, number)
+            for link in links:
+                link.pace(self._rates[plan][base_queue(link.queue)] * self._pace)
+        flow.attach({link.queue: link.condition for link in links})
+        for link in links:
+            link.serve(flow)
 
     def _credit(self, stream: Stream, joined: int) -> None:
         flow = self._job.flow

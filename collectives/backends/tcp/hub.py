@@ -89,7 +89,7 @@ class Hub:
             return self._leave(rank)
         if self._verdict is not None:
             return []
-        if kind in ("agree", "largest"):
+        if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message)
         if kind == "failed":
             return self._fail(
@@ -163,7 +163,7 @@ class Hub:
         )
 
     def _enter(self, rank: int, message: Message) -> list[Post]:
-        """A rank wants to begin a collective, or to know the largest of the values of all ranks."""
+        """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
         self._round[rank] = message
         if message.get("refused"):
             return self._differ(rank)
@@ -183,6 +183,8 @@ class Hub:
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
+        if message["type"] == "gather":
+            answer["data"] = [self._round[one]["data"] for one in range(self.size)]
         self._round = {}
         return self._everyone(answer)
 

@@ -59,7 +59,7 @@ class Outgoing:
         self.ended = threading.Event()
         self._flow = flow
         self._broken = broken
-        self._task: tuple[Flow, int] | None = None
+        self._task: Flow | None = None
         self._bucket: Bucket | None = None
         self._closed = False
         self._back = bytearray()
@@ -73,10 +73,10 @@ class Outgoing:
         by_system = set_pace(self.connection, rate)
         self._bucket = None if by_system or rate is None else Bucket(rate)
 
-    def serve(self, flow: Flow, number: int) -> None:
-        """Send the chunks of a queue of a collective, by its number there."""
+    def serve(self, flow: Flow) -> None:
+        """Send the chunks of a collective that belong on this link."""
         with self.condition:
-            self._task = (flow, number)
+            self._task = flow
             self.condition.notify()
 
     def take_credits(self) -> None:
@@ -118,10 +118,9 @@ class Outgoing:
                     self.condition.wait()
                 if self._closed or self._task is None:
                     return
-                flow, number = self._task
-                self._task = None
+                flow, self._task = self._task, None
             try:
-                self._send_all(flow, number)
+                self._send_all(flow)
             except OSError as error:
                 self._broken(self.queue[1], f"cannot send to rank {self.queue[1]}: {error.strerror or error}")
             except Exception as error:
@@ -129,9 +128,9 @@ class Outgoing:
                     self.queue[1], f"rank {self.queue[0]} cannot go on: {type(error).__name__} {error}"
                 )
 
-    def _send_all(self, flow: Flow, number: int) -> None:
+    def _send_all(self, flow: Flow) -> None:
         call = flow.number % CALLS
-        while (task := flow.next(number, self.condition)) is not None:
+        while (task := flow.next(self.queue, self.condition)) is not None:
             stream, chunk, data = task
             if self._bucket is not None:
                 self._bucket.wait(len(data))

@@ -230,6 +230,8 @@ def _execute(
                     assert joined is not None, "only reductions join"
                     joined(elements(arrival.own), elements(arrival.arrived), out=elements(arrival.target))
         wires.settle()
+    if lines[0].is_cuda:
+        torch.cuda.current_stream(lines[0].device).synchronize()
 
 
 def _signature(block: bytes, *, rank: int, peer: int) -> Signature:

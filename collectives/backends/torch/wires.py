@@ -194,7 +194,7 @@ class NcclWires:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
-        self._unordered = works
+        self._unordered += works
         self._queued.append((time.monotonic() + self._timeout, works, messages))
 
     def sent(self, peer: int, step: int | None = None) -> None:
@@ -207,9 +207,9 @@ class NcclWires:
 
     def settle(self) -> None:
         """See `Wires.settle`."""
+        self._order()
         while self._queued:
             self._end_first()
-        torch.cuda.current_stream().synchronize()
 
     def cut(self) -> None:
         """See `Wires.cut`."""
@@ -224,19 +224,21 @@ class NcclWires:
 
     def _end_first(self) -> None:
         deadline, works, messages = self._queued.popleft()
-        peer, step = messages[0].peer, messages[0].step
+        peers = sorted({message.peer for message in messages})
         while not all(work.is_completed() for work in works):
             if time.monotonic() > deadline:
-                others = sorted({message.peer for message in messages})
-                raise LostPeer(
-                    peer, step, f"or another of {others} exchanged no data within {self._timeout:g} s"
-                )
+                fault = f"or another one of ranks {peers} exchanged no data within {self._timeout:g} s"
+                raise LostPeer(messages[0].peer, messages[0].step, fault)
             time.sleep(POLL)
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise LostPeer(peer, step, _broken(error)) from error
+        try:
+            for work in works:
+                self._check(work)
+        except RuntimeError as error:
+            raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
+
+    def _check(self, work: dist.Work) -> None:
+        """Raise what NCCL met; only a wait with a time limit tells, which does not wait for what has ended."""
+        work.wait(timedelta(seconds=self._timeout))
 
 
 def _broken(error: RuntimeError) -> str:
