@@ -149,6 +149,9 @@ class Job:
     def _ask_who_stalls(self, signature: Signature | None) -> None:
         """Raise what the rendezvous finds; nothing where it asks for patience."""
         wait = self.waiting()
+        if self.control.alone:
+            peer, step = wait.peer, wait.step
+            raise BackendError(f"waited {self.timeout:g} s", rank=self.rank, peer=peer, step=step)
         before, self.control.answer = self.control.answer, None
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         self.control.say({"type": "stall", "timeout": self.timeout, **where})
