@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.link import Broken, Incoming, Outgoing
+from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
 from collectives.backends.tcp.rendezvous import STRANGER_SECONDS
 from collectives.backends.tcp.sockets import connect, read, tune
 from collectives.backends.tcp.watcher import Watcher
@@ -61,7 +61,7 @@ class Network:
         lock: threading.RLock,
         flow: Callable[[], Flow | None],
         broken: Broken,
-        ended: Broken,
+        ended: Ended,
     ) -> None:
         self.rank = rank
         self.general = general
@@ -187,7 +187,7 @@ class Network:
         link.take_credits()
         if link.ended.is_set() and self._watcher is not None:
             self._watcher.remove(link.connection)
-            self._ended(link.queue[1], f"rank {link.queue[1]} closed its connection")
+            self._ended(link.queue, f"rank {link.queue[1]} closed its connection")
 
     def _introduction(self, queue: Queue) -> bytes:
         text = json.dumps({"token": self._token, "link": queue}).encode()
