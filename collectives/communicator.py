@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from collectives.arguments import check_inputs, check_outputs, put_kept, set_apart
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_backend
-from collectives.backends.signature import Signature
+from collectives.chunk_size import ChunkSizes
+from collectives.execution import Execution
 from collectives.handle import Handle, InOrder
 from collectives.plan_store import PlanStore
-from topoplan.errors import BackendError, UsageError
+from collectives.request import request
+from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
-
-Ranges = list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A collective whose arguments have been checked."""
-
-    collective: str
-    root: int | None
-    op: str | None
-    inputs: list[Any]
-    outputs: list[Any | None]
-    given: Ranges
-    blocks: Ranges
-    holders: Sequence[int]
-    shape: tuple[int, ...]
-    count: int
 
 
 class Communicator:
@@ -70,10 +51,24 @@ class Communicator:
         the same allocation and channels when they are first used, and kept.
     backend : str or Backend
         A name, for a back end with its default settings, or one that was made with other settings.
-    chunk_bytes : int
-        Longest piece that moves at once; 64 to 256 KiB stay in the L2 cache of a CPU core.
+    chunk_bytes : int, optional
+        Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
+        fastest that is found in the first calls of each size (`collectives.chunk_search`).
+    chunk_file : path, optional
+        Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
         Seconds that a rank waits for the next step of a collective before it gives up.
+
+    Attributes
+    ----------
+    backend : str
+        Name of the back end.
+    ranks : tuple of int
+        The ranks whose arrays this process holds.
+    one_rank : bool
+        Whether methods take one array, not a list.
+    arrays : ArrayLibrary
+        The kind of arrays that methods take.
 
     Raises
     ------
@@ -101,48 +96,40 @@ class Communicator:
         plan: Plan | SizePlans,
         backend: str | Backend[Any] = "loopback",
         *,
-        chunk_bytes: int = 256 << 10,
+        chunk_bytes: int | None = None,
+        chunk_file: str | Path | None = None,
         timeout: float = 30.0,
     ) -> None:
         if not isinstance(plan, Plan | SizePlans):
             raise UsageError(
                 f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
             )
-        if chunk_bytes < 1:
-            raise UsageError(
-                f"chunks of {chunk_bytes} bytes do not exist; give at least 1, for example 262144"
-            )
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
         self.plan = plan
-        self.chunk_bytes = chunk_bytes
-        self._store: PlanStore | None = PlanStore(plan)
-        self._backend = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
-        if self._backend.size != len(plan.ranks):
-            self._backend.close()
+        store = PlanStore(plan)
+        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
+        if opened.size != len(plan.ranks):
+            opened.close()
             raise UsageError(
-                f"the plan is for {len(plan.ranks)} ranks and the {self._backend.name} back end has "
-                f"{self._backend.size}; start {len(plan.ranks)} processes, or plan for other GPUs"
+                f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
+                f"start {len(plan.ranks)} processes, or plan for other GPUs"
             )
+        self.backend = opened.name
+        self.ranks = opened.ranks
+        self.one_rank = opened.one_rank
+        self.arrays = opened.arrays
+        chunks = ChunkSizes(opened.name, fixed=opened.chunk_bytes if chunk_bytes is None else chunk_bytes)
+        self._chunk_file = None if chunk_file is None else Path(chunk_file)
+        if self._chunk_file is not None and self._chunk_file.exists():
+            chunks.load(self._chunk_file)
+        self._execution: Execution | None = Execution(store, opened, chunks)
         self._in_order = InOrder()
-        self._calls = 0
-        self._failed = False
-        self._kept: dict[tuple[int, str], Any] = {}
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.plan.ranks)
-
-    @property
-    def backend(self) -> str:
-        """Name of the back end."""
-        return self._backend.name
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks whose arrays this process holds."""
-        return self._backend.ranks
 
     @overload
     def all_reduce(
@@ -176,16 +163,7 @@ class Communicator:
         As ``arrays``, or a `Handle`.
         """
 
-        def request() -> _Request:
-            inputs = self._inputs(arrays)
-            shape = self._backend.arrays.shape(inputs[0])
-            self._backend.arrays.check_reduction(op, inputs[0])
-            outputs = self._outputs(out, shape=shape, like=inputs[0])
-            count = math.prod(shape)
-            whole = [(0, count)] * len(inputs)
-            return _Request("allreduce", None, op, inputs, outputs, whole, whole, self.ranks, shape, count)
-
-        return self._start(request, async_op)
+        return self._start("allreduce", None, op, arrays, out, async_op)
 
     @overload
     def reduce(
@@ -237,18 +215,7 @@ class Communicator:
         As ``arrays``, with None for all ranks but the root, or a `Handle`.
         """
 
-        def request() -> _Request:
-            to = self._root(root)
-            inputs = self._inputs(arrays)
-            shape = self._backend.arrays.shape(inputs[0])
-            self._backend.arrays.check_reduction(op, inputs[0])
-            outputs = self._outputs(out, shape=shape, like=inputs[0], holders=[to])
-            count = math.prod(shape)
-            blocks = [(0, count if rank == to else 0) for rank in self.ranks]
-            given = [(0, count)] * len(inputs)
-            return _Request("reduce", to, op, inputs, outputs, given, blocks, [to], shape, count)
-
-        return self._start(request, async_op)
+        return self._start("reduce", self._root(root), op, arrays, out, async_op)
 
     @overload
     def broadcast(
@@ -284,18 +251,7 @@ class Communicator:
         As ``arrays``, or a `Handle`.
         """
 
-        def request() -> _Request:
-            source = self._root(root)
-            inputs = self._inputs(arrays)
-            shape = self._backend.arrays.shape(inputs[0])
-            outputs = self._outputs(out, shape=shape, like=inputs[0])
-            count = math.prod(shape)
-            whole = [(0, count)] * len(inputs)
-            return _Request(
-                "broadcast", source, None, inputs, outputs, whole, whole, self.ranks, shape, count
-            )
-
-        return self._start(request, async_op)
+        return self._start("broadcast", self._root(root), None, arrays, out, async_op)
 
     @overload
     def all_gather(
@@ -324,18 +280,7 @@ class Communicator:
         Arrays of shape (N m, ...), or a `Handle`.
         """
 
-        def request() -> _Request:
-            inputs = self._inputs(arrays)
-            length, *rest = self._backend.arrays.shape(inputs[0]) or (1,)
-            shape = (self.size * length, *rest)
-            outputs = self._outputs(out, shape=shape, like=inputs[0])
-            count = math.prod(shape)
-            block = count // self.size
-            given = [(rank * block, (rank + 1) * block) for rank in self.ranks]
-            whole = [(0, count)] * len(inputs)
-            return _Request("allgather", None, None, inputs, outputs, given, whole, self.ranks, shape, count)
-
-        return self._start(request, async_op)
+        return self._start("allgather", None, None, arrays, out, async_op)
 
     @overload
     def reduce_scatter(
@@ -374,34 +319,24 @@ class Communicator:
             Axis 0 cannot be divided by the number of ranks.
         """
 
-        def request() -> _Request:
-            inputs = self._inputs(arrays)
-            whole = self._backend.arrays.shape(inputs[0])
-            self._backend.arrays.check_reduction(op, inputs[0])
-            length, *rest = whole or (1,)
-            if length % self.size:
-                raise UsageError(
-                    f"axis 0 of shape {whole} cannot be divided among {self.size} ranks; "
-                    f"pad it to {length + -length % self.size}"
-                )
-            shape = (length // self.size, *rest)
-            outputs = self._outputs(out, shape=shape, like=inputs[0])
-            count = math.prod(whole)
-            block = count // self.size
-            blocks = [(rank * block, (rank + 1) * block) for rank in self.ranks]
-            given = [(0, count)] * len(inputs)
-            return _Request(
-                "reduce_scatter", None, op, inputs, outputs, given, blocks, self.ranks, shape, count
-            )
-
-        return self._start(request, async_op)
+        return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
-        if self._store is not None:
-            self._store = None
+        if self._execution is not None:
+            execution = self._execution
+            self._execution = None
             self._in_order.close()
-            self._backend.close()
+            execution.backend.close()
+            if self._chunk_file is not None and 0 in self.ranks:
+                execution.chunks.save(self._chunk_file)
+
+    def settled(self, nbytes: int) -> bool:
+        """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
+
+        Until then calls try sizes and may be slower than later ones; about ten calls of one size settle it.
+        """
+        return self._open().settled(self.plan.collective, self.plan.root, nbytes)
 
     def __enter__(self) -> Communicator:
         return self
@@ -414,138 +349,28 @@ class Communicator:
     ) -> None:
         self.close()
 
-    def _start(self, request: Callable[[], _Request], async_op: bool) -> Any:
+    def _start(
+        self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
+    ) -> Any:
         """Check the arguments now, and run in turn."""
-        store = self._open()
+        execution = self._open()
         try:
-            checked = request()
+            checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
         except UsageError as error:
             reason = str(error)
-            if self._backend.one_rank:
-                self._in_order.run(lambda: self._refuse(reason))
+            if execution.backend.one_rank:
+                self._in_order.run(lambda: execution.refuse(reason))
             raise
         if async_op:
-            return self._in_order.submit(lambda: self._run(store, checked))
-        return self._in_order.run(lambda: self._run(store, checked))
+            return self._in_order.submit(lambda: execution.run(checked))
+        return self._in_order.run(lambda: execution.run(checked))
 
-    def _run(self, store: PlanStore, request: _Request) -> Any:
-        self._check_alive()
-        library = self._backend.arrays
-        first = request.inputs[0]
-        itemsize = library.itemsize(first)
-        plan, table = store.lowered(
-            request.collective,
-            request.root,
-            count=request.count,
-            itemsize=itemsize,
-            chunk_elements=max(1, self.chunk_bytes // max(1, itemsize)),
-        )
-        memory = [self._memory(request, place, rank) for place, rank in enumerate(self.ranks)]
-        if self._backend.direct:
-            memory = set_apart(memory, library)
-        signature = self._signature(
-            plan=store.digest(plan)[:16],
-            collective=request.collective,
-            root=request.root,
-            op=request.op,
-            dtype=library.dtype(first),
-            count=request.count,
-            chunk=table.chunk_elements,
-        )
-        call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
-        self._calls += 1
-        try:
-            self._backend.run(call)
-        except BaseException:
-            self._failed = not self._backend.direct
-            raise
-        put_kept(table, memory, library)
-        results = [
-            self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
-            for place, one in enumerate(memory)
-        ]
-        return results[0] if self._backend.one_rank else results
-
-    def _memory(self, request: _Request, place: int, rank: int) -> RankArrays[Any]:
-        """Where a rank's input lies and where its result is put together."""
-        library = self._backend.arrays
-        first, output = request.inputs[0], request.outputs[place]
-        elements = request.blocks[place][1] - request.blocks[place][0]
-        if output is None:
-            result = library.empty((elements,), first)
-        elif self._backend.direct and library.contiguous(output):
-            result = library.line(output)
-        else:
-            result = library.part(self._staging(rank, elements, first), 0, elements)
-        return RankArrays(
-            rank, request.given[place], library.line(request.inputs[place]), request.blocks[place], result
-        )
-
-    def _staging(self, rank: int, elements: int, like: Any) -> Any:
-        """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
-        library = self._backend.arrays
-        key = (rank, library.dtype(like))
-        if key not in self._kept or library.shape(self._kept[key])[0] < elements:
-            self._kept[key] = library.empty((elements,), like)
-        return self._kept[key]
-
-    def _finished(self, request: _Request, one: RankArrays[Any], output: Any | None) -> Any:
-        """The result in its shape, in the caller's array where he gave one."""
-        library = self._backend.arrays
-        if request.op == "avg":
-            library.divide(one.result, self.size)
-        result = library.shaped(one.result, request.shape)
-        if output is None:
-            return result
-        if not library.same(result, output):
-            library.copy(output, result)
-        return output
-
-    def _refuse(self, reason: str) -> None:
-        """Tell the other ranks about arguments that do not fit here, so that none of them waits."""
-        self._check_alive()
-        self._failed = True
-        self._backend.refuse(self._signature(refusal=reason))
-
-    def _signature(self, **agreed: Any) -> Signature:
-        nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
-        numbers = {"call": self._calls, "world": self.size, "count": 0, "chunk": 0}
-        return Signature(**{**nothing, **numbers, **agreed})
-
-    def _check_alive(self) -> None:
-        if self._failed:
-            raise BackendError("the communicator failed in an earlier collective; make a new one")
-
-    def _open(self) -> PlanStore:
-        if self._store is None:
+    def _open(self) -> Execution:
+        if self._execution is None:
             raise UsageError("the communicator is closed; make a new one")
-        return self._store
-
-    def _inputs(self, arrays: Any) -> list[Any]:
-        listed = [arrays] if self._backend.one_rank else arrays
-        return check_inputs(listed, self.ranks, self._backend.arrays)
-
-    def _outputs(
-        self, out: Any, *, shape: tuple[int, ...], like: Any, holders: Sequence[int] | None = None
-    ) -> list[Any | None]:
-        listed = [out] if self._backend.one_rank and out is not None else out
-        return check_outputs(
-            listed,
-            self.ranks,
-            self._backend.arrays,
-            shape=shape,
-            like=like,
-            holders=self.ranks if holders is None else holders,
-        )
+        return self._execution
 
     def _root(self, root: int | None) -> int:
         if root is None:
             return 0 if self.plan.root is None else self.plan.root
-        if not 0 <= root < self.size:
-            raise UsageError(f"root {root} is no rank; use 0 to {self.size - 1}")
         return root
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    """Elements of an array of this shape."""
-    return math.prod(shape)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import topoplan
-from collectives.lowering import lower
-from collectives.transfer_table import TransferTable
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
 
@@ -26,9 +24,8 @@ class PlanStore:
     --------
     >>> import topoplan
     >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
-    >>> _, table = store.lowered("broadcast", 1, count=100, itemsize=4, chunk_elements=7)
-    >>> int(sum(table.add))
-    0
+    >>> store.plan("broadcast", 1, nbytes=400).root
+    1
     """
 
     def __init__(self, plans: Plan | SizePlans) -> None:
@@ -61,23 +58,6 @@ class PlanStore:
             channels = "+".join(self._given.plans[-1].channels)
             return topoplan.plan_by_size(topology, collective, root=root, channels=channels)
         return topoplan.plan(topology, collective, root=root, channels="+".join(self._given.channels))
-
-    def lowered(
-        self, collective: str, root: int | None, *, count: int, itemsize: int, chunk_elements: int
-    ) -> tuple[Plan, TransferTable]:
-        """The plan of a collective, and its transfer table.
-
-        Parameters
-        ----------
-        collective, root
-            See `plan`.
-        count, chunk_elements : int
-            See `lower`.
-        itemsize : int
-            Bytes of an element.
-        """
-        plan = self.plan(collective, root, count * itemsize)
-        return plan, lower(plan, count, chunk_elements=chunk_elements, digest=self.digest(plan))
 
     def digest(self, plan: Plan) -> str:
         """The digest of one of these plans, computed once."""

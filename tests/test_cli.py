@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.cli.bench import count_wrong
+from collectives.benchmark import count_wrong
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
 from topoplan.plans.plan import COLLECTIVES
@@ -306,11 +306,10 @@ class TestContract:
     def test_bench_counts_wrong_elements(self, plan_text: str) -> None:
         """One changed element on one rank is one wrong element."""
         plan = topoplan.Plan.from_json(plan_text)
-        inputs: list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = [np.arange(5)] * 4
-        results = [4 * np.arange(5) for _ in range(4)]
-        assert count_wrong(plan, inputs, list(results)) == 0
-        results[2][3] += 1
-        assert count_wrong(plan, inputs, list(results)) == 1
+        totals = [((np.arange(5)[:, None] + np.arange(4)) % 7).sum(axis=1) for _ in range(4)]
+        assert count_wrong(plan, 5, dict(enumerate(totals))) == 0
+        totals[2][3] += 1
+        assert count_wrong(plan, 5, dict(enumerate(totals))) == 1
 
     def test_text_is_the_same_every_time(self, run: Run) -> None:
         """Two runs print the same but for the time it took, so that outputs can be diffed."""
@@ -566,7 +565,7 @@ class TestBadOptions:
     @pytest.mark.parametrize(
         ("words", "fragments"),
         [
-            ("--backend mpi", ["'mpi'", "use loopback"]),
+            ("--backend smoke", ["'smoke'", "loopback", "tcp"]),
             ("--dtype complex64", ["'complex64'", "float32"]),
             ("--dtype 99999999999i4", ["'99999999999i4'", "float32"]),
             ("--sizes 1024TB", ["memory", "choose smaller --sizes"]),

@@ -11,7 +11,7 @@ from hand_plans import SHAPES, forest_plan
 from numpy.typing import NDArray
 
 import topoplan
-from collectives import Communicator
+from collectives import Communicator, lower
 from collectives.plan_store import PlanStore
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans import SizePlans, SizeRange
@@ -119,7 +119,7 @@ def test_parts_count_as_the_full_buffer() -> None:
     for collective in PARTS:
         store = PlanStore(by_hand(collective))
         tables = [
-            store.lowered(collective, None, count=5 * each, itemsize=4, chunk_elements=10**6)[1]
+            lower(store.plan(collective, None, 20 * each), 5 * each, chunk_elements=10**6)
             for each in (20, 21)
         ]
         edges = [set(zip(table.source.tolist(), table.destination.tolist(), strict=True)) for table in tables]

@@ -318,8 +318,8 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
             comm.broadcast(numbers(4, 8), root=4)
     with pytest.raises(UsageError, match="closed"):
         comm.reduce_scatter(numbers(4, 8))
-    with pytest.raises(UsageError, match="back end 'mpi' is not available; use loopback"):
-        Communicator(plan, "mpi")
+    with pytest.raises(UsageError, match="back end 'smoke' is unknown; use loopback"):
+        Communicator(plan, "smoke")
     with pytest.raises(UsageError, match="chunks of 0 bytes"):
         Communicator(plan, chunk_bytes=0)
     with pytest.raises(UsageError, match="a str is no plan"):

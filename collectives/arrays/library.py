@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from numpy.typing import NDArray
 
 Array = TypeVar("Array")
 
@@ -62,6 +64,12 @@ class ArrayLibrary(Protocol[Array]):
 
     def same(self, one: Array, other: Array) -> bool:
         """Whether two arrays are the same memory in the same order."""
+
+    def of(self, values: NDArray[Any]) -> Array:
+        """A new array of this kind with the values and dtype of a numpy array."""
+
+    def values(self, array: Array) -> NDArray[Any]:
+        """The values as a numpy array."""
 
     def divide(self, total: Array, ranks: int) -> None:
         """Turn a sum into an average in place, integers truncated towards zero."""

@@ -86,6 +86,14 @@ class NumpyArrays:
             one.ctypes.data == other.ctypes.data and one.shape == other.shape and one.strides == other.strides
         )
 
+    def of(self, values: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.of`."""
+        return values.copy()
+
+    def values(self, array: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.values`."""
+        return array
+
     def divide(self, total: AnyArray, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         divide(total, ranks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from collectives.reduction import divide, reduction
 from topoplan.errors import UsageError
@@ -175,6 +176,15 @@ class TorchArrays:
         """See `ArrayLibrary.same`."""
         alike = one.device == other.device and one.shape == other.shape
         return bool(alike and one.data_ptr() == other.data_ptr())
+
+    def of(self, values: NDArray[Any]) -> torch.Tensor:
+        """See `ArrayLibrary.of`."""
+        return torch.from_numpy(values.copy()).to(self.devices[0])
+
+    def values(self, array: torch.Tensor) -> NDArray[Any]:
+        """See `ArrayLibrary.values`; bfloat16 as float32."""
+        here = array.detach().cpu()
+        return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 
     def divide(self, total: torch.Tensor, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""

@@ -91,6 +91,8 @@ class Backend(Protocol[Array]):
     direct : bool
         Whether results may be written to the caller's arrays at once. A back end that can fail midway says False;
         its results are copied to the caller's arrays when they are complete.
+    chunk_bytes : int or None
+        The chunk size that suits it; None where the best one depends on the machine and has to be found.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Backend(Protocol[Array]):
     one_rank: bool
     size: int
     direct: bool
+    chunk_bytes: int | None
 
     @property
     def arrays(self) -> ArrayLibrary[Array]:

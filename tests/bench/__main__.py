@@ -8,13 +8,16 @@ from tests.bench import (
     allocations,
     descriptions,
     fabrics,
+    gpu,
     hybrid,
     loopback,
     nccl_graphs,
+    paced,
     planning,
     probing,
     reduce_scatter_allgather,
     scale,
+    testbed,
     three_phases,
 )
 
@@ -25,13 +28,16 @@ def main() -> int:
         "allocations": allocations.main,
         "descriptions": descriptions.main,
         "fabrics": fabrics.main,
+        "gpu": gpu.main,
         "hybrid": hybrid.main,
         "loopback": loopback.main,
         "nccl_graphs": nccl_graphs.main,
+        "paced": paced.main,
         "planning": planning.main,
         "probing": probing.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "scale": scale.main,
+        "testbed": testbed.main,
         "three_phases": three_phases.main,
     }
     chosen = sys.argv[1:] or sorted(benchmarks)

@@ -60,6 +60,24 @@ def gpu_number(text: str) -> int:
     return int(text)
 
 
+def process_count(text: str) -> int:
+    """A number of processes, 1 or more."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes such as 4")
+    return int(text)
+
+
+def factor(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero, such as 1e-3")
+    return value
+
+
 def bandwidth(text: str) -> float:
     """A bandwidth in GB/s above zero."""
     try:

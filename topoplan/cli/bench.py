@@ -1,30 +1,28 @@
-"""``topoplan bench``: run a plan on real arrays, check every element, and time it in the columns of nccl-tests."""
+"""``topoplan bench``: run a plan on real arrays, check every element, and time it in the columns of nccl-tests.
+
+With back ends that need a process for each rank the command starts itself once for each rank, unless it was
+started that way already, by mpiexec or torchrun; rank 0 prints.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topoplan.cli import arguments
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
-from topoplan.errors import UsageError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
-from topoplan.simulation.model import bus_factor
 from topoplan.units import format_size
 
 if TYPE_CHECKING:
-    from collectives import Communicator
-
-REPEATS = 5
+    from collectives.benchmark import Row
 
 DTYPES = (
     *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
@@ -32,47 +30,142 @@ DTYPES = (
 )
 
 BUFFERS = 5
-"""Arrays of full size for each rank: input, result, a reduction's scratch, and two for the check."""
+"""Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
 
-METHODS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-}
-"""The communicator's method for each collective."""
+SCALE = 1e-3
+"""Of paced links, where the user names none."""
+
+COLUMN_HEADS = (
+    ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
+    ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
+)
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``bench``."""
     arguments.add_plan_file(parser)
     parser.add_argument(
-        "--backend", default="loopback", metavar="B", help="loopback: all ranks in this process"
+        "--backend",
+        default="loopback",
+        metavar="B",
+        help="loopback: all ranks in this process (default); tcp, mpi, torch, nccl: one process for each rank, "
+        "started here unless mpiexec or torchrun did",
+    )
+    parser.add_argument(
+        "--np",
+        type=arguments.process_count,
+        metavar="N",
+        help="processes to start (default: the plan's ranks)",
     )
     arguments.add_sizes(parser, "64KB:16MB")
     parser.add_argument(
         "--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPES)} (default: float32)"
     )
+    parser.add_argument(
+        "--rivals",
+        action="store_true",
+        help="time the ring on the same ranks too, and for an allreduce the back end's own one",
+    )
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="let every link run at its bandwidth times --scale, and print what the model says (loopback, tcp)",
+    )
+    parser.add_argument(
+        "--scale", type=arguments.factor, metavar="F", help="of the bandwidths of --paced (default: 1e-3)"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=arguments.size,
+        metavar="S",
+        help="longest piece that moves at once (default: what suits the back end, or is found to be fastest)",
+    )
+    parser.add_argument(
+        "--chunk-file", metavar="F.json", help="where chunk sizes that were found are looked up and kept"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=arguments.seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds that a rank waits for a step before it gives up (default: 30)",
+    )
     arguments.add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a plan among ranks of this process; exit status 1 if any element of a result is wrong."""
-    from collectives import Communicator
+    """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
+    from collectives.backends.open_backend import check_backend
+    from topoplan.cli.bench_processes import start_processes, started_as_rank
 
     if options.dtype not in DTYPES:
         raise UsageError(f"dtype {options.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    dtype = np.dtype(options.dtype)
+    if options.scale is not None and not options.paced:
+        raise UsageError("--scale is for paced links; add --paced, or leave it out")
+    check_backend(options.backend, pace=_pace(options))
     plan = read_plan(options.plan)
     _check_memory(max(options.sizes), len(plan.ranks))
-    rows = []
-    with Communicator(plan, options.backend) as communicator, progress_line("running") as progress:
-        for nbytes in options.sizes:
-            if progress:
-                progress(f"{format_size(nbytes)} …")
-            rows.append(_measure(communicator, plan, nbytes, dtype))
+    if options.np is not None and options.np != len(plan.ranks):
+        raise UsageError(
+            f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
+            f"use --np {len(plan.ranks)}, or plan for other GPUs"
+        )
+    if options.backend == "loopback" or started_as_rank(options.backend):
+        return _run_here(options, plan)
+    return start_processes(options, plan)
+
+
+def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
+    """Run the ranks of this process; the one with rank 0 prints."""
+    from collectives import Communicator
+    from collectives.backends.open_backend import open_backend
+    from collectives.benchmark import measure, predicted
+    from collectives.own_collectives import own_all_reduce
+
+    pace = _pace(options)
+    backend = open_backend(options.backend, plan, timeout=options.timeout, pace=pace)
+    chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
+    dtype = np.dtype(options.dtype)
     notes = plan_notes(plan)
+    rows: list[Row] = []
+    with Communicator(plan, backend, **chunks) as communicator, progress_line("running") as progress:
+        rivals: list[tuple[str, Communicator]] = []
+        own = None
+        if options.rivals:
+            ring = _ring(plan, notes)
+            rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
+            own = own_all_reduce(options.backend) if plan.collective == "allreduce" else None
+        for nbytes in options.sizes:
+            if progress and 0 in communicator.ranks:
+                progress(f"{format_size(nbytes)} …")
+            for schedule, one in [("plan", communicator), *rivals]:
+                row = measure(one, nbytes=nbytes, dtype=dtype, schedule=schedule)
+                rows.append(row if pace is None else predicted(row, one.plan, pace))
+            if own is not None:
+                rows.append(measure(communicator, nbytes=nbytes, dtype=dtype, schedule=own.name, own=own.run))
+    if 0 in backend.ranks:
+        _report(options, plan, rows, notes)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _pace(options: argparse.Namespace) -> float | None:
+    return (options.scale or SCALE) if options.paced else None
+
+
+def _ring(plan: Plan | SizePlans, notes: list[str]) -> Plan | None:
+    """The ring on the same GPUs, or a note why there is none."""
+    import topoplan
+
+    try:
+        return topoplan.ring(plan.topology, plan.collective, root=plan.root)
+    except InfeasibleError as error:
+        notes.append(f"no ring: {error}")
+        return None
+
+
+def _report(options: argparse.Namespace, plan: Plan | SizePlans, rows: list[Row], notes: list[str]) -> None:
+    from collectives.benchmark import REPEATS
+
     if options.json:
         print_json(
             {
@@ -80,16 +173,17 @@ def run(options: argparse.Namespace) -> int:
                 "machine": plan.topology.name,
                 "ranks": list(plan.ranks),
                 "backend": options.backend,
-                "rows": rows,
+                "rows": [row.to_object() for row in rows],
                 "notes": notes,
             }
         )
-    else:
-        ranks = counted(len(plan.ranks), "rank")
-        print(f"# {plan.collective} of {ranks}, {options.backend}, median of {REPEATS}")
-        print(_format_table(rows))
-        print_notes(*notes)
-    return 1 if any(row["wrong"] for row in rows) else 0
+        return
+    ranks = counted(len(plan.ranks), "rank")
+    for schedule in dict.fromkeys(row.schedule for row in rows):
+        what = "" if schedule == "plan" else f", {schedule}"
+        print(f"# {plan.collective} of {ranks}, {options.backend}{what}, median of {REPEATS}")
+        print(_format_table([row for row in rows if row.schedule == schedule]))
+    print_notes(*notes)
 
 
 def _check_memory(nbytes: int, ranks: int) -> None:
@@ -98,74 +192,27 @@ def _check_memory(nbytes: int, ranks: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise UsageError(
-            f"{format_size(nbytes)} on {ranks} ranks of one process need {format_size(needed)} of memory, and "
-            f"there are {format_size(memory)}; choose smaller --sizes"
+            f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "
+            f"memory, and there are {format_size(memory)}; choose smaller --sizes"
         )
 
 
-def _format_table(rows: list[dict[str, int | float | str]]) -> str:
-    heads = (
-        ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
-        ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
-    )
-    lines = ["# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in heads]
+def _format_table(rows: list[Row]) -> str:
+    lines = [
+        "# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in COLUMN_HEADS
+    ]
     lines += [
-        f"  {row['size']:>12}  {row['count']:>12}  {row['type']:>8}  {row['redop']:>6}  {row['time']:>11.1f}  "
-        f"{row['algbw']:>7.2f}  {row['busbw']:>7.2f}  {row['wrong']:>6}"
+        f"  {row.size:>12}  {row.count:>12}  {row.type:>8}  {row.redop:>6}  {row.seconds * 1e6:>11.1f}  "
+        f"{row.algbw:>7.2f}  {row.busbw:>7.2f}  {row.wrong:>6}"
         for row in rows
     ]
+    if any(row.predicted is not None for row in rows):
+        model = [f"  {'model':>11}  {'ratio':>6}", f"  {'(us)':>11}  {'':>6}"]
+        model += [
+            ""
+            if row.predicted is None
+            else f"  {row.predicted * 1e6:>11.1f}  {row.predicted / row.seconds:>6.3f}"
+            for row in rows
+        ]
+        lines = [line + more for line, more in zip(lines, model, strict=True)]
     return "\n".join(lines)
-
-
-def _measure(
-    communicator: Communicator, plan: Plan | SizePlans, nbytes: int, dtype: np.dtype[np.generic]
-) -> dict[str, int | float | str]:
-    """Time one size and count wrong elements. Small whole numbers, so that every dtype adds them exactly."""
-    size = len(plan.ranks)
-    count = nbytes // dtype.itemsize
-    if plan.collective in ("allgather", "reduce_scatter"):
-        count -= count % size
-    each = count // size if plan.collective == "allgather" else count
-    inputs = [((np.arange(each) + rank) % 7).astype(dtype) for rank in range(size)]
-    method = getattr(communicator, METHODS[plan.collective])
-    results = method(inputs)
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        method(inputs, out=results)
-        seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds)
-    algbw = count * dtype.itemsize / median / 1e9
-    return {
-        "size": count * dtype.itemsize,
-        "count": count // size if plan.collective in ("allgather", "reduce_scatter") else count,
-        "type": dtype.name,
-        "redop": "sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else "none",
-        "time": median * 1e6,
-        "algbw": algbw,
-        "busbw": algbw * bus_factor(plan.collective, size),
-        "wrong": count_wrong(plan, inputs, results),
-    }
-
-
-def count_wrong(
-    plan: Plan | SizePlans,
-    inputs: list[NDArray[np.generic]],
-    results: list[NDArray[np.generic] | None],
-) -> int:
-    """Elements that differ from what plain numpy gives."""
-    if plan.collective == "allgather":
-        expected = [np.concatenate(inputs)] * len(inputs)
-    elif plan.collective == "broadcast":
-        assert plan.root is not None, "a broadcast has a root"
-        expected = [inputs[plan.root]] * len(inputs)
-    else:
-        total = np.sum(np.stack(inputs), axis=0, dtype=inputs[0].dtype)
-        expected = [total] * len(inputs)
-        if plan.collective == "reduce_scatter":
-            expected = np.split(total, len(inputs))
-    return sum(
-        int(np.count_nonzero(result != wanted))
-        for result, wanted in zip(results, expected, strict=True)
-        if result is not None
-    )

@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": "model time over sizes, against the ring",
     "export": "a plan or a machine as a file for NCCL",
     "bench": "run a plan on real arrays, checked and timed",
+    "testbed": "run plans over shaped links, predicted and measured",
 }
 """Every command with its line of help; it lives in the module of its name, which is loaded when it is meant."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
@@ -23,7 +24,13 @@ from topoplan.plans.explain import explain_certificate
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_object
-from topoplan.units import format_seconds
+from topoplan.units import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from collectives.footprint import Footprint
+
+CHUNK = 256 << 10
+"""Bytes of the chunk that memory is told for."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -70,6 +77,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         action="store_true",
         help="prove what no plan can exceed, and make none: thousands of GPUs",
     )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say how the plan runs: pipeline, and memory beside the buffers",
+    )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     add_cluster(parser)
@@ -86,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     check_target(options.output, "-o")
     check_plot(options.plot)
+    if options.explain and (options.bound_only or options.sizes is not None):
+        raise UsageError("--explain is for one plan; leave out --bound-only and --sizes")
     if options.bound_only:
         return _run_bound(options)
     if options.sizes is not None:
@@ -106,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
             time_limit=options.time_limit,
             progress=progress,
         )
+    explained = _explained(made) if options.explain else None
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.trees import draw_trees
@@ -117,13 +132,37 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         write_whole(options.output, made.to_json())
     if options.json:
-        print_json(plan_object(made))
+        running = {} if explained is None else {"running": explained.to_object()}
+        print_json({**plan_object(made), **running})
     else:
-        print_plan(made, options.order or "height")
+        print_plan(made, options.order or "height", explained)
         for place in (options.output, options.plot):
             if place:
                 print(f"written: {place}")
     return 0
+
+
+def _explained(plan: Plan) -> Footprint:
+    from collectives.footprint import footprint
+
+    return footprint(plan)
+
+
+def print_footprint(plan: Plan, found: Footprint) -> None:
+    """How the plan runs, for a person."""
+    largest = max(found.scratch)
+    rank = plan.ranks[found.scratch.index(largest)]
+    print(
+        f"run    {counted(found.streams, 'stream')} of chunks in {counted(found.queues, 'queue')} between ranks; "
+        f"a chunk takes {counted(found.steps, 'step')}, and the next follows one step behind"
+    )
+    where = (
+        f"beside the buffers at most {counted(largest, 'chunk')} (on {rank})"
+        if largest
+        else "none beside the buffers"
+    )
+    told = f", {format_size(largest * CHUNK)} with chunks of {format_size(CHUNK)}" if largest else ""
+    print(f"memory {where}{told}; fan-in {found.fan_in}, depth {plan.depth}")
 
 
 def _run_bound(options: argparse.Namespace) -> int:
@@ -171,8 +210,8 @@ def plan_object(plan: Plan) -> dict[str, object]:
     }
 
 
-def print_plan(plan: Plan, order: str) -> None:
-    """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, and the trees."""
+def print_plan(plan: Plan, order: str, explained: Footprint | None = None) -> None:
+    """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, the trees, the run."""
     towards = "to" if plan.collective == "reduce" else "from"
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
@@ -195,6 +234,9 @@ def print_plan(plan: Plan, order: str) -> None:
         if by_phase is not None:
             print(phase_table(by_phase))
             print()
+    if explained is not None:
+        print_footprint(plan, explained)
+        print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
     print_notes(*plan_notes(plan))

@@ -52,6 +52,7 @@ class TorchBackend:
     name = "torch"
     one_rank = True
     direct = False
+    chunk_bytes: int | None = None
 
     _lanes = 1
     """The next number of a back end, as far as this process knows."""

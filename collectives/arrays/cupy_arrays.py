@@ -1,0 +1,225 @@
+"""CuPy arrays on one GPU, worked on in a stream of their own.
+
+The stream waits for what the caller's current stream was told to do before the collective was called, and everything
+is complete when the collective returns. Neither needs the caller to synchronise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.kernels.launching import Kernels
+from collectives.kernels.source import ELEMENTS
+from collectives.reduction import OPERATORS, reduction
+from topoplan.errors import UsageError
+
+
+def load_cupy(backend: str) -> ModuleType:
+    """The CuPy package, where it is installed and CUDA shows a GPU.
+
+    Parameters
+    ----------
+    backend : str
+        Who needs it.
+
+    Raises
+    ------
+    UsageError
+        It is missing, cannot be loaded, or there is no GPU; says what to do.
+    """
+    try:
+        cupy = import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            raise UsageError(f'the {backend} back end needs CuPy: pip install "topoplan[cuda12]"') from None
+        raise _not_loaded(error) from None
+    except ImportError as error:
+        raise _not_loaded(error) from None
+    remedy = "use a machine with a GPU and its driver, and look at CUDA_VISIBLE_DEVICES"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise UsageError(f"the {backend} back end finds no GPU: {error}; {remedy}") from None
+    if not count:
+        raise UsageError(f"the {backend} back end finds no GPU; {remedy}")
+    return cupy
+
+
+def _not_loaded(error: ImportError) -> UsageError:
+    # CuPy frames its reason; the last line tells it
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
+    return UsageError(
+        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
+        'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
+    )
+
+
+class CupyArrays:
+    """`ArrayLibrary` of CuPy.
+
+    Parameters
+    ----------
+    cupy : module
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+
+    Attributes
+    ----------
+    device : int
+    stream : cupy.cuda.Stream
+        Where everything runs, on `device`.
+    kernels : Kernels
+    """
+
+    name = "CuPy"
+
+    def __init__(self, cupy: ModuleType, device: int | None = None) -> None:
+        self._cupy: Any = cupy
+        self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
+        self._called: deque[Any] = deque()
+        with cupy.cuda.Device(self.device):
+            self.stream: Any = cupy.cuda.Stream(non_blocking=True)
+            self.kernels = Kernels(cupy)
+
+    @contextmanager
+    def here(self) -> Iterator[Any]:
+        """Make the GPU and the stream current in this thread, behind what callers have told the GPU before.
+
+        Yields
+        ------
+        cupy.cuda.Stream
+        """
+        with self._cupy.cuda.Device(self.device), self.stream as stream:
+            while self._called:
+                stream.wait_event(self._called.popleft())
+            yield stream
+
+    def check(self, array: object, *, rank: int, what: str) -> Any:
+        """See `ArrayLibrary.check`."""
+        if not isinstance(array, self._cupy.ndarray):
+            raise UsageError(
+                f"rank {rank} has a {type(array).__name__} instead of a CuPy array as its {what}; "
+                "put it on the GPU with cupy.asarray"
+            )
+        found: Any = array
+        if found.device.id != self.device:
+            raise UsageError(
+                f"rank {rank} has an {what} on GPU {found.device.id} and its back end is on GPU {self.device}; "
+                f"make the array inside `with cupy.cuda.Device({self.device})`"
+            )
+        if found.dtype.name not in ELEMENTS:
+            raise UsageError(
+                f"rank {rank} has dtype {found.dtype}, which cannot be moved; use one of {', '.join(ELEMENTS)}"
+            )
+        if found.data.ptr % found.dtype.itemsize:
+            raise UsageError(
+                f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
+                f"{found.dtype.itemsize} bytes; pass a copy"
+            )
+        with self._cupy.cuda.Device(self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self._cupy.cuda.get_current_stream())
+        self._called.append(event)
+        return found
+
+    def shape(self, array: Any) -> tuple[int, ...]:
+        """See `ArrayLibrary.shape`."""
+        return tuple(array.shape)
+
+    def dtype(self, array: Any) -> str:
+        """See `ArrayLibrary.dtype`."""
+        return str(array.dtype.name)
+
+    def itemsize(self, array: Any) -> int:
+        """See `ArrayLibrary.itemsize`."""
+        return int(array.dtype.itemsize)
+
+    def writeable(self, array: Any) -> bool:
+        """See `ArrayLibrary.writeable`: CuPy has no read-only arrays."""
+        return True
+
+    def check_reduction(self, op: str, array: Any) -> None:
+        """See `ArrayLibrary.check_reduction`."""
+        if self.dtype(array) != "bfloat16" or op not in OPERATORS:
+            reduction(op, array.dtype)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """See `ArrayLibrary.empty`."""
+        with self.here():
+            return self._cupy.empty(shape, dtype=like.dtype)
+
+    def line(self, array: Any) -> Any:
+        """See `ArrayLibrary.line`."""
+        with self.here():
+            return self._cupy.ascontiguousarray(array).reshape(-1)
+
+    def contiguous(self, array: Any) -> bool:
+        """See `ArrayLibrary.contiguous`."""
+        return bool(array.flags.c_contiguous)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See `ArrayLibrary.copy`."""
+        with self.here() as stream:
+            target[...] = source
+            stream.synchronize()
+
+    def part(self, line: Any, start: int, stop: int) -> Any:
+        """See `ArrayLibrary.part`."""
+        return line[start:stop]
+
+    def shaped(self, line: Any, shape: tuple[int, ...]) -> Any:
+        """See `ArrayLibrary.shaped`."""
+        return line.reshape(shape)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """See `ArrayLibrary.overlap`; from addresses and strides alone, nothing is read."""
+        if not one.size or not other.size:
+            return False
+        first, second = np.asarray(_Placed(one)), np.asarray(_Placed(other))
+        return np.may_share_memory(first, second) and np.shares_memory(first, second)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """See `ArrayLibrary.same`."""
+        return bool(
+            one.data.ptr == other.data.ptr and one.shape == other.shape and one.strides == other.strides
+        )
+
+    def of(self, values: NDArray[Any]) -> Any:
+        """See `ArrayLibrary.of`."""
+        with self.here() as stream:
+            made = self._cupy.asarray(values)
+            stream.synchronize()
+            return made
+
+    def values(self, array: Any) -> NDArray[Any]:
+        """See `ArrayLibrary.values`."""
+        with self.here():
+            found: NDArray[Any] = array.get()
+            return found
+
+    def divide(self, total: Any, ranks: int) -> None:
+        """See `ArrayLibrary.divide`."""
+        with self.here() as stream:
+            self.kernels.divide(total, self.dtype(total), ranks)
+            stream.synchronize()
+
+
+class _Placed:
+    """Where a CuPy array lies, in numpy's words."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.data.ptr, True),
+            "shape": tuple(array.shape),
+            "strides": tuple(array.strides),
+            "typestr": f"|V{array.dtype.itemsize}",
+        }

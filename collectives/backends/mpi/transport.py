@@ -1,0 +1,88 @@
+"""The messages of one collective: sends that leave when they can, and receives opened ahead.
+
+MPI keeps messages of one tag between two ranks in order, and both ends run the chunks of a stream in order, so a tag
+for each stream is enough. Each stream has a few receives open; when the data of one has been used, the next opens in
+its place. Receives of different streams complete in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.mpi.operations import Message, Program
+from collectives.backends.mpi.watch import Watch
+
+FIRST_TAG = 2
+"""Tags below it are those of `agreement` and `notices`."""
+
+
+class Transport:
+    """Moves the messages of one run of a program.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator
+    program : Program
+    scratch : array
+        Where messages arrive.
+    watch : Watch
+    """
+
+    def __init__(self, comm: Any, program: Program, scratch: NDArray[Any], watch: Watch) -> None:
+        self._comm = comm
+        self._leaving = program.leaving
+        self._arriving = program.arriving
+        self._scratch = scratch
+        self._watch = watch
+        self._sends: list[Any] = []
+        self._receives: dict[int, Any] = {}
+        for number, message in enumerate(self._arriving):
+            if message.first:
+                self._open(number)
+
+    def _open(self, number: int) -> None:
+        message = self._arriving[number]
+        memory = self._scratch[message.scratch]
+        self._receives[number] = self._comm.Irecv(_bytes(memory), message.peer, _tag(message))
+
+    def send(self, number: int, data: NDArray[Any]) -> None:
+        """Send the message of this number; they are sent in order."""
+        message = self._leaving[number]
+        self._sends.append(self._comm.Isend(_bytes(data), message.peer, _tag(message)))
+
+    def left(self, number: int) -> None:
+        """Wait until a message's memory may be overwritten."""
+        request = self._sends[number]
+        message = self._leaving[number]
+        self._watch.until(request.Test, message.peer, message.row)
+
+    def arrived(self, number: int) -> None:
+        """Wait until a message is there."""
+        request = self._receives.pop(number)
+        message = self._arriving[number]
+        if not request.Test():
+            self._watch.until(request.Test, message.peer, message.row)
+
+    def used(self, number: int) -> None:
+        """Let the next message arrive in the place of this one."""
+        following = self._arriving[number].following
+        if following >= 0:
+            self._open(following)
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
+        for number in range(len(self._sends)):
+            self.left(number)
+
+
+def _bytes(data: NDArray[Any]) -> Any:
+    from mpi4py import MPI
+
+    return [data.view(np.uint8), MPI.BYTE]
+
+
+def _tag(message: Message) -> int:
+    return FIRST_TAG + message.stream

@@ -1,0 +1,1 @@
+"""One rank per process and GPU, joined by NCCL."""

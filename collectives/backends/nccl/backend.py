@@ -1,0 +1,290 @@
+"""The nccl back end: one rank in this process with one GPU, NCCL between the ranks.
+
+Before each collective the ranks compare what they mean to run. Then every rank runs its program (`program`): messages
+grouped by steps that match on all ranks, joins beside them. It returns when the GPU has finished.
+
+What no test without GPUs can show: speeds, that NCCL's kernels and the joins really overlap, that aborting a blocking
+communicator lets go of a call that connects ranks (NCCL only promises it for non-blocking ones, which CuPy cannot
+make), and several trees with a communicator each on a GPU that is too small for all their kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import time
+from collections import OrderedDict
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.cupy_arrays import CupyArrays
+from collectives.backends.backend import Call
+from collectives.backends.nccl.connections import Connections, prepare
+from collectives.backends.nccl.guard import Guard
+from collectives.backends.nccl.lanes import Lanes, PlacedProgram, place
+from collectives.backends.nccl.program import program_of, waits_for
+from collectives.backends.nccl.replay import Replays, decision
+from collectives.backends.nccl.world import World
+from collectives.backends.signature import LENGTH, Signature
+from topoplan.errors import BackendError, TopoplanError, UsageError
+
+KEPT = 16
+"""Programs whose tables stay in the GPU's memory."""
+
+MOST_LANES = 1024
+
+DRAIN_SECONDS = 1.0
+"""Time for the GPU to end what was queued, once the communicators are aborted."""
+
+Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
+"""What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
+
+
+class NcclBackend:
+    """`Backend` of one rank.
+
+    Parameters
+    ----------
+    cupy : module
+    world : World
+        How the ranks speak of other things than data; closed with the back end.
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+    timeout : float
+        Seconds to wait for all ranks to come, and for the next step of a collective.
+    step_bytes : int
+        Bytes that a rank sends in a step at least, where the buffer has them.
+    lanes : str
+        "steps": one communicator, all trees in common steps. "trees": each tree has a communicator and streams of its
+        own; that sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` where it is not set, since communicators that run side by side
+        can else block each other.
+    overlap : bool
+        Join what has arrived while the next step moves; else before.
+    graphs : bool
+        Replay a collective as a CUDA graph from the third time that all ranks call it with the same arrays; with
+        "trees" never, since graphs of several communicators can block each other.
+    ranks_per_gpu : int
+        More than 1 lets NCCL (2.30 or newer) put several ranks on one GPU, by setting
+        ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` where they are not set. It must be made before
+        NCCL is used in the process.
+
+    Raises
+    ------
+    UsageError
+        NCCL is missing, or an argument is out of range.
+    BackendError
+        The ranks do not find each other.
+    """
+
+    name = "nccl"
+    one_rank = True
+    direct = False
+    chunk_bytes: int | None = None
+
+    def __init__(
+        self,
+        cupy: ModuleType,
+        world: World,
+        *,
+        device: int | None = None,
+        timeout: float = 30.0,
+        step_bytes: int = 2 << 20,
+        lanes: str = "steps",
+        overlap: bool = True,
+        graphs: bool = True,
+        ranks_per_gpu: int = 1,
+    ) -> None:
+        if lanes not in ("steps", "trees"):
+            raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
+        if step_bytes < 1 or ranks_per_gpu < 1 or not timeout > 0:
+            raise UsageError(
+                f"steps of {step_bytes} bytes, {ranks_per_gpu} ranks per GPU, a timeout of {timeout} s: "
+                "give numbers above zero"
+            )
+        prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu)
+        self.rank = world.rank
+        self.size = world.size
+        self.ranks: tuple[int, ...] = (world.rank,)
+        self.arrays = CupyArrays(cupy, device)
+        self._cupy: Any = cupy
+        self._world = world
+        self._timeout = timeout
+        self._step_bytes = step_bytes
+        self._by_tree = lanes == "trees"
+        self._overlap = overlap
+        self._settings = {"step_bytes": step_bytes, "lanes": lanes, "overlap": overlap}
+        self._graphs = graphs and lanes == "steps"
+        self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
+        self._captures = 0
+        self._closed = False
+        with self.arrays.here():
+            self._lanes = Lanes(cupy, self.arrays.kernels, most=MOST_LANES)
+        self._connections = Connections(cupy, world, device=self.arrays.device, timeout=timeout)
+        self._guard = Guard(world, self._connections, timeout=timeout)
+        try:
+            self._connections.have(1)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, call: Call[Any]) -> None:
+        """See `Backend.run`."""
+        try:
+            self._guard.check()
+            with self.arrays.here() as stream:
+                self._run(call, stream)
+        except BaseException as error:
+            failure = self._failure(error)
+            self._guard.stop(failure)
+            self._drain()
+            if isinstance(error, TopoplanError) or not isinstance(error, Exception):
+                raise
+            raise failure from error
+
+    def refuse(self, signature: Signature) -> None:
+        """See `Backend.refuse`."""
+        if not self._closed and self._guard.error is None:
+            with contextlib.suppress(BackendError):
+                self._world.gather(self._said(signature, 0), timeout=self._timeout)
+            self._guard.stop(
+                BackendError("this rank refused a collective; make a new communicator", rank=self.rank)
+            )
+
+    def largest(self, value: float) -> float:
+        """See `Backend.largest`."""
+        self._guard.check()
+        said = self._world.gather(struct.pack(">d", value), timeout=self._timeout)
+        return max(float(struct.unpack(">d", one)[0]) for one in said)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.close()
+        if self._guard.error is None:
+            self._connections.give_up()
+        self._world.close()
+        self._programs.clear()
+
+    def _run(self, call: Call[Any], stream: Any) -> None:
+        one = call.memory[0]
+        placed, replays = self._placed(call)
+        buffers = (one.source, one.result, placed.scratch)
+        addresses = np.array(
+            [0 if one is None or not one.size else one.data.ptr for one in buffers], dtype=np.int64
+        )
+        key = (call.op, call.dtype, *addresses.tolist())
+        what = self._agree(call.signature, replays.offer(key) if self._graphs else 0)
+        if not len(call.table):
+            return
+        program = placed.program
+        communicators = self._connections.have(len(program.lanes))
+        kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
+        marks = self._lanes.marks
+        marks[: len(program.lanes)] = 0
+        ready = self._cupy.cuda.Event(disable_timing=True)
+        ready.record(stream)
+        origin = self._lanes.origin
+        with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
+            origin.wait_event(ready)
+            self._lanes.send_addresses(placed, addresses)
+            if what == "capture":
+                self._capture(placed, replays, key, kernel, communicators, addresses)
+            if what == "run":
+                replays.ran(key)
+                self._lanes.run(placed, communicators, kernel, addresses)
+            else:
+                replays.graph(key).launch(origin)
+            self._wait()
+
+    def _capture(
+        self,
+        placed: PlacedProgram,
+        replays: Replays,
+        key: object,
+        kernel: Any,
+        communicators: list[Any],
+        addresses: Any,
+    ) -> None:
+        origin = self._lanes.origin
+        self._captures += 1
+        origin.begin_capture()
+        try:
+            self._lanes.run(placed, communicators, kernel, addresses)
+        finally:
+            graph = origin.end_capture()
+        replays.captured(key, self._captures, graph)
+
+    def _wait(self) -> None:
+        """Wait for the GPU: at first without sleeping, since most collectives are short."""
+        ended = self._cupy.cuda.Event(disable_timing=True)
+        ended.record(self._lanes.origin)
+        pause = 0.0
+        while not ended.done:
+            self._guard.check()
+            time.sleep(pause)
+            pause = min(1e-3, pause + 1e-5)
+        self._guard.check()
+
+    def _agree(self, signature: Signature, offer: int) -> str:
+        """Compare with all ranks what they mean to run; says how it is run."""
+        said = self._world.gather(self._said(signature, offer), timeout=self._timeout)
+        offers = []
+        for peer, data in enumerate(said):
+            if peer != self.rank:
+                signature.check(Signature.unpack(data[:LENGTH]), rank=self.rank, peer=peer)
+            other = json.loads(data[LENGTH:])
+            offers.append(int(other.pop("offer")))
+            if other != self._settings:
+                raise BackendError(
+                    f"the peer's nccl back end has settings {other} instead of {self._settings}; "
+                    "make it alike on all ranks",
+                    rank=self.rank,
+                    peer=peer,
+                )
+        return decision(offers)
+
+    def _said(self, signature: Signature, offer: int) -> bytes:
+        return signature.pack() + json.dumps({**self._settings, "offer": offer}).encode()
+
+    def _placed(self, call: Call[Any]) -> tuple[PlacedProgram, Replays]:
+        one = call.memory[0]
+        layout = (call.table, call.itemsize, one.given, one.block)
+        if layout not in self._programs:
+            program = program_of(
+                call.table,
+                one,
+                call.itemsize,
+                step_bytes=self._step_bytes,
+                by_tree=self._by_tree,
+                overlap=self._overlap,
+            )
+            self._programs[layout] = (place(program, self.arrays.kernels, self._cupy), Replays())
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(layout)
+        return self._programs[layout]
+
+    def _failure(self, error: BaseException) -> BackendError:
+        """What a rank has met, as the other ranks are told."""
+        if self._guard.error is not None:
+            return self._guard.error
+        if isinstance(error, BackendError):
+            failure = error
+        else:
+            what = error if isinstance(error, TopoplanError) else f"the GPU or NCCL failed: {error!r}"
+            failure = BackendError(str(what), rank=self.rank)
+        if self._world.trouble() is None:
+            self._world.tell(failure)
+        return failure
+
+    def _drain(self) -> None:
+        """Give the GPU time to end what was queued, since the memory it writes is about to be given up."""
+        end = time.monotonic() + DRAIN_SECONDS
+        with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self.arrays.here():
+            while not self._lanes.origin.done and time.monotonic() < end:
+                time.sleep(1e-3)

@@ -1,0 +1,148 @@
+"""Running a rank's program: groups of messages on one stream, joins on a second, marks of progress on a third.
+
+Every step is marked in host memory once its messages have moved, from a stream on which nothing waits, so that also a
+replayed graph shows how far it is. All streams start behind one event and end before another, as a capture needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.nccl.program import Program, Step
+from collectives.kernels.launching import DeviceWork, Kernels
+
+
+@dataclass(slots=True, eq=False)
+class PlacedProgram:
+    """A program whose tables lie on the GPU.
+
+    Parameters
+    ----------
+    program : Program
+    works : tuple of DeviceWork
+        For each lane.
+    scratch : CuPy array or None
+    steps : CuPy array
+        The numbers 0, 1, 2, … as int32, to mark progress with.
+    """
+
+    program: Program
+    works: tuple[DeviceWork, ...]
+    scratch: Any
+    steps: Any
+
+
+def place(program: Program, kernels: Kernels, cupy: ModuleType) -> PlacedProgram:
+    """Put a program's tables into the memory of the current GPU."""
+    longest = max((len(lane.steps) for lane in program.lanes), default=0)
+    return PlacedProgram(
+        program,
+        tuple(kernels.upload(lane.work, 3) for lane in program.lanes),
+        cupy.empty(program.scratch, dtype=np.uint8) if program.scratch else None,
+        cupy.asarray(np.arange(longest + 1, dtype=np.int32)),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Streams:
+    moving: Any
+    joining: Any
+    marking: Any
+
+
+class Lanes:
+    """The streams of a rank, and what runs in them.
+
+    Parameters
+    ----------
+    cupy : module
+    kernels : Kernels
+        Of the GPU that is current now and in every call.
+    most : int
+        Lanes whose progress can be marked.
+    """
+
+    def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
+        self._cupy: Any = cupy
+        self._nccl: Any = cupy.cuda.nccl
+        self._kernels = kernels
+        self._lanes: list[_Streams] = []
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(4 * most)
+        self.marks: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=most)
+
+    @property
+    def origin(self) -> Any:
+        """The stream behind which everything starts, and which goes on when all has ended."""
+        self._have(1)
+        return self._lanes[0].moving
+
+    def send_addresses(self, placed: PlacedProgram, addresses: NDArray[np.int64]) -> None:
+        """Tell the kernels where the buffers lie."""
+        with self.origin:
+            for work in placed.works:
+                work.bases.set(addresses)
+
+    def run(
+        self, placed: PlacedProgram, communicators: list[Any], kernel: Any, addresses: NDArray[np.int64]
+    ) -> None:
+        """Queue all steps; also into a graph, if `origin` is capturing."""
+        lanes = placed.program.lanes
+        self._have(len(lanes))
+        origin = self.origin
+        begun = self._event(origin)
+        streams = [
+            stream for one in self._lanes[: len(lanes)] for stream in (one.moving, one.joining, one.marking)
+        ][1:]
+        for stream in streams:
+            stream.wait_event(begun)
+        turns = sorted(
+            (step.number, number, place)
+            for number, lane in enumerate(lanes)
+            for place, step in enumerate(lane.steps)
+        )
+        joined: dict[tuple[int, int], Any] = {}
+        where = [int(address) for address in addresses]
+        for _, number, place in turns:
+            step, lane = lanes[number].steps[place], self._lanes[number]
+            if step.joined is not None:
+                lane.moving.wait_event(joined[number, step.joined])
+            self._move(step, communicators[number], lane.moving, where)
+            moved = self._event(lane.moving)
+            self._mark(placed, number, place + 1, lane.marking, moved)
+            if step.join is not None:
+                lane.joining.wait_event(moved)
+                with lane.joining:
+                    self._kernels.launch(kernel, placed.works[number], step.join)
+                joined[number, place] = self._event(lane.joining)
+        for stream in streams:
+            origin.wait_event(self._event(stream))
+
+    def _have(self, count: int) -> None:
+        while len(self._lanes) < count:
+            self._lanes.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
+
+    def _event(self, stream: Any) -> Any:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _move(self, step: Step, communicator: Any, stream: Any, where: list[int]) -> None:
+        self._nccl.groupStart()
+        try:
+            for kind, messages in ((communicator.send, step.sends), (communicator.recv, step.receives)):
+                for one in messages:
+                    address = where[one.buffer] + one.offset
+                    kind(address, one.nbytes, self._nccl.NCCL_UINT8, one.peer, stream.ptr)
+        finally:
+            self._nccl.groupEnd()
+
+    def _mark(self, placed: PlacedProgram, lane: int, value: int, stream: Any, moved: Any) -> None:
+        stream.wait_event(moved)
+        runtime = self._cupy.cuda.runtime
+        target, source = self._memory.ptr + 4 * lane, placed.steps.data.ptr + 4 * value
+        runtime.memcpyAsync(target, source, 4, runtime.memcpyDeviceToHost, stream.ptr)

@@ -1,0 +1,162 @@
+"""Where the ranks of a job meet: ``host:port`` or ``unix:/path``.
+
+A Unix path is reached from every network namespace of the machine, so ranks whose only networks are the links of
+a test bed can still meet.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from dataclasses import dataclass
+
+from topoplan.errors import BackendError, UsageError
+
+RETRY_SECONDS = 0.05
+"""Pause between two attempts to reach a process that may not have started yet."""
+
+NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A place to listen or to connect.
+
+    Parameters
+    ----------
+    host : str
+        Name or number; empty for a Unix socket.
+    port : int
+        0 lets the system choose.
+    path : str
+        Of a Unix socket; empty for TCP.
+    """
+
+    host: str
+    port: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Read ``host:port``, ``[IPv6]:port`` or ``unix:/path``.
+
+    Raises
+    ------
+    UsageError
+        It is none of them.
+
+    Examples
+    --------
+    >>> parse_address("10.0.0.1:29500")
+    Address(host='10.0.0.1', port=29500, path='')
+    >>> str(parse_address("[::1]:80")), parse_address("unix:/run/job").path
+    ('[::1]:80', '/run/job')
+    """
+    if text.startswith("unix:") and len(text) > 5:
+        return Address("", 0, text[5:])
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UsageError(f"{text!r} is no place to meet; write host:port or unix:/path")
+    return Address(host, int(port))
+
+
+def listen(address: Address) -> socket.socket:
+    """A socket that listens there; a path that a dead process left behind is taken over.
+
+    Raises
+    ------
+    OSError
+        Somebody else listens there, or the address is not one of this machine.
+    """
+    if not address.path:
+        family = socket.AF_INET6 if ":" in _number(address.host) else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family, backlog=1024)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        try:
+            listener.bind(address.path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or _answers(address.path):
+                raise
+            os.unlink(address.path)
+            listener.bind(address.path)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(address: Address, deadline: float) -> socket.socket:
+    """A connection to a process that listens there, or will soon.
+
+    Parameters
+    ----------
+    deadline : float
+        Time of `time.monotonic` after which nobody is expected any more.
+
+    Raises
+    ------
+    BackendError
+        Nobody listens there.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            made = _try_connect(address, max(left, RETRY_SECONDS))
+            if address.path or made.getsockname() != made.getpeername():
+                return made
+            # on an unused port of this machine a socket can meet itself
+            made.close()
+            problem = "nobody listens"
+        except NOT_THERE_YET as error:
+            problem = str(error)
+        except OSError as error:
+            raise BackendError(
+                f"cannot reach the rendezvous {address}: {error}; give an address that every rank reaches"
+            ) from error
+        if left <= 0:
+            raise BackendError(
+                f"nobody listens at the rendezvous {address} ({problem}); start rank 0, which listens there"
+            )
+        time.sleep(min(RETRY_SECONDS, max(left, 0.0)))
+
+
+def _try_connect(address: Address, timeout: float) -> socket.socket:
+    if not address.path:
+        return socket.create_connection((address.host, address.port), timeout)
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.settimeout(timeout)
+        made.connect(address.path)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _answers(path: str) -> bool:
+    try:
+        _try_connect(Address("", 0, path), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _number(host: str) -> str:
+    """The number of a host, IPv4 where it has one."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return host
+    numbers = sorted((family != socket.AF_INET, str(where[0])) for family, _, _, _, where in found)
+    return numbers[0][1]

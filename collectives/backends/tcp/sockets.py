@@ -1,0 +1,98 @@
+"""Settings of the connections between ranks, and exact reads from them.
+
+One connection per directed link, no Nagle delay, reno instead of a congestion control that models the path (bbr
+takes a shaped link for a slower one), and little unsent data in the system, so that the choice of the next chunk is
+made as late as possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Callable
+
+UNSENT_BYTES = 128 << 10
+"""Bytes that wait in the system before they are under way."""
+
+PACING = 47
+"""Linux's SO_MAX_PACING_RATE, which Python does not name."""
+
+PIECE = 256 << 10
+"""Bytes of one read; between two reads the rank is known to be alive."""
+
+
+def connect(
+    destination: tuple[str, int], *, leaves: str | None = None, timeout: float = 30.0
+) -> socket.socket:
+    """A connection for the chunks of a link, from one of this machine's addresses if one is named.
+
+    Raises
+    ------
+    OSError
+        Nobody is reached there.
+    """
+    source = None if leaves is None else (leaves, 0)
+    made = socket.create_connection(destination, timeout, source)
+    made.settimeout(None)
+    tune(made)
+    return made
+
+
+def tune(connection: socket.socket) -> None:
+    """Settings for either end; what a system does not know is left as it is."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, AttributeError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    with contextlib.suppress(OSError, AttributeError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def set_pace(connection: socket.socket, rate: float | None) -> bool:
+    """Limit a connection to so many bytes per second (None: no limit); False where the system cannot.
+
+    Examples
+    --------
+    >>> with socket.socket() as connection:
+    ...     set_pace(connection, 1e6) == (sys.platform == "linux")
+    True
+    """
+    if sys.platform != "linux":
+        return rate is None
+    value = 2**64 - 1 if rate is None else max(1, round(rate))
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, PACING, struct.pack("@Q", value))
+    except OSError:
+        return rate is None
+    return True
+
+
+def send(connection: socket.socket, header: bytes, data: memoryview) -> None:
+    """Send a header and bytes behind it, in one call where the system takes them."""
+    done = connection.sendmsg([header, data])
+    if done < len(header):
+        connection.sendall(header[done:])
+        done = len(header)
+    if done < len(header) + len(data):
+        connection.sendall(data[done - len(header) :])
+
+
+def read(connection: socket.socket, view: memoryview, alive: Callable[[], None]) -> bool:
+    """Fill a view; ``alive`` is called after every piece. False at a clean end before the first byte.
+
+    Raises
+    ------
+    ConnectionError
+        The connection ended in the middle.
+    """
+    done = 0
+    while done < len(view):
+        count = connection.recv_into(view[done:], min(PIECE, len(view) - done), socket.MSG_WAITALL)
+        if not count:
+            if done:
+                raise ConnectionResetError(f"the connection ended after {done} of {len(view)} bytes")
+            return False
+        done += count
+        alive()
+    return True

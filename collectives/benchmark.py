@@ -1,0 +1,243 @@
+"""Timing a communicator in the columns of nccl-tests, every element of every result checked.
+
+The time of a run is that of its slowest rank, from a common start; the row gives the median of the runs.
+Inputs are small whole numbers, so that every dtype adds them exactly and a wrong element cannot hide in rounding.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.communicator import Communicator
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.simulation.model import bus_factor, simulate
+
+METHODS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+"""The communicator's method for each collective."""
+
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a benchmark.
+
+    Parameters
+    ----------
+    schedule : str
+        What ran: plan, ring, or the name of a library's own collective.
+    size : int
+        Bytes of the buffer, the full gathered one for allgather and reduce_scatter.
+    count : int
+        Elements as nccl-tests counts them: of one rank's part for allgather and reduce_scatter.
+    type, redop : str
+    seconds : float
+    algbw, busbw : float
+        GB/s.
+    wrong : int
+        Elements of all ranks that are not what they must be.
+    predicted : float or None
+        Seconds that the model says, where links run at given bandwidths.
+    """
+
+    schedule: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+    predicted: float | None = None
+
+    def to_object(self) -> dict[str, int | float | str]:
+        """A JSON object; ``time`` in microseconds, as nccl-tests prints it."""
+        return {
+            "schedule": self.schedule,
+            "size": self.size,
+            "count": self.count,
+            "type": self.type,
+            "redop": self.redop,
+            "time": self.seconds * 1e6,
+            "algbw": self.algbw,
+            "busbw": self.busbw,
+            "wrong": self.wrong,
+            **({} if self.predicted is None else {"model": self.predicted * 1e6}),
+        }
+
+
+def measure(
+    communicator: Communicator,
+    *,
+    nbytes: int,
+    dtype: np.dtype[Any],
+    schedule: str = "plan",
+    own: Callable[[Any, Any], None] | None = None,
+) -> Row:
+    """Time the collective of a communicator's plan for one size; every rank must call it.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    nbytes : int
+        Bytes of the buffer; cut to whole elements and, for allgather and reduce_scatter, whole blocks.
+    dtype : numpy dtype
+    schedule : str
+        Name of the row.
+    own : function of (input, result), optional
+        An allreduce of another library among the same ranks, timed instead of the communicator's.
+
+    Returns
+    -------
+    Row
+        The same on every rank.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[4, 5, 7])
+    >>> with Communicator(plan) as comm:
+    ...     row = measure(comm, nbytes=1000, dtype=np.dtype("float32"))
+    >>> row.size, row.count, row.wrong
+    (996, 83, 0)
+    """
+    plan = communicator.plan
+    size = len(plan.ranks)
+    count = nbytes // dtype.itemsize
+    if plan.collective in ("allgather", "reduce_scatter"):
+        count -= count % size
+    each = count // size if plan.collective == "allgather" else count
+    values = [_numbers(each, rank, dtype) for rank in communicator.ranks]
+    inputs = _given(communicator, [communicator.arrays.of(one) for one in values])
+    results: Any
+    if own is None:
+        method = getattr(communicator, METHODS[plan.collective])
+        results = method(inputs)
+
+        def run() -> None:
+            method(inputs, out=results)
+
+    else:
+        results = communicator.arrays.of(values[0])
+
+        def run() -> None:
+            own(inputs, results)
+
+    while own is None and not communicator.settled(count * dtype.itemsize):
+        run()
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        _meet(communicator)
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    slowest = _over_ranks(communicator, np.array(seconds), "max")
+    listed = [results] if communicator.one_rank else results
+    wrong = count_wrong(
+        plan,
+        each,
+        {
+            rank: communicator.arrays.values(result)
+            for rank, result in zip(communicator.ranks, listed, strict=True)
+            if result is not None
+        },
+    )
+    median = statistics.median(slowest.tolist())
+    algbw = count * dtype.itemsize / median / 1e9
+    return Row(
+        schedule=schedule,
+        size=count * dtype.itemsize,
+        count=count // size if plan.collective in ("allgather", "reduce_scatter") else count,
+        type=dtype.name,
+        redop="sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else "none",
+        seconds=median,
+        algbw=algbw,
+        busbw=algbw * bus_factor(plan.collective, size),
+        wrong=int(_over_ranks(communicator, np.array([wrong]), "sum")[0]),
+    )
+
+
+def _numbers(count: int, rank: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return ((np.arange(count) + rank) % 7).astype(dtype)
+
+
+def _given(communicator: Communicator, arrays: list[Any]) -> Any:
+    """One array where a process holds one rank, else the list."""
+    return arrays[0] if communicator.one_rank else arrays
+
+
+def _meet(communicator: Communicator) -> None:
+    """Wait until every rank is here."""
+    if communicator.one_rank:
+        _over_ranks(communicator, np.zeros(1), "sum")
+
+
+def _over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> NDArray[Any]:
+    """Reduce a few numbers over all processes."""
+    if not communicator.one_rank:
+        return values
+    reduced = communicator.all_reduce(communicator.arrays.of(values), op=op)
+    return np.asarray(communicator.arrays.values(reduced))
+
+
+def predicted(row: Row, plan: Plan | SizePlans, scale: float) -> Row:
+    """The row with what the model says of its plan on links at their bandwidths times ``scale``.
+
+    Start-ups are not scaled, so that D bytes take as long as D / scale at full bandwidth.
+    """
+    seconds = simulate(plan_at(plan, row.size), nbytes=round(row.size / scale)).seconds
+    return replace(row, predicted=seconds)
+
+
+def count_wrong(plan: Plan | SizePlans, each: int, results: Mapping[int, NDArray[Any]]) -> int:
+    """Elements that differ from what plain numpy gives.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+        Names the collective, its root and the number of ranks.
+    each : int
+        Elements that every rank gave.
+    results : mapping from rank to array
+        Of the ranks that are looked at.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
+    >>> count_wrong(plan, 3, {0: np.array([3, 6, 9]), 2: np.array([3, 6, 8])})
+    1
+    """
+    size = len(plan.ranks)
+    wrong = 0
+    for rank, result in results.items():
+        inputs = [_numbers(each, one, result.dtype) for one in range(size)]
+        if plan.collective == "allgather":
+            expected = np.concatenate(inputs)
+        elif plan.collective == "broadcast":
+            assert plan.root is not None, "a broadcast has a root"
+            expected = inputs[plan.root]
+        else:
+            expected = inputs[0]
+            for one in inputs[1:]:
+                expected += one
+            if plan.collective == "reduce_scatter":
+                expected = np.split(expected, size)[rank]
+        wrong += int(np.count_nonzero(result != expected))
+    return wrong

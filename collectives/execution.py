@@ -1,0 +1,147 @@
+"""Running a checked request: plan, lower, give out memory, let the back end move bytes, hand over results.
+
+Where a back end can fail midway, results are put together in memory of our own and copied to the caller's arrays
+when they are complete, so that those are either complete or untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from collectives.arguments import put_kept, set_apart
+from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.signature import Signature
+from collectives.chunk_size import ChunkSizes
+from collectives.lowering import lower
+from collectives.plan_store import PlanStore
+from collectives.request import Request
+from topoplan.errors import BackendError
+
+
+class Execution:
+    """Runs requests one after another; the state behind a `Communicator`.
+
+    Parameters
+    ----------
+    store : PlanStore
+    backend : Backend
+    chunks : ChunkSizes
+    """
+
+    def __init__(self, store: PlanStore, backend: Backend[Any], chunks: ChunkSizes) -> None:
+        self.backend = backend
+        self.chunks = chunks
+        self._store = store
+        self._calls = 0
+        self._failed = False
+        self._staging: dict[tuple[int, str], Any] = {}
+
+    def run(self, request: Request) -> Any:
+        """Run a request to its end; the result, or a list with one for each rank of this process.
+
+        Raises
+        ------
+        BackendError
+            Another process failed, now or before.
+        """
+        self._check_alive()
+        library = self.backend.arrays
+        first = request.inputs[0]
+        itemsize = library.itemsize(first)
+        nbytes = request.count * itemsize
+        plan = self._store.plan(request.collective, request.root, nbytes)
+        digest = self._store.digest(plan)
+        chunk_bytes = self.chunks.choose(digest, nbytes)
+        chunk_elements = max(1, chunk_bytes // max(1, itemsize))
+        table = lower(plan, request.count, chunk_elements=chunk_elements, digest=digest)
+        memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
+        if self.backend.direct:
+            memory = set_apart(memory, library)
+        signature = self._signature(
+            plan=digest[:16],
+            collective=request.collective,
+            root=request.root,
+            op=request.op,
+            dtype=library.dtype(first),
+            count=request.count,
+            chunk=table.chunk_elements,
+        )
+        call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
+        self._calls += 1
+        try:
+            self._run_measured(call, digest, nbytes)
+        except BaseException:
+            self._failed = not self.backend.direct
+            raise
+        put_kept(table, memory, library)
+        results = [
+            self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
+            for place, one in enumerate(memory)
+        ]
+        return results[0] if self.backend.one_rank else results
+
+    def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
+        """Whether the chunk size for buffers of so many bytes is no longer searched for."""
+        plan = self._store.plan(collective, root, nbytes)
+        return self.chunks.settled(self._store.digest(plan), nbytes)
+
+    def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
+        """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
+        if self.chunks.settled(digest, nbytes):
+            self.backend.run(call)
+            return
+        started = time.perf_counter()
+        self.backend.run(call)
+        slowest = self.backend.largest(time.perf_counter() - started)
+        self.chunks.measured(digest, nbytes, slowest)
+
+    def _memory(self, request: Request, place: int, rank: int) -> RankArrays[Any]:
+        """Where a rank's input lies and where its result is put together."""
+        library = self.backend.arrays
+        first, output = request.inputs[0], request.outputs[place]
+        elements = request.blocks[place][1] - request.blocks[place][0]
+        if output is None:
+            result = library.empty((elements,), first)
+        elif self.backend.direct and library.contiguous(output):
+            result = library.line(output)
+        else:
+            result = library.part(self._room(rank, elements, first), 0, elements)
+        return RankArrays(
+            rank, request.given[place], library.line(request.inputs[place]), request.blocks[place], result
+        )
+
+    def _room(self, rank: int, elements: int, like: Any) -> Any:
+        """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
+        library = self.backend.arrays
+        key = (rank, library.dtype(like))
+        if key not in self._staging or library.shape(self._staging[key])[0] < elements:
+            self._staging[key] = library.empty((elements,), like)
+        return self._staging[key]
+
+    def _finished(self, request: Request, one: RankArrays[Any], output: Any | None) -> Any:
+        """The result in its shape, in the caller's array where he gave one."""
+        library = self.backend.arrays
+        if request.op == "avg":
+            library.divide(one.result, self.backend.size)
+        result = library.shaped(one.result, request.shape)
+        if output is None:
+            return result
+        if not library.same(result, output):
+            library.copy(output, result)
+        return output
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks about arguments that do not fit here, so that none of them waits."""
+        self._check_alive()
+        self._failed = True
+        self.backend.refuse(self._signature(refusal=reason))
+
+    def _signature(self, **agreed: Any) -> Signature:
+        nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
+        numbers = {"call": self._calls, "world": self.backend.size, "count": 0, "chunk": 0}
+        return Signature(**{**nothing, **numbers, **agreed})
+
+    def _check_alive(self) -> None:
+        if self._failed:
+            raise BackendError("the communicator failed in an earlier collective; make a new one")

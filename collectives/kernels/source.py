@@ -1,0 +1,115 @@
+"""The CUDA source of the kernels: one template, and a line for each (dtype, operation) that is wanted.
+
+The template (``arithmetic.cu`` and ``join.cu``) includes no header, so any NVRTC compiles it as it comes: CUDA 12 for
+compute capability 7.0 and newer, CUDA 13 from 7.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.resources import files
+
+from topoplan.errors import UsageError
+
+ELEMENTS = {
+    "bool": "Truth",
+    "int8": "signed char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "long long",
+    "uint8": "unsigned char",
+    "uint16": "unsigned short",
+    "uint32": "unsigned int",
+    "uint64": "unsigned long long",
+    "float16": "Half",
+    "bfloat16": "Bfloat16",
+    "float32": "float",
+    "float64": "double",
+    "complex64": "Complex<float>",
+    "complex128": "Complex<double>",
+}
+"""What the kernels call each dtype; the names are numpy's."""
+
+BYTES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "Bytes16"}
+"""Elements that are only copied, by their size."""
+
+OPERATIONS = {"sum": "Sum", "avg": "Sum", "prod": "Prod", "min": "Min", "max": "Max"}
+
+OPTIONS = ("-std=c++17",)
+"""What the compiler must be told."""
+
+
+def join_kernel(op: str | None, dtype: str, itemsize: int) -> str:
+    """The name of the kernel that joins with an operation and copies; None only copies.
+
+    Examples
+    --------
+    >>> join_kernel("avg", "float16", 2), join_kernel("sum", "int8", 1), join_kernel(None, "complex64", 8)
+    ('join_sum_float16', 'join_sum_uint8', 'copy_8')
+    """
+    if op is None:
+        return f"copy_{itemsize}"
+    kind = OPERATIONS[op].lower()
+    # integers wrap around, so a sign changes nothing in sums and products
+    return f"join_{kind}_{f'u{dtype}' if dtype.startswith('int') and kind in ('sum', 'prod') else dtype}"
+
+
+def divide_kernel(dtype: str) -> str:
+    """The name of the kernel that turns sums into averages."""
+    return f"divide_{dtype}"
+
+
+def kernel_names() -> tuple[str, ...]:
+    """All kernels that there are.
+
+    Examples
+    --------
+    >>> len(kernel_names())
+    65
+    """
+    joins = {
+        join_kernel(op, dtype, 0)
+        for dtype in ELEMENTS
+        for op in ("sum", "prod", "min", "max")
+        if not (dtype == "bool" and op in ("sum", "prod"))
+        and not (dtype.startswith("complex") and op in ("min", "max"))
+    }
+    divides = [divide_kernel(dtype) for dtype in ELEMENTS if dtype != "bool"]
+    return (*sorted(joins), *divides, *(join_kernel(None, "", itemsize) for itemsize in BYTES))
+
+
+def kernel_source(names: Iterable[str]) -> str:
+    """CUDA source with these kernels.
+
+    Raises
+    ------
+    UsageError
+        There is no such kernel.
+
+    Examples
+    --------
+    >>> kernel_source(["join_max_float32"]).splitlines()[-1]
+    'JOIN(join_max_float32, float, Max)'
+    """
+    return "\n".join([_template(), *(_line(name) for name in names), ""])
+
+
+def _line(name: str) -> str:
+    kind, _, rest = name.partition("_")
+    op, _, dtype = rest.partition("_")
+    if kind == "copy" and rest.isdigit() and int(rest) in BYTES:
+        return f"JOIN({name}, {BYTES[int(rest)]}, Copy)"
+    if kind == "divide" and rest in ELEMENTS:
+        return f"DIVIDE({name}, {ELEMENTS[rest]})"
+    if kind == "join" and op in OPERATIONS and dtype in ELEMENTS:
+        return f"JOIN({name}, {ELEMENTS[dtype]}, {OPERATIONS[op]})"
+    raise UsageError(f"there is no kernel {name!r}; use one of {', '.join(kernel_names())}")
+
+
+@lru_cache(maxsize=1)
+def _template() -> str:
+    folder = files("collectives.kernels")
+    return "\n".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", "join.cu")
+    )

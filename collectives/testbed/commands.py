@@ -1,0 +1,95 @@
+"""The lines for ``ip -batch`` and ``tc -batch`` that build a network.
+
+Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue. Rates are those of the
+data, as bandwidths of a topology are, so the filter gets what the headers of full frames take on top. What a bucket
+holds goes out at once after a pause and flatters short runs, so it is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collectives.testbed.network import Cable, Network
+
+FRAME_BYTES = 9000
+
+WITH_HEADERS = (FRAME_BYTES + 14) / (FRAME_BYTES - 20 - 32)
+"""Bytes that the filter counts for each byte of data in full frames: Ethernet around the frame, IP and TCP in it."""
+
+SMALLEST_BURST = 32 << 10
+BURST_SECONDS = 0.002
+QUEUE_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """Lines to run, in this order.
+
+    Parameters
+    ----------
+    create : tuple of str
+        For ip: namespaces, and cables between them.
+    inside : dict of str to tuple of str
+        For ip in each namespace: addresses and routes.
+    shape : dict of str to tuple of str
+        For tc in each namespace.
+    """
+
+    create: tuple[str, ...]
+    inside: dict[str, tuple[str, ...]]
+    shape: dict[str, tuple[str, ...]]
+
+
+def commands(network: Network) -> Commands:
+    """What builds a network.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives.testbed.flows import crossed_links
+    >>> from collectives.testbed.network import lay_out
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7])
+    >>> lines = commands(lay_out(crossed_links(plan), plan.topology.links, scale=0.0005))
+    >>> lines.create[2]
+    'link add name c0 mtu 9000 netns d0 type veth peer name c0 mtu 9000 netns d1'
+    >>> lines.shape["d0"]
+    ('qdisc add dev c0 root tbf rate 201475190bit burst 50000b latency 50ms',)
+    """
+    names = {device: network.namespace(device) for device in network.devices}
+    create = [f"netns add {name}" for name in names.values()]
+    inside = {name: ["link set lo up"] for name in names.values()}
+    shape: dict[str, list[str]] = {name: [] for name in names.values()}
+    for cable in network.cables:
+        first, second = (names[end] for end in cable.ends)
+        end = f"name {cable.interface} mtu {FRAME_BYTES} netns"
+        create.append(f"link add {end} {first} type veth peer {end} {second}")
+        for name, address, rate in zip((first, second), cable.addresses, cable.rates, strict=True):
+            inside[name].append(f"address add {address}/31 dev {cable.interface}")
+            inside[name].append(f"link set {cable.interface} up")
+            if rate is not None:
+                shape[name].append(f"qdisc add dev {cable.interface} root {_bucket(rate)}")
+    for wire in network.wires:
+        start, end = wire.addresses
+        route = wire.flow.route
+        inside[names[route[0]]].append(f"address add {start}/32 dev lo")
+        inside[names[route[-1]]].append(f"address add {end}/32 dev lo")
+        for place, (number, side) in enumerate(wire.cables):
+            cable = network.cables[number]
+            inside[names[route[place]]].append(_way(end, cable, 1 - side))
+            inside[names[route[place + 1]]].append(_way(start, cable, side))
+    return Commands(
+        tuple(create),
+        {name: tuple(lines) for name, lines in inside.items()},
+        {name: tuple(lines) for name, lines in shape.items() if lines},
+    )
+
+
+def _bucket(rate: int) -> str:
+    """The token bucket of a link in one direction."""
+    burst = max(SMALLEST_BURST, round(BURST_SECONDS * rate / 8))
+    return f"tbf rate {round(rate * WITH_HEADERS)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
+
+
+def _way(address: str, cable: Cable, side: int) -> str:
+    """The route to an address over the end of a cable on the other side."""
+    return f"route add {address}/32 via {cable.addresses[side]} dev {cable.interface}"

@@ -1,0 +1,85 @@
+"""The flows of a plan: what one TCP connection each has to carry, and the links that it crosses.
+
+A queue of the transfer table is a pair of ranks and a channel. Where a plan sends along several routes between the
+same two ranks, as relaying rings do, each route is a flow of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from topoplan.errors import UsageError
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.plan import Plan
+from topoplan.topology import Link
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Flow:
+    """Data from one rank to another along one route.
+
+    Parameters
+    ----------
+    source, destination : int
+        Ranks.
+    channel : str
+        Channel of the tree edges.
+    route : tuple of str
+        Devices from source to destination, both included.
+    """
+
+    source: int
+    destination: int
+    channel: str
+    route: tuple[str, ...]
+
+
+def plan_flows(plan: Plan) -> tuple[Flow, ...]:
+    """The flows of a plan, sorted.
+
+    Examples
+    --------
+    GPU 1 sends to GPU 4 over 5, and 4 to 1 over 5, in one direction of Blink's allocation; both ways at once:
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> plan = topoplan.plan(machine, gpus=[1, 4, 5, 7])
+    >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
+    [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
+    """
+    found = set()
+    for shard in plan.shards:
+        for stage in shard.stages:
+            for edge in stage.edges:
+                if stage.op == "broadcast":
+                    found.add(Flow(edge.parent, edge.child, edge.channel, edge.route))
+                else:
+                    found.add(Flow(edge.child, edge.parent, edge.channel, edge.route[::-1]))
+    return tuple(sorted(found))
+
+
+def crossed_links(plan: Plan) -> dict[Flow, tuple[Link, ...]]:
+    """The links of the plan's machine that each flow crosses, in the order in which it crosses them.
+
+    Raises
+    ------
+    UsageError
+        A switch on the way copies or adds, which a forwarding device cannot.
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    flows = {
+        flow: tuple(fabric.links[fabric.link_on[src, dst, flow.channel]] for src, dst in pairwise(flow.route))
+        for flow in plan_flows(plan)
+    }
+    _check_forwarding({name for flow in flows for name in flow.route} & (fabric.copying | fabric.adding))
+    return flows
+
+
+def _check_forwarding(switches: Iterable[str]) -> None:
+    for name in sorted(switches):
+        raise UsageError(
+            f"{name} copies or adds in the network, and a test bed can only forward; "
+            "leave multicast and reduce out of the topology"
+        )

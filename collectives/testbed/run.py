@@ -1,0 +1,151 @@
+"""Run plans on a network of shaped links, and compare with the model of their time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from collectives.testbed import sandbox
+from collectives.testbed.commands import commands
+from collectives.testbed.execution import execute
+from collectives.testbed.flows import Flow, crossed_links
+from collectives.testbed.job import Job, Schedule
+from collectives.testbed.link_rates import LinkUnderTest
+from collectives.testbed.network import Network, lay_out, wires_file
+from collectives.testbed.outcome import LinkRate, Measurement, Outcome
+from collectives.testbed.scaling import largest_scale, slowed_plan
+from topoplan.errors import ProbeError, UsageError
+from topoplan.plans.plan import Plan
+from topoplan.simulation.model import simulate
+from topoplan.topology import Link
+from topoplan.units import format_size
+
+BUFFERS = 4
+"""Arrays of full size for each rank: input, result, and two for the check."""
+
+
+def run_testbed(
+    plans: Mapping[str, Plan],
+    sizes: Sequence[int],
+    *,
+    scale: float | None = None,
+    runs: int = 3,
+    chunk_bytes: int = 64 << 10,
+    timeout: float = 30.0,
+    progress: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Build the network that some plans cross, measure its links, and run each plan at each size.
+
+    Parameters
+    ----------
+    plans : mapping of str to Plan
+        By the name of the schedule; all on the same GPUs of one machine.
+    sizes : sequence of int
+        Bytes of the buffer.
+    scale : float, optional
+        Rate of a link over its bandwidth; by default what two processor cores keep up with.
+    runs : int
+        Timed runs of each schedule and size, one after the other.
+    chunk_bytes : int
+        Longest piece that moves at once.
+    timeout : float
+        Seconds that a rank waits for the next step.
+    progress : callable, optional
+        Called with a line of text now and then.
+
+    Raises
+    ------
+    ProbeError
+        This machine does not let its users build networks, or tools are missing.
+    UsageError
+        The plans do not fit together, the network would be too large or too slow, or the memory is too small.
+    BackendError
+        A rank failed.
+
+    Notes
+    -----
+    Nothing is left behind, whatever ends this process: see `collectives.testbed.sandbox`.
+    """
+    _check_plans(plans)
+    _check_memory(max(sizes), len(next(iter(plans.values())).ranks))
+    flows = {name: crossed_links(plan) for name, plan in plans.items()}
+    together: dict[Flow, Sequence[Link]] = {
+        flow: links for part in flows.values() for flow, links in part.items()
+    }
+    chosen = largest_scale(plans.values()) if scale is None else scale
+    machine = next(iter(plans.values())).topology
+    network = lay_out(together, machine.links, chosen)
+    refused = sandbox.refusal()
+    if refused:
+        raise ProbeError(refused)
+    links = _links(network)
+    job = Job(
+        commands=commands(network),
+        links=tuple(link for _, link in links),
+        ranks=tuple(network.namespace(device) for device in machine.gpus),
+        schedules=tuple(
+            Schedule(name, plan.to_json(), json.dumps(wires_file(network, flows[name])))
+            for name, plan in plans.items()
+        ),
+        sizes=tuple(sizes),
+        runs=runs,
+        chunk_bytes=chunk_bytes,
+        timeout=timeout,
+    )
+    told = execute(job, progress)
+    return Outcome(
+        scale=chosen,
+        bits_per_second=network.bits_per_second,
+        links=tuple(
+            LinkRate(*ends, link.rate, measured)
+            for (ends, link), measured in zip(links, told.links, strict=True)
+        ),
+        measurements=tuple(
+            Measurement(
+                schedule=name,
+                nbytes=nbytes,
+                line_seconds=nbytes / (plan.rate * chosen * 1e9),
+                predicted=simulate(slowed_plan(plan, chosen), nbytes=nbytes, chunk_bytes=chunk_bytes).seconds,
+                runs=told.seconds(number, place),
+                wrong=told.wrong(number, place),
+            )
+            for number, (name, plan) in enumerate(plans.items())
+            for place, nbytes in enumerate(sizes)
+        ),
+    )
+
+
+def _check_plans(plans: Mapping[str, Plan]) -> None:
+    first = next(iter(plans.values()), None)
+    if first is None:
+        raise UsageError("there is no plan to run; name at least one schedule")
+    if len(first.ranks) == 1:
+        raise UsageError("one GPU moves nothing; choose at least two")
+    for name, plan in plans.items():
+        if plan.ranks != first.ranks or plan.topology.links != first.topology.links:
+            raise UsageError(f"{name} is for other GPUs or another machine; run it in a test bed of its own")
+
+
+def _check_memory(nbytes: int, ranks: int) -> None:
+    """Refuse what this machine's memory cannot hold: asking for it may end a rank without a word."""
+    needed = BUFFERS * nbytes * ranks
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {ranks} ranks need {format_size(needed)} of memory, and there are "
+            f"{format_size(memory)}; choose smaller sizes"
+        )
+
+
+def _links(network: Network) -> list[tuple[tuple[str, str], LinkUnderTest]]:
+    """The devices of every shaped direction of a cable, and how it is measured."""
+    found = []
+    for cable in network.cables:
+        for side, rate in enumerate(cable.rates):
+            if rate is not None:
+                source, destination = cable.ends if side == 0 else cable.ends[::-1]
+                addresses = cable.addresses if side == 0 else cable.addresses[::-1]
+                names = (network.namespace(source), network.namespace(destination))
+                found.append(((source, destination), LinkUnderTest(*names, *addresses, rate)))
+    return found

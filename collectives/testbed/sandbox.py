@@ -1,0 +1,72 @@
+"""Namespaces without being root: a process that may build networks, and with which all of them vanish.
+
+``unshare`` gives it a user, network, mount and process namespace of its own. It is the first process there, so its end
+ends everything it has started, and the kernel takes back mounts, namespaces and cables.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import IO
+
+UNSHARE = (
+    *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork"),
+    *("--kill-child", "--mount-proc"),
+)
+
+PRIVATE_RUN = ("mount", "-t", "tmpfs", "none", "/run")
+"""``ip netns`` keeps its names under /run, which belongs to root."""
+
+_TRIAL = f"""set -e
+{" ".join(PRIVATE_RUN)}
+ip netns add a
+ip link add c0 netns a type veth peer name c0
+tc qdisc add dev c0 root tbf rate 100mbit burst 32kb latency 50ms
+"""
+
+
+@lru_cache(maxsize=1)
+def refusal() -> str:
+    """Why no test bed can be built on this machine; empty if one can. Tried once in a process, in some 30 ms."""
+    if sys.platform != "linux":
+        return "a test bed needs Linux"
+    for program, package in (
+        ("unshare", "util-linux"),
+        ("mount", "mount"),
+        ("ip", "iproute2"),
+        ("tc", "iproute2"),
+    ):
+        if shutil.which(program) is None:
+            return f"a test bed needs {program}; install {package}"
+    tried = subprocess.run([*UNSHARE, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+        return f"this machine does not let users build networks: {said[0]}"
+    return ""
+
+
+@contextmanager
+def running(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """A Python module as the first process of new namespaces, with pipes to its stdin and stdout.
+
+    At the end it is killed if it still runs, and all that it has started with it. It is not in this process's group, so
+    Ctrl-C does not reach it; where this process is killed, it ends because its stdin does.
+    """
+    process = subprocess.Popen(
+        [*UNSHARE, sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,302 @@
+"""A stand-in for CuPy and GPUs: streams that run late and in any legal order, kernels that really compute.
+
+It stands in for hardware, not for our code. Device memory is host memory, so addresses are real; kernels are run by
+`compiled_kernels`; nothing that is queued on a stream runs before somebody asks whether it is done, and then streams
+advance in an order that the test chooses: whoever forgets to wait for an event reads what is not there yet. Work that
+is captured runs node by node wherever its dependencies allow.
+
+What CUDA refuses is refused: waiting in a capture for what was recorded outside, ending one with work that nobody
+joined, copying from the host meanwhile, streams of another device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from compiled_kernels import launch, widths
+from fake_nccl import nccl_module
+from fake_streams import POISON, Capture, CUDARuntimeError, GraphRun, Machine, Nodes, Unit
+
+from collectives.kernels import kernel_source
+
+
+def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
+    """Make ``import cupy`` give the fake."""
+    cupy = fake_cupy(machine)
+    for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.nccl):
+        patch.setitem(sys.modules, module.__name__, module)
+    return cupy
+
+
+def fake_cupy(machine: Machine) -> ModuleType:
+    """The module, for one machine."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    runtime = ModuleType("cupy.cuda.runtime")
+
+    class Device:
+        def __init__(self, ordinal: int | None = None) -> None:
+            self.id = machine.device if ordinal is None else int(ordinal)
+            assert 0 <= self.id < machine.gpus, f"no device {self.id}"
+            self.attributes = {"MultiProcessorCount": 2}
+
+        def __enter__(self) -> Device:
+            self.before, machine.here.device = machine.device, self.id
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            machine.here.device = self.before
+
+    class Stream:
+        def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+            self.device_id = machine.device
+            self.queue: deque[Unit] = deque()
+            self.capture: Capture | None = None
+            self.ptr = id(self)
+            self.entered: list[tuple[int, Any]] = []
+            with machine.lock:
+                machine.streams.append(self)
+            by_address[self.ptr] = self
+
+        def push(self, make: Callable[[], Unit]) -> None:
+            with machine.lock:
+                if self.capture is not None:
+                    self.capture.add(self, make)
+                else:
+                    self.queue.append(make())
+
+        def do(self, work: Callable[[], bool | None]) -> None:
+            self.push(lambda: Unit(work))
+
+        def wait_event(self, event: Event) -> None:
+            with machine.lock:
+                if event.node is not None:
+                    event.node[0].wait(self, event.node[1])
+                    return
+                if self.capture is not None:
+                    raise CUDARuntimeError("cudaErrorStreamCaptureIsolation")
+                if event.unit is not None:
+                    unit = event.unit
+                    self.queue.append(Unit(lambda: None, after=[unit]))
+
+        def synchronize(self) -> None:
+            if self.capture is not None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+            machine.until(lambda: not self.queue)
+
+        @property
+        def done(self) -> bool:
+            machine.advance(machine.random.randrange(1, 6))
+            return not self.queue
+
+        def begin_capture(self, mode: int | None = None) -> None:
+            assert self.capture is None
+            self.capture = Capture(self)
+
+        def end_capture(self) -> Graph:
+            assert self.capture is not None
+            nodes = self.capture.end()
+            if nodes is None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+            return Graph(nodes)
+
+        def __enter__(self) -> Stream:
+            if self.device_id != machine.device:
+                raise CUDARuntimeError("cudaErrorInvalidResourceHandle: the stream is of another device")
+            self.entered.append((threading.get_ident(), currents().get(self.device_id)))
+            currents()[self.device_id] = self
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            place = max(i for i, one in enumerate(self.entered) if one[0] == threading.get_ident())
+            currents()[self.device_id] = self.entered.pop(place)[1]
+
+    class Graph:
+        def __init__(self, nodes: Nodes) -> None:
+            self.nodes = nodes
+
+        def launch(self, stream: Stream | None = None) -> None:
+            machine.graph_launches += 1
+            target = stream or current()
+            assert target.capture is None
+            target.push(lambda: GraphRun(self.nodes))
+
+    class Event:
+        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            self.unit: Unit | None = None
+            self.node: tuple[Capture, list[int]] | None = None
+
+        def record(self, stream: Stream | None = None) -> None:
+            target = stream or current()
+            with machine.lock:
+                if target.capture is not None:
+                    self.node = (target.capture, list(target.capture.last[target.ptr]))
+                    return
+                self.node, self.unit = None, Unit(lambda: None)
+                target.queue.append(self.unit)
+
+        @property
+        def done(self) -> bool:
+            if self.node is not None:
+                raise CUDARuntimeError("cudaErrorCapturedEvent")
+            machine.advance(machine.random.randrange(1, 6))
+            return self.unit is None or self.unit.done
+
+        def synchronize(self) -> None:
+            machine.until(lambda: self.unit is None or self.unit.done)
+
+    by_address: dict[int, Stream] = {}
+    defaults: dict[int, Stream] = {}
+
+    def currents() -> dict[int, Any]:
+        if not hasattr(machine.here, "currents"):
+            machine.here.currents = {}
+        found: dict[int, Any] = machine.here.currents
+        return found
+
+    def current() -> Stream:
+        found = currents().get(machine.device)
+        if found is not None:
+            assert isinstance(found, Stream)
+            return found
+        with machine.lock:
+            if machine.device not in defaults:
+                defaults[machine.device] = Stream()
+            return defaults[machine.device]
+
+    class ndarray:
+        def __init__(self, host: np.ndarray, device: int) -> None:
+            self.host = host
+            self.device = Device(device)
+            self.dtype, self.shape, self.strides = host.dtype, host.shape, host.strides
+            self.size, self.nbytes, self.ndim = host.size, host.nbytes, host.ndim
+            self.flags = host.flags
+            self.data = type("Memory", (), {"ptr": host.ctypes.data})()
+
+        def __getitem__(self, key: Any) -> ndarray:
+            return ndarray(self.host[key], self.device.id)
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            source = value.host if isinstance(value, ndarray) else np.array(value)
+            target = self.host[key]
+            current().do(lambda: np.copyto(target, source))
+
+        def reshape(self, *shape: Any) -> ndarray:
+            assert self.host.flags.c_contiguous
+            return ndarray(self.host.reshape(*shape), self.device.id)
+
+        def set(self, array: np.ndarray) -> None:
+            if current().capture is not None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+            assert array.shape == self.shape
+            assert array.dtype == self.dtype
+            staged = array.copy()
+            current().do(lambda: np.copyto(self.host, staged))
+
+        def get(self) -> np.ndarray:
+            current().synchronize()
+            return self.host.copy()
+
+    def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        room = np.full(count * kind.itemsize + 512, POISON, dtype=np.uint8)
+        first = -room.ctypes.data % 512
+        machine.kept.append(room)
+        line = room[first : first + count * kind.itemsize].view(kind)
+        return ndarray(line.reshape(shape), machine.device)
+
+    def zeros(shape: Any, dtype: Any = np.float64) -> ndarray:
+        made = empty(shape, dtype)
+        current().do(lambda: made.host.fill(0))
+        return made
+
+    def asarray(array: Any, dtype: Any = None) -> ndarray:
+        if isinstance(array, ndarray):
+            return array
+        host = np.asarray(array, dtype=dtype)
+        made = empty(host.shape, host.dtype)
+        made.set(host)
+        return made
+
+    def ascontiguousarray(array: ndarray) -> ndarray:
+        if array.flags.c_contiguous:
+            return array
+        made = empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    class RawModule:
+        def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+            self.code = code
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            assert self.code == kernel_source([name])
+            machine.compiled.append(name)
+
+            def call(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+                assert 0 < grid[0] < 2**31
+                values = []
+                for width, argument in zip(widths(name), arguments, strict=True):
+                    if isinstance(argument, ndarray):
+                        assert argument.device.id == machine.device
+                        assert width is ctypes.c_int64
+                        values.append(argument.data.ptr)
+                    else:
+                        assert argument.nbytes == ctypes.sizeof(width)
+                        values.append(int(argument))
+                assert current().device_id == machine.device
+                machine.launches += 1
+                current().do(lambda: launch(name, grid[0], block[0], values))
+
+            return call
+
+    def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        def move() -> None:
+            ctypes.memmove(target, source, nbytes)
+
+        by_address[stream].do(move)
+
+    def pinned(nbytes: int) -> Any:
+        memory = type("Pinned", (ctypes.c_char * nbytes,), {})()
+        memory.ptr = ctypes.addressof(memory)
+        machine.kept.append(memory)
+        return memory
+
+    vars(runtime).update(
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: machine.device,
+        getDeviceCount=lambda: machine.gpus,
+        memcpyAsync=memcpy,
+        memcpyDeviceToHost=2,
+    )
+    nccl = nccl_module(machine, by_address)
+    vars(cuda).update(
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        get_current_stream=current,
+        alloc_pinned_memory=pinned,
+        runtime=runtime,
+        nccl=nccl,
+    )
+    vars(cupy).update(
+        cuda=cuda,
+        ndarray=ndarray,
+        empty=empty,
+        zeros=zeros,
+        asarray=asarray,
+        ascontiguousarray=ascontiguousarray,
+        RawModule=RawModule,
+        __version__="14.0.0 (fake)",
+        __spec__=ModuleSpec("cupy", None),
+    )
+    return cupy

@@ -1,0 +1,156 @@
+"""What the fake GPUs do and when: units of work in streams, run in any order that is legal."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+PATIENCE = 20.0
+"""Seconds after which a test that waits for a stream is told that it hangs."""
+
+
+POISON = 0xA5
+"""What fresh memory holds."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
+class Unit:
+    """Something that a stream does: done at once when it runs, unless ``work`` says False, that it must wait."""
+
+    def __init__(self, work: Callable[[], bool | None], after: Iterable[Unit] = ()) -> None:
+        self.work = work
+        self.after = tuple(after)
+        self.done = False
+
+    def runnable(self) -> list[Unit]:
+        return [] if self.done or not all(unit.done for unit in self.after) else [self]
+
+    def run(self) -> bool:
+        """Try it; True if something has changed."""
+        self.done = self.work() is not False
+        return self.done
+
+
+Nodes = list[tuple[Callable[[], Unit], list[int]]]
+"""What a graph does: how each of its units is made, and which others it comes after."""
+
+
+class GraphRun(Unit):
+    """One launch of a graph."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        super().__init__(lambda: None)
+        self.units: list[Unit] = []
+        for make, after in nodes:
+            unit = make()
+            unit.after = tuple(self.units[i] for i in after)
+            self.units.append(unit)
+
+    def runnable(self) -> list[Unit]:
+        ready = [found for unit in self.units for found in unit.runnable()]
+        self.done = all(unit.done for unit in self.units)
+        return ready
+
+
+class Capture:
+    """What is captured from one stream, and from those that wait for it."""
+
+    def __init__(self, origin: Any) -> None:
+        self.origin = origin
+        self.nodes: Nodes = []
+        self.streams = {origin.ptr: origin}
+        self.last: dict[int, list[int]] = {origin.ptr: []}
+
+    def add(self, stream: Any, make: Callable[[], Unit]) -> None:
+        self.nodes.append((make, list(self.last[stream.ptr])))
+        self.last[stream.ptr] = [len(self.nodes) - 1]
+
+    def wait(self, stream: Any, nodes: list[int]) -> None:
+        if stream.capture is None:
+            stream.capture = self
+            self.streams[stream.ptr] = stream
+            self.last[stream.ptr] = []
+        self.last[stream.ptr] += nodes
+
+    def end(self) -> Nodes | None:
+        """What was captured; None where some of it was not joined to the origin."""
+        before: set[int] = set()
+        waiting = list(self.last[self.origin.ptr])
+        while waiting:
+            node = waiting.pop()
+            if node not in before:
+                before.add(node)
+                waiting += self.nodes[node][1]
+        for stream in self.streams.values():
+            stream.capture = None
+        return self.nodes if all(set(last) <= before for last in self.last.values()) else None
+
+
+class Machine:
+    """Some GPUs.
+
+    Parameters
+    ----------
+    gpus : int
+    order : str
+        Which stream goes first where several can: "first" or "last" made, or "random".
+    seed : int
+    """
+
+    def __init__(self, gpus: int = 1, *, order: str = "random", seed: int = 0) -> None:
+        self.gpus = gpus
+        self.order = order
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams: list[Any] = []
+        self.kept: list[Any] = []
+        self.compiled: list[str] = []
+        self.launches = 0
+        self.graph_launches = 0
+        self.here = threading.local()
+        self.worlds: dict[bytes, Any] = {}
+        self.async_error = ""
+
+    @property
+    def device(self) -> int:
+        return getattr(self.here, "device", 0)
+
+    def advance(self, most: int | None = None) -> None:
+        """Run what can run, or some of it."""
+        with self.lock:
+            while most is None or most > 0:
+                if not self._one():
+                    return
+                if most is not None:
+                    most -= 1
+
+    def _one(self) -> bool:
+        heads = []
+        for stream in self.streams:
+            while stream.queue:
+                ready = stream.queue[0].runnable()
+                if not stream.queue[0].done:
+                    heads += ready
+                    break
+                stream.queue.popleft()
+        if self.order == "random":
+            self.random.shuffle(heads)
+        elif self.order == "last":
+            heads.reverse()
+        return any(unit.run() for unit in heads)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Run what can run until this holds."""
+        end = time.monotonic() + PATIENCE
+        while not done():
+            self.advance()
+            if done():
+                return
+            assert time.monotonic() < end, "the GPU hangs"
+            time.sleep(0.0005)

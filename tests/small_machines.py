@@ -1,0 +1,29 @@
+"""Small NVLink machines on which trees and rings differ: a circle with a thin link, a triangle with a tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from topoplan.topology import Device, Link, Topology
+
+
+def joined(name: str, wires: Mapping[tuple[int, int], float]) -> Topology:
+    """GPUs joined by NVLinks of so many GB/s in each direction."""
+    ranks = range(1 + max(rank for pair in wires for rank in pair))
+    devices = tuple(Device(f"gpu{rank}", "gpu", server="s0") for rank in ranks)
+    links = [
+        Link(f"gpu{a}", f"gpu{b}", "nvlink", bandwidth)
+        for (first, second), bandwidth in wires.items()
+        for a, b in ((first, second), (second, first))
+    ]
+    return Topology(name, devices, tuple(links))
+
+
+def thin_cycle() -> Topology:
+    """Four GPUs in a circle, of which one link is a quarter as fast."""
+    return joined("cycle with a thin link", {(0, 1): 25.0, (1, 2): 25.0, (2, 3): 25.0, (0, 3): 6.25})
+
+
+def tailed_triangle() -> Topology:
+    """Three GPUs joined with each other, and a fourth behind one of them: no ring without passing through it twice."""
+    return joined("triangle with a tail", {(0, 1): 25.0, (0, 2): 25.0, (1, 2): 25.0, (2, 3): 25.0})

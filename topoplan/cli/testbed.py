@@ -1,0 +1,215 @@
+"""``topoplan testbed``: run schedules over shaped links on this machine, predicted and measured side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
+from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import as_asked, read_plan_or_machine
+from topoplan.cli.tree_table import named_ranks
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.packing.planner import plan as make_plan
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
+from topoplan.schedules.ring import ring
+from topoplan.topology import Topology
+from topoplan.units import format_size
+
+if TYPE_CHECKING:
+    from collectives.testbed.outcome import Outcome
+
+SCHEDULES = ("trees", "ring", "pcie-ring", "three-phase")
+
+OF_A_MACHINE = (
+    *("gpus", "collective", "root", "nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"),
+    *CLUSTER_OPTIONS,
+    *DAMAGE_OPTIONS,
+)
+"""Options that a plan file has settled already."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``testbed``."""
+    arguments.add_machine(parser, or_plan=True)
+    arguments.add_allocation(parser)
+    arguments.add_collective(parser, default=None)
+    arguments.add_root(parser)
+    arguments.add_sizes(parser, "16MB,64MB")
+    parser.add_argument(
+        "--schedules",
+        type=_schedules,
+        default="trees,ring",
+        metavar="LIST",
+        help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
+        "three-phase (default: trees,ring)",
+    )
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--gbit-per-link",
+        type=_positive,
+        metavar="G",
+        help="Gbit/s at which the fastest wire runs here (default: what two processor cores keep up with)",
+    )
+    rate.add_argument(
+        "--scale",
+        type=_positive,
+        metavar="F",
+        help="rate of every link here over its bandwidth, such as 5e-4",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=arguments.size,
+        default="64KB",
+        metavar="S",
+        help="longest piece that moves at once (default: 64KB)",
+    )
+    parser.add_argument(
+        "--runs", type=_count, default="3", metavar="N", help="runs of each schedule and size (default: 3)"
+    )
+    arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Build the machine's links as a network on this computer, slowed down, and run plans on it with real processes.
+
+    Needs Linux, iproute2 and the right to make user namespaces, not root. Exit status 1 if any element is wrong.
+    """
+    from collectives.testbed.run import run_testbed
+    from collectives.testbed.scaling import scale_for_link
+
+    with progress_line("planning") as progress:
+        plans = _plans(options, progress)
+    first = next(iter(plans.values()))
+    scale = options.scale
+    if options.gbit_per_link is not None:
+        used = {name for plan in plans.values() for name in plan.channels}
+        links = [link for link in first.topology.links if link.channel in used] or first.topology.links
+        scale = scale_for_link(links, options.gbit_per_link)
+    with progress_line("building the network") as progress:
+        outcome = run_testbed(
+            plans,
+            options.sizes,
+            scale=scale,
+            runs=options.runs,
+            chunk_bytes=options.chunk,
+            progress=progress,
+        )
+    notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
+    if options.json:
+        print_json({**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes})
+    else:
+        gpus = f"{counted(len(first.ranks), 'GPU')} ({named_ranks(first.ranks)})"
+        print(f"# {first.collective} on {first.topology.name}, {gpus}")
+        _print_outcome(outcome)
+        print_notes(*notes)
+    return 1 if any(one.wrong for one in outcome.measurements) else 0
+
+
+def _heading(plan: Plan) -> dict[str, object]:
+    return {"collective": plan.collective, "machine": plan.topology.name, "ranks": list(plan.ranks)}
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    reached = sorted(link.measured / link.shaped for link in outcome.links)
+    print(
+        f"# {len(outcome.links)} links of {outcome.bits_per_second / 1e9:.3g} Gbit/s together (bandwidth x "
+        f"{outcome.scale:.4g}), all at once they carry {reached[0]:.1%} to {reached[-1]:.1%} of their rates"
+    )
+    header = ("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
+    rows = [
+        (
+            one.schedule,
+            format_size(one.nbytes),
+            f"{one.line_seconds * 1e3:.1f}",
+            f"{one.predicted * 1e3:.1f}",
+            f"{one.seconds * 1e3:.1f}",
+            f"{one.seconds / one.predicted:.3f}",
+            f"{one.line_seconds / one.seconds:.1%}",
+            str(one.wrong),
+        )
+        for one in outcome.measurements
+    ]
+    print(table(header, rows))
+    for gain in outcome.gains():
+        print(
+            f"# {gain.schedule} over {gain.rival}, {format_size(gain.nbytes)}: predicted {gain.predicted:.3f}x, "
+            f"measured {gain.measured:.3f}x ({gain.measured / gain.predicted - 1:+.1%})"
+        )
+
+
+def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
+    """The plans to run by the name of their schedule, in the order that was asked for."""
+    source = read_plan_or_machine(options)
+    if isinstance(source, SizePlans):
+        raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
+    if isinstance(source, Plan):
+        given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
+        machine, gpus, collective, root = source.topology, None, source.collective, source.root
+    else:
+        asked = as_asked(options, source)
+        machine, gpus = asked.whole, asked.allocation(options.gpus)
+        collective, root = options.collective or "allreduce", options.root
+    plans = {}
+    for name in options.schedules:
+        if name == "trees" and isinstance(source, Plan):
+            made = source
+        elif name in ("trees", "three-phase"):
+            method = "exact" if name == "trees" else name
+            made = make_plan(machine, collective, gpus=gpus, root=root, method=method, progress=progress)
+        elif name == "pcie-ring":
+            made = ring(machine, collective, gpus=gpus, root=root, kind="pcie")
+        else:
+            made = _ring(machine, collective, gpus, root)
+        plans[made.schedule] = made
+    return plans
+
+
+def _ring(machine: Topology, collective: str, gpus: tuple[int, ...] | None, root: int | None) -> Plan:
+    """The ring over the same links as trees: direct where there is one, relayed where there is not."""
+    try:
+        direct = ring(machine, collective, gpus=gpus, root=root)
+    except InfeasibleError:
+        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+    if direct.schedule != "pcie ring":
+        return direct
+    try:
+        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+    except InfeasibleError:
+        return direct
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in SCHEDULES:
+            raise argparse.ArgumentTypeError(
+                f"schedule {name[:40]!r} is unknown; use some of {', '.join(SCHEDULES)}"
+            )
+    return names
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above zero, such as 0.1")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 to 1000")
+    return int(text)
