@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ class TcpBackend:
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
         if not self._closed:
-            self._network.drain(time.monotonic() + self._job.timeout)
+            self._network.drain(self._job.timeout)
             self._job.control.say({"type": "bye"})
             self._end()
 

@@ -109,15 +109,22 @@ class Network:
         """Tell the source of a link how many chunks of a stream have been joined."""
         self._incoming[queue].credit(call, stream, joined)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until what was sent has reached the other machines; a stopped process there does not matter."""
+    def drain(self, timeout: float) -> None:
+        """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
+
+        A process that is stopped there does not matter. What is not waited for could be lost: a connection that is
+        closed before all credits were read is reset.
+        """
         for link in self.outgoing.values():
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
         for link in self.outgoing.values():
-            while (
-                not link.ended.is_set() and _unacknowledged(link.connection) and time.monotonic() < deadline
-            ):
+            left, deadline = -1, 0.0
+            while not link.ended.is_set() and (now := _unacknowledged(link.connection)):
+                if now != left:
+                    left, deadline = now, time.monotonic() + timeout
+                if time.monotonic() > deadline:
+                    break
                 link.ended.wait(0.002)
 
     def close(self) -> None:
