@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ class TcpBackend:
         self._spare = Spare()
         self._job = Job(rank, timeout=timeout)
         self._closed = False
+        self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         try:
             self._meet(rendezvous, meeting_timeout)
@@ -163,7 +165,8 @@ class TcpBackend:
 
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
-        if not self._closed:
+        # a child that was forked off must not say goodbye for its parent
+        if not self._closed and os.getpid() == self._process:
             self._network.drain(self._job.timeout)
             self._job.control.say({"type": "bye"})
             self._end()
