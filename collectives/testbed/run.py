@@ -31,7 +31,7 @@ def run_testbed(
     *,
     scale: float | None = None,
     runs: int = 3,
-    chunk_bytes: int = 64 << 10,
+    chunk_bytes: int = 128 << 10,
     timeout: float = 30.0,
     progress: Callable[[str], None] | None = None,
 ) -> Outcome:

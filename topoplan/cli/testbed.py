@@ -65,9 +65,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--chunk",
         type=arguments.size,
-        default="64KB",
+        default="128KB",
         metavar="S",
-        help="longest piece that moves at once (default: 64KB)",
+        help="longest piece that moves at once (default: 128KB)",
     )
     parser.add_argument(
         "--runs", type=_count, default="3", metavar="N", help="runs of each schedule and size (default: 3)"
