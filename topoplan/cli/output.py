@@ -32,7 +32,7 @@ def print_error(prefix: str, message: str) -> None:
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
     # in one write, since the ranks of a job share stderr
-    sys.stderr.write(f"{prefix}: {line}\n")
+    print(f"{prefix}: {line}\n", end="", file=sys.stderr)
 
 
 def print_json(value: dict[str, object]) -> None:
