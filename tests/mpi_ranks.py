@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from hand_plans import forest_plan
-from mpi4py import MPI
 from torch_ranks import Case, cases, collective_of, digest, inputs
 
 from collectives import Communicator
@@ -28,18 +27,34 @@ FORMS: dict[str, Callable[[int], dict[str, Any]]] = {
 FEWER = (2, 4)
 """Numbers of ranks for which messages are tested; shared memory is for all."""
 
+LARGE = 1_000_000
+"""Elements from which on a case is large."""
+
+
+def chosen(form: str, size: int) -> list[Case]:
+    """The cases of a form: with "every" before it all of them, else the large ones on the most ranks only."""
+    *every, form = form.split("-")
+    sizes = range(2, size + 1) if form == "shared" else FEWER
+    return [
+        case
+        for case in cases(size)
+        if case.ranks in sizes and (every or case.count < LARGE or case.ranks == max(sizes))
+    ]
+
 
 def results(form: str) -> dict[str, Any]:
     """Digests of this rank's results, by case."""
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
-    sizes = range(2, world.size + 1) if form == "shared" else FEWER
     backends: dict[int, MpiBackend] = {}
-    for size in sizes:
+    listed = chosen(form, world.size)
+    form = form.split("-")[-1]
+    for size in sorted({case.ranks for case in listed}):
         part = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
         if part != MPI.COMM_NULL:
             backends[size] = MpiBackend(part, timeout=60, **FORMS[form](size))
-    chosen = [case for case in cases(world.size) if case.ranks in backends]
-    found = {repr(case): _run(case, backends[case.ranks]) for case in chosen}
+    found = {repr(case): _run(case, backends[case.ranks]) for case in listed if case.ranks in backends}
     for backend in backends.values():
         backend.close()
         backend.close()
@@ -70,6 +85,8 @@ def _run(case: Case, backend: MpiBackend) -> str:
 
 def mistakes(form: str) -> dict[str, Any]:
     """What each rank raises where one of them does something else."""
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
     found: dict[str, Any] = {}
     for name, mistake in MISTAKES.items():
@@ -168,6 +185,8 @@ def _find_chunks(backend: MpiBackend) -> None:
 
 def main() -> None:
     """Run a scenario: results or mistakes, and a form."""
+    from mpi4py import MPI
+
     scenario, form = sys.argv[1].split()
     found = {"results": results, "mistakes": mistakes}[scenario](form)
     Path(sys.argv[2], f"{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(found))
