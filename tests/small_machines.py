@@ -1,4 +1,4 @@
-"""Small machines of NVLinks alone on which trees and rings differ: a thin link in a cycle, a triangle with a tail."""
+"""Small NVLink machines on which trees and rings differ: a circle with a thin link, a triangle with a tail."""
 
 from __future__ import annotations
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.benchmark import METHODS
 from collectives.testbed import sandbox
-from collectives.testbed.commands import commands
+from collectives.testbed.commands import WITH_HEADERS, commands
 from collectives.testbed.flows import crossed_links, plan_flows
 from collectives.testbed.network import Network, lay_out, wires_file
-from collectives.testbed.pattern_data import METHODS, expected, given
+from collectives.testbed.pattern_data import expected, given
 from collectives.testbed.scaling import largest_scale, slowed_plan
 from tests.hand_plans import forest_plan
+from tests.small_machines import tailed_triangle, thin_cycle
+from topoplan.cli import main
 from topoplan.errors import UsageError
+from topoplan.formats.topology_json import dump_topology_json
 from topoplan.plans.plan import Plan
 
 DGX = topoplan.load("dgx-1v")
@@ -108,7 +120,7 @@ def test_routes_lead_every_wire_along_its_route_and_back(plan: Plan) -> None:
 def test_every_direction_of_every_link_is_shaped_where_it_is_sent(plan: Plan) -> None:
     network = network_of(plan)
     shaped = {
-        (name, interface, int(rate))
+        (name, interface, round(int(rate) / WITH_HEADERS))
         for name, lines in commands(network).shape.items()
         for interface, rate in re.findall(r"dev (\S+) root tbf rate (\d+)bit ", "\n".join(lines))
     }
@@ -180,3 +192,146 @@ def test_switches_that_add_are_refused() -> None:
 def test_links_too_slow_to_shape_are_refused() -> None:
     with pytest.raises(UsageError, match="gpu0->gpu1 would run at 200 bit/s"):
         lay_out(crossed_links(topoplan.plan(DGX, gpus=[0, 1])), DGX.links, 1e-9)
+
+
+def machine_file(folder: Path, machine: topoplan.Topology) -> str:
+    path = folder / "machine.json"
+    path.write_text(dump_topology_json(machine), encoding="utf-8")
+    return str(path)
+
+
+@needs_namespaces
+def test_trees_and_a_relaying_ring_run_on_real_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every element is right, and no run is faster than its links allow but for what their buckets hold."""
+    path = machine_file(tmp_path, tailed_triangle())
+    options = ["--sizes", "1MB,4MB", "--gbit-per-link", "0.2", "--runs", "1", "--json"]
+    assert main(["testbed", path, *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(row["schedule"], row["nbytes"]) for row in shown["rows"]] == [
+        (schedule, nbytes) for schedule in ("trees", "relay ring") for nbytes in (1 << 20, 4 << 20)
+    ]
+    for row in shown["rows"]:
+        assert row["wrong"] == 0
+        assert row["seconds"] > row["line_seconds"] / 2
+    for link in shown["links"]:
+        assert 0 < link["measured"] < 1.5 * link["shaped"]
+
+
+@needs_namespaces
+def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here an allgather from a plan file, whose columns are a table."""
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan(DGX, "allgather", gpus=[0, 1, 2]).to_json(), encoding="utf-8")
+    assert main(["testbed", str(path), "--schedules", "trees", "--sizes", "1MB", "--runs", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "# allgather on dgx-1v, 3 GPUs (gpu0 gpu1 gpu2)"
+    assert re.split("  +", shown[2]) == [
+        *("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
+    ]
+    assert shown[3].split()[:2] == ["trees", "1MB"]
+    assert shown[3].split()[-1] == "0"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (lambda command, ranks: os.kill(command.pid, signal.SIGINT), 130, "topoplan testbed: interrupted"),
+        (lambda command, ranks: os.kill(command.pid, signal.SIGKILL), -9, ""),
+        (
+            lambda command, ranks: os.kill(ranks[2], signal.SIGKILL),
+            2,
+            "topoplan testbed: error: a rank failed: .*",
+        ),
+    ],
+    ids=["interrupted", "killed", "rank killed"],
+)
+def test_nothing_is_left_behind(
+    tmp_path: Path, end: Callable[[subprocess.Popen[str], list[int]], None], status: int, said: str
+) -> None:
+    """Every process of the test bed is gone soon after, and with the first of them its namespaces and mounts."""
+    marker = f"TESTBED_MARKER={tmp_path}"
+    command = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "topoplan", "testbed", machine_file(tmp_path, thin_cycle())),
+            *("--gbit-per-link", "0.01", "--sizes", "64MB"),
+        ],
+        env=os.environ | dict([marker.split("=")]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        ranks = wait_for(
+            lambda: sorted(marked(marker, "collectives.testbed.rank")), lambda pids: len(pids) == 4
+        )
+        end(command, ranks)
+        _, shown = command.communicate(timeout=30)
+        wait_for(lambda: marked(marker, ""), lambda pids: not pids)
+    finally:
+        command.kill()
+    assert command.returncode == status
+    assert re.fullmatch(said, shown.strip())
+
+
+def wait_for(look: Callable[[], list[int]], enough: Callable[[list[int]], bool]) -> list[int]:
+    deadline = time.monotonic() + 30
+    while not enough(found := look()):
+        assert time.monotonic() < deadline, f"still {found} after 30 s"
+        time.sleep(0.05)
+    return found
+
+
+def marked(marker: str, word: str) -> list[int]:
+    """Processes with this in their environment and that word on their command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() not in (process / "environ").read_bytes().split(b"\0"):
+                continue
+            if word.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -> None:
+    """Here one whose unshare is not allowed to do it."""
+    denied = tmp_path / "unshare"
+    denied.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    denied.chmod(0o755)
+    command = [sys.executable, "-m", "topoplan", "testbed", "dgx-1v", "--gpus", "0,1"]
+    for tool in ("ip", "tc", "mount"):
+        (tmp_path / tool).symlink_to("/bin/true")
+    done = subprocess.run(
+        command, env=os.environ | {"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "topoplan testbed: error: this machine does not let users build networks: "
+        "unshare: unshare failed: Operation not permitted\n"
+    )
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dgx-1v", "--schedules", "trees,rings"], "schedule 'rings' is unknown; use some of trees, ring,"),
+        (["dgx-1v", "--gpus", "3"], "one GPU moves nothing; choose at least two"),
+        (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and there are"),
+        (["dgx-1v", "--scale", "0"], "'0' is no number above zero"),
+        (["dgx-1v", "--runs", "-1"], "'-1' is no whole number from 1 to 1000"),
+        (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["testbed", *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert said in shown

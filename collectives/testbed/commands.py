@@ -1,7 +1,10 @@
 """The lines for ``ip -batch`` and ``tc -batch`` that build a network.
 
-Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue: 99 % of line rate, the rest
-being headers. What a bucket holds goes out at once after a pause and flatters short runs, so it is small.
+Frames of 9000 bytes, a token bucket filter at the sending end, and at most 50 ms of queue. Rates are those of the
+data, as bandwidths of a topology are, so the filter gets what the headers of full frames take on top. The system sends
+many frames as one packet, which halves the work of the processors; on slow links packets are shorter, so that none
+holds up the others for more than 5 ms. What a bucket holds goes out at once after a pause and flatters short runs, so
+it holds little more than one packet: one that does not fit would be cut into its frames.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from dataclasses import dataclass
 from collectives.testbed.network import Cable, Network
 
 FRAME_BYTES = 9000
-SMALLEST_BURST = 32 << 10
+
+WITH_HEADERS = (FRAME_BYTES + 14) / (FRAME_BYTES - 20 - 32)
+"""Bytes that the filter counts for each byte of data in full frames: Ethernet around the frame, IP and TCP in it."""
+
+LONGEST_PACKET = 64_000
+PACKET_SECONDS = 0.005
+
 BURST_SECONDS = 0.002
 QUEUE_SECONDS = 0.05
 
@@ -48,7 +57,7 @@ def commands(network: Network) -> Commands:
     >>> lines.create[2]
     'link add name c0 mtu 9000 netns d0 type veth peer name c0 mtu 9000 netns d1'
     >>> lines.shape["d0"]
-    ('qdisc add dev c0 root tbf rate 200000000bit burst 50000b latency 50ms',)
+    ('qdisc add dev c0 root tbf rate 201475190bit burst 82000b latency 50ms',)
     """
     names = {device: network.namespace(device) for device in network.devices}
     create = [f"netns add {name}" for name in names.values()]
@@ -62,6 +71,7 @@ def commands(network: Network) -> Commands:
             inside[name].append(f"address add {address}/31 dev {cable.interface}")
             inside[name].append(f"link set {cable.interface} up")
             if rate is not None:
+                inside[name].append(f"link set {cable.interface} gso_max_size {_packet(rate)}")
                 shape[name].append(f"qdisc add dev {cable.interface} root {_bucket(rate)}")
     for wire in network.wires:
         start, end = wire.addresses
@@ -79,10 +89,15 @@ def commands(network: Network) -> Commands:
     )
 
 
+def _packet(rate: int) -> int:
+    """Bytes of the longest packet that is sent over a link at once: two frames or more."""
+    return max(2 * FRAME_BYTES, min(LONGEST_PACKET, round(PACKET_SECONDS * rate / 8)))
+
+
 def _bucket(rate: int) -> str:
     """The token bucket of a link in one direction."""
-    burst = max(SMALLEST_BURST, round(BURST_SECONDS * rate / 8))
-    return f"tbf rate {rate}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
+    burst = max(_packet(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
+    return f"tbf rate {round(rate * WITH_HEADERS)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
 
 
 def _way(address: str, cable: Cable, side: int) -> str:

@@ -25,7 +25,7 @@ from topoplan.errors import TopoplanError
 FOLDER = Path("/run/topoplan")
 """Job, wires and rendezvous; private to the sandbox."""
 
-AFTER_A_FAILURE = 5.0
+AFTER_A_FAILURE = 3.0
 """Seconds in which the other ranks may say what they saw of one that failed."""
 
 

@@ -39,7 +39,7 @@ class Cable:
     channel : str
         Channel of the links.
     rates : (int or None, int or None)
-        Bits per second from the first end to the second, and back; None where there is no link, and only
+        Bits of data per second from the first end to the second, and back; None where there is no link, and only
         acknowledgements run.
     """
 

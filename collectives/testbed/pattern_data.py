@@ -9,15 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-METHODS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-}
-"""The communicator's method for each collective."""
-
 PERIOD = 8191
 
 Floats = NDArray[np.float32]

@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.benchmark import METHODS
 from collectives.communicator import Communicator
 from collectives.lowering import lower
 from collectives.testbed.job import Job, Schedule
-from collectives.testbed.pattern_data import METHODS, expected, given
+from collectives.testbed.pattern_data import expected, given
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_file import parse_plan_file
 
-WARM_UP = 1 << 20
-"""Bytes of the first, untimed run of a schedule."""
+WARM_UP = 16 << 20
+"""Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and windows."""
 
 AHEAD = 0.05
 """Seconds from the agreement on a start to the start."""
@@ -57,7 +58,7 @@ def _run_schedule(job: Job, schedule: Schedule, number: int, *, place: Path, ran
         timeout=job.timeout,
     )
     with Communicator(plan, backend, chunk_bytes=job.chunk_bytes) as communicator:
-        _run_once(communicator, backend, plan, WARM_UP, job.chunk_bytes)
+        _run_once(communicator, backend, plan, min(WARM_UP, *job.sizes), job.chunk_bytes)
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
                 seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from collectives.testbed import sandbox
@@ -18,6 +19,10 @@ from topoplan.errors import ProbeError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.simulation.model import simulate
 from topoplan.topology import Link
+from topoplan.units import format_size
+
+BUFFERS = 4
+"""Arrays of full size for each rank: input, result, and two for the check."""
 
 
 def run_testbed(
@@ -26,7 +31,7 @@ def run_testbed(
     *,
     scale: float | None = None,
     runs: int = 3,
-    chunk_bytes: int = 64 << 10,
+    chunk_bytes: int = 128 << 10,
     timeout: float = 30.0,
     progress: Callable[[str], None] | None = None,
 ) -> Outcome:
@@ -54,7 +59,7 @@ def run_testbed(
     ProbeError
         This machine does not let its users build networks, or tools are missing.
     UsageError
-        The plans do not fit together, or the network would be too large or too slow.
+        The plans do not fit together, the network would be too large or too slow, or the memory is too small.
     BackendError
         A rank failed.
 
@@ -63,6 +68,7 @@ def run_testbed(
     Nothing is left behind, whatever ends this process: see `collectives.testbed.sandbox`.
     """
     _check_plans(plans)
+    _check_memory(max(sizes), len(next(iter(plans.values())).ranks))
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[Flow, Sequence[Link]] = {
         flow: links for part in flows.values() for flow, links in part.items()
@@ -119,6 +125,17 @@ def _check_plans(plans: Mapping[str, Plan]) -> None:
     for name, plan in plans.items():
         if plan.ranks != first.ranks or plan.topology.links != first.topology.links:
             raise UsageError(f"{name} is for other GPUs or another machine; run it in a test bed of its own")
+
+
+def _check_memory(nbytes: int, ranks: int) -> None:
+    """Refuse what this machine's memory cannot hold: asking for it may end a rank without a word."""
+    needed = BUFFERS * nbytes * ranks
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {ranks} ranks need {format_size(needed)} of memory, and there are "
+            f"{format_size(memory)}; choose smaller sizes"
+        )
 
 
 def _links(network: Network) -> list[tuple[tuple[str, str], LinkUnderTest]]:

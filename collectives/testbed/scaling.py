@@ -15,8 +15,8 @@ from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link
 
-MOST_TOGETHER = 4.8e9
-"""Bits per second over all links together that two processor cores move without holding them up."""
+MOST_TOGETHER = 2.4e9
+"""Bits per second over all links together that two processor cores move and have some time left."""
 
 MOST_ON_ONE = 1e9
 """Bits per second over one link that a sending and a receiving thread keep up with beside all others."""
@@ -59,11 +59,11 @@ def largest_scale(plans: Iterable[Plan]) -> float:
 
     Examples
     --------
-    On a whole DGX-1V each of 48 NVLinks runs at 25 GB/s, so that 100 Mbit/s for each make 4.8 Gbit/s.
+    On a whole DGX-1V each of 48 NVLinks runs at 25 GB/s, so that 50 Mbit/s for each make 2.4 Gbit/s.
 
     >>> import topoplan
     >>> round(largest_scale([topoplan.plan(topoplan.load("dgx-1v"))]), 9)
-    0.0005
+    0.00025
     """
     scale = MOST_ON_ONE
     for plan in plans:

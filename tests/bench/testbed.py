@@ -1,7 +1,8 @@
 """Plans on a network of shaped links with a process for each rank: predicted and measured, and trees against rings.
 
 Predicted is `topoplan.simulate` on the machine as slow as the test bed. The bands: times within 5 % of it, 95 % of line
-rate at 64 MB and 90 % at 16 MB, speed-ups within 5 % of the predicted one. What leaves them is marked with ``!``.
+rate at 64 MB and 90 % at 16 MB, speed-ups within 5 % of the predicted one. What leaves them is marked with ``!``; where
+the links alone do not reach their rates either, the processors were busy with something else.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ def main() -> None:
 
 
 def _print_outcome(case: Case, outcome: Outcome) -> None:
+    reached = sorted(link.measured / link.shaped for link in outcome.links)
+    print(
+        f"  {case.name}: {len(reached)} links alone reach {reached[0]:.1%} to {reached[-1]:.1%} of their rates"
+    )
     for one in outcome.measurements:
         ratio = one.seconds / one.predicted
         line = one.line_seconds / one.seconds

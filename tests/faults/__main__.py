@@ -17,4 +17,5 @@ def main() -> int:
     return status
 
 
-sys.exit(main())
+if __name__ == "__main__":  # ranks that are started load this module too
+    sys.exit(main())

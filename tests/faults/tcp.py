@@ -37,6 +37,9 @@ ELEMENTS = 1 << 20
 STEP_SECONDS = 1.0
 """Timeout of the ranks."""
 
+START_SECONDS = 60.0
+"""Time for processes to start and meet."""
+
 LIMIT_SECONDS = 20.0
 """What has not reported by then hangs."""
 
@@ -51,13 +54,10 @@ class Round:
     rank_hosts: bool
 
 
-def work(rank: int, plan: Plan, meeting: str, pipes: Sequence[tuple[Connection, Connection]]) -> None:
+def work(rank: int, plan: Plan, meeting: str, reports: Connection) -> None:
     """The life of a rank: collectives until one fails, then one report."""
-    reports = pipes[rank][1]
-    for one in {end for pipe in pipes for end in pipe} - {reports}:
-        one.close()
     array = np.full(ELEMENTS, rank, dtype=np.float32)
-    backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS)
+    backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS, meeting_timeout=START_SECONDS)
     comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
     out = np.empty_like(array)
     comm.all_reduce(array, out=out)
@@ -90,13 +90,14 @@ def open_sockets() -> int:
 
 def one_round(plan: Plan, what: Round) -> dict[int, list[dict[str, Any]]]:
     """Start the ranks, hurt one, and collect what each of the others reports."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"unix:{folder}/meeting"
         host = None if what.rank_hosts else Rendezvous(meeting, RANKS)
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
         processes: list[BaseProcess] = [
-            context.Process(target=work, args=(rank, plan, meeting, pipes), daemon=True)
+            context.Process(target=work, args=(rank, plan, meeting, pipes[rank][1]), daemon=True)
             for rank in range(RANKS)
         ]
         for process in processes:
@@ -122,7 +123,7 @@ def hurt(
 ) -> dict[int, list[dict[str, Any]]]:
     """Wait until all ranks work, hurt one, and listen to the others until they have ended."""
     for reader in readers:
-        if not reader.poll(LIMIT_SECONDS):
+        if not reader.poll(START_SECONDS):
             raise TimeoutError("the ranks do not start")
         reader.recv_bytes()
     time.sleep(what.delay)

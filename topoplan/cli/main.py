@@ -1,6 +1,7 @@
 """``topoplan``: which command is meant, and what becomes of errors.
 
-Exit status: 0 success, 1 a check that failed, 2 bad usage or bad input. Every error is one line on stderr.
+Exit status: 0 success, 1 a check or a running collective that failed, 2 bad usage or bad input. Every error is one
+line on stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol, cast
 
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.output import print_error
-from topoplan.errors import TopoplanError, UsageError
+from topoplan.errors import BackendError, TopoplanError, UsageError
 
 COMMANDS = {
     "list": "the machines of the library",
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
+    except BackendError as error:
+        return _failed(prefix, str(error), status=1)
     except TopoplanError as error:
         return _failed(prefix, str(error))
     except MemoryError:
@@ -107,9 +110,9 @@ def _no_command(name: str) -> str:
     return f"command {name!r} is unknown; {hint}" if name else f"no command is given; {hint}"
 
 
-def _failed(prefix: str, message: str) -> int:
+def _failed(prefix: str, message: str, *, status: int = 2) -> int:
     print_error(f"{prefix}: error", message)
-    return 2
+    return status
 
 
 def _abandon_stdout() -> None:

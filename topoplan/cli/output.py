@@ -31,7 +31,8 @@ def print_error(prefix: str, message: str) -> None:
     line = printable(message)
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
-    print(f"{prefix}: {line}", file=sys.stderr)
+    # in one write, since the ranks of a job share stderr
+    print(f"{prefix}: {line}\n", end="", file=sys.stderr)
 
 
 def print_json(value: dict[str, object]) -> None:

@@ -52,22 +52,22 @@ def add_options(parser: arguments.OneLineParser) -> None:
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument(
         "--gbit-per-link",
-        type=_positive,
+        type=arguments.factor,
         metavar="G",
         help="Gbit/s at which the fastest wire runs here (default: what two processor cores keep up with)",
     )
     rate.add_argument(
         "--scale",
-        type=_positive,
+        type=arguments.factor,
         metavar="F",
         help="rate of every link here over its bandwidth, such as 5e-4",
     )
     parser.add_argument(
         "--chunk",
         type=arguments.size,
-        default="64KB",
+        default="128KB",
         metavar="S",
-        help="longest piece that moves at once (default: 64KB)",
+        help="longest piece that moves at once (default: 128KB)",
     )
     parser.add_argument(
         "--runs", type=_count, default="3", metavar="N", help="runs of each schedule and size (default: 3)"
@@ -197,16 +197,6 @@ def _schedules(text: str) -> tuple[str, ...]:
                 f"schedule {name[:40]!r} is unknown; use some of {', '.join(SCHEDULES)}"
             )
     return names
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above zero, such as 0.1")
-    return value
 
 
 def _count(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from collectives.backends.signature import Signature
 from collectives.backends.tcp.control import Control
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.job import Job
+from collectives.backends.tcp.lanes import lane_of
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.pacing import link_rates
 from collectives.backends.tcp.rendezvous import Rendezvous
 from collectives.backends.tcp.watcher import Watcher
-from collectives.backends.tcp.wires import Queue, Wire, read_wires
+from collectives.backends.tcp.wires import Queue, base_queue, read_wires
 from collectives.streams import Stream
 from topoplan.errors import BackendError, UsageError
 
@@ -44,7 +45,12 @@ class TcpBackend:
         Let each link run no faster than this times the bandwidth in the plan (see
         `collectives.backends.tcp.pacing`).
     timeout : float
-        Seconds to wait for all ranks to come, and for the next step of a collective.
+        Seconds to wait for the next step of a collective.
+    meeting_timeout : float, optional
+        Seconds to wait for all ranks to come; by default ``timeout``.
+    flight_bytes : int
+        Bytes that may be under way, or wait at their destination, of a stream that another may hold up: what the
+        queues in the network hold, or it runs dry. The same on all ranks.
 
     Raises
     ------
@@ -79,25 +85,36 @@ class TcpBackend:
         wires: Path | str | None = None,
         pace: float | None = None,
         timeout: float = 30.0,
+        meeting_timeout: float | None = None,
+        flight_bytes: int = 4 << 20,
     ) -> None:
         if size < 1 or not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
         if pace is not None and not pace > 0:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
-        if not timeout > 0:
-            raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        meeting_timeout = timeout if meeting_timeout is None else meeting_timeout
+        if not min(timeout, meeting_timeout) > 0:
+            least = min(timeout, meeting_timeout)
+            raise UsageError(f"a timeout of {least} s is no time to wait; give more than zero")
+        if flight_bytes < 1:
+            raise UsageError(
+                f"{flight_bytes} bytes under way move nothing; give at least 1, for example 4194304"
+            )
         self.size = size
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays = NumpyArrays()
         self._pace = pace
+        self._flight_bytes = flight_bytes
+        self._wires = read_wires(wires) if wires is not None else {}
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._spare = Spare()
         self._job = Job(rank, timeout=timeout)
         self._closed = False
+        self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         try:
-            self._meet(rendezvous, read_wires(wires) if wires is not None else {})
+            self._meet(rendezvous, meeting_timeout)
         except BaseException:
             self._tear_down()
             raise
@@ -107,15 +124,24 @@ class TcpBackend:
         """See `Backend.run`."""
         self._check_open()
         job, signature = self._job, call.signature
-        flow = Flow(call, self.rank, over=job.changed, spare=self._spare, credit=self._credit)
         try:
+            flow = Flow(
+                call,
+                self.rank,
+                over=job.changed,
+                spare=self._spare,
+                credit=self._credit,
+                flight_bytes=self._flight_bytes,
+                lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
+            )
             with job.changed:
                 job.flow = flow
             job.ask(_agreement(signature), signature)
             self._start(call, flow)
             job.wait(lambda: flow.finished, signature)
         except BaseException as error:
-            flow.stop()
+            if job.flow is not None:
+                job.flow.stop()
             self._give_up(error)
             raise
         finally:
@@ -139,12 +165,13 @@ class TcpBackend:
 
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
-        if not self._closed:
-            self._network.drain(time.monotonic() + self._job.timeout)
+        # a child that was forked off must not say goodbye for its parent
+        if not self._closed and os.getpid() == self._process:
+            self._network.drain(self._job.timeout)
             self._job.control.say({"type": "bye"})
             self._end()
 
-    def _meet(self, rendezvous: str, wires: Mapping[Queue, Wire]) -> None:
+    def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""
         problem = ""
         if self.rank == 0:
@@ -155,7 +182,7 @@ class TcpBackend:
             else:
                 self._undo.append(hub.close)
         try:
-            control = Control(rendezvous, self.rank, self.size, timeout=self._job.timeout)
+            control = Control(rendezvous, self.rank, self.size, timeout=timeout)
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
         self._undo.append(control.close)
@@ -164,13 +191,20 @@ class TcpBackend:
         self._network = Network(
             self.rank,
             control.local,
-            wires,
+            self._wires,
             lock=job.lock,
             flow=lambda: job.flow,
             broken=job.broken,
+            ended=job.ended,
         )
         self._undo.append(self._network.close)
-        welcome = control.join(self._network.general, self._network.ports)
+        welcome = control.join(
+            {
+                "general": self._network.general,
+                "ports": self._network.ports,
+                "flight_bytes": self._flight_bytes,
+            }
+        )
         watcher = Watcher(f"tcp rank {self.rank}")
         self._undo.append(watcher.close)
         watcher.add(control.connection, control.listen(job.changed, job.waiting))
@@ -178,28 +212,27 @@ class TcpBackend:
 
     def _start(self, call: Call[NDArray[Any]], flow: Flow) -> None:
         """Open the links of a collective and set their senders to work."""
-        queues = {number: call.table.queues[number] for number in sorted(flow.queues)}
-        for queue in queues.values():
+        for lane in sorted(flow.lanes):
             try:
-                self._network.open(queue, self._job.timeout)
+                self._network.open(lane, self._job.timeout)
             except ConnectionError as error:
-                self._job.broken(queue[1], str(error))
+                self._job.broken(lane[1], str(error))
                 return
-        links = {number: self._network.outgoing[queue] for number, queue in queues.items()}
+        links = [self._network.outgoing[lane] for lane in sorted(flow.lanes)]
         if self._pace is not None:
             plan = call.signature.plan
             if plan not in self._rates:
                 self._rates[plan] = link_rates(call.plan)
-            for link in links.values():
-                link.pace(self._rates[plan][link.queue] * self._pace)
-        flow.attach({number: link.condition for number, link in links.items()})
-        for number, link in links.items():
-            link.serve(flow, number)
+            for link in links:
+                link.pace(self._rates[plan][base_queue(link.queue)] * self._pace)
+        flow.attach({link.queue: link.condition for link in links})
+        for link in links:
+            link.serve(flow)
 
     def _credit(self, stream: Stream, joined: int) -> None:
         flow = self._job.flow
         if flow is not None:
-            self._network.credit(flow.queue_of(stream), flow.number, stream.number, joined)
+            self._network.credit(flow.lane_of[stream.number], flow.number, stream.number, joined)
 
     def _check_open(self) -> None:
         if self._closed:

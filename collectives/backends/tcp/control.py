@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from collectives.backends.tcp.address import connect, parse_address
@@ -16,8 +16,8 @@ from collectives.backends.tcp.messages import Message, Unpacker, pack
 from collectives.backends.tcp.stall import Waiting
 from topoplan.errors import BackendError
 
-GRACE_SECONDS = 3.0
-"""Time that the rendezvous gets for an answer, beyond the time that it gives the ranks."""
+GRACE_SECONDS = 2.0
+"""Time that the rendezvous gets for an answer, the second included that it may give the ranks."""
 
 
 class Control:
@@ -69,8 +69,8 @@ class Control:
             else str(self._connection.getsockname()[0])
         )
 
-    def join(self, general: str | None, ports: Mapping[str, int]) -> Message:
-        """Say who this is and where it listens; the welcome, once all ranks have come.
+    def join(self, about: Message) -> Message:
+        """Say who this is, and what else the others must know; the welcome, once all ranks have come.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class Control:
             The rendezvous refuses, does not answer, or is something else.
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
-        self.say({**hello, "general": general, "ports": ports, "timeout": self._timeout})
+        self.say({**hello, **about, "timeout": self._timeout})
         deadline = time.monotonic() + self._timeout + GRACE_SECONDS
         while True:
             messages = self._read_until(deadline)
@@ -127,6 +127,8 @@ class Control:
             self.verdict = self.verdict or message
         elif message["type"] == "leaving":
             self.alone = True
+        elif message["type"] == "patience":
+            self.answer = self.answer or message  # what was waited for may have come just before
         elif message["type"] != "ping":
             self.answer = message
 

@@ -5,10 +5,11 @@ added.
 
 Why this cannot deadlock. Receivers never wait for anything but their connection: a chunk that arrives is joined at
 once, or kept until what precedes it has been joined, by whoever joins that. So every connection always drains. Look at
-the chunk that is first, by (chunk, stream), among all that have not been joined anywhere. What precedes it at its
-source and at its destination has a smaller (chunk, stream): the same chunk of earlier streams, or earlier chunks where
-partial sums are bounded. All that is done. Its window is open, for it is counted from earlier chunks of its own stream,
-whose joining was told. So nothing holds it, and sooner or later it is sent, arrives and is joined.
+the chunk that is first, by (part of its shard that lies before it, stream), among all that have not been joined
+anywhere. What must precede it at its source and at its destination is of the same shard, and comes earlier in this
+order: the same chunk of earlier streams, or earlier chunks where partial sums are bounded. All that is done. Its window
+is open, for it is counted from earlier chunks of its own stream, whose joining was told. So nothing holds it, and
+sooner or later it is sent, arrives and is joined.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ from collectives.backends.tcp.stall import Waiting
 from collectives.backends.tcp.wires import Queue
 from collectives.streams import Stream, row_of
 
-FLIGHT_BYTES = 4 << 20
-"""Bytes of a held stream that may be under way: what a long queue in the network holds, so that it never runs dry."""
-
 Credit = Callable[[Stream, int], None]
 """Tells the source of a stream how many of its chunks have been joined here."""
 
@@ -49,6 +47,10 @@ class Flow:
         Buffers for what arrives and cannot go straight to its place.
     credit : callable
         Called without the lock.
+    flight_bytes : int
+        Window of a held stream, at least `Stream.window` chunks.
+    lane_of : callable
+        The connection that carries a stream (see `collectives.backends.tcp.lanes`).
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Flow:
         over: threading.Condition,
         spare: Spare,
         credit: Credit,
+        flight_bytes: int,
+        lane_of: Callable[[Stream], Queue],
     ) -> None:
         signature = call.signature
         found = orders(call.table, signature.collective, signature.root)
@@ -68,29 +72,32 @@ class Flow:
         self.over = over
         self.touched = time.monotonic()
         self.stopped = False
-        self.queues: dict[int, list[Stream]] = {}
+        self.lanes: dict[Queue, list[Stream]] = {}
         self._table = call.table
         self._orders: dict[int, Order] = {one.stream.number: one for one in mine}
+        self.lane_of = {one.stream.number: lane_of(one.stream) for one in mine}
         self._memory = Memory(call, (one for one in mine if one.stream.destination == rank))
         self._spare = spare
         self._credit = credit
         self._done = dict.fromkeys(self._orders, 0)
         self._credited = dict.fromkeys(self._orders, 0)
         self._joining: set[int] = set()
+        self._in_hand: set[int] = set()
         self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
-        self._wakes: dict[int, list[int]] = {number: [] for number in self._orders}
+        self._wakes: dict[int, list[Queue]] = {number: [] for number in self._orders}
         self._frees: dict[int, list[int]] = {number: [] for number in self._orders}
-        self._conditions: Mapping[int, threading.Condition] = {}
+        self._conditions: Mapping[Queue, threading.Condition] = {}
         self._left = sum(one.stream.chunks for one in mine)
         chunk = min(call.table.chunk_elements, max((s.stop - s.start for s in self._streams()), default=0))
         spare.resize(chunk * call.itemsize)
-        self._flight = -(-FLIGHT_BYTES // max(1, chunk * call.itemsize))
+        self._flight = -(-flight_bytes // max(1, chunk * call.itemsize))
         for one in mine:
             stream = one.stream
             if stream.source == rank:
-                self.queues.setdefault(stream.queue, []).append(stream)
+                lane = self.lane_of[stream.number]
+                self.lanes.setdefault(lane, []).append(stream)
                 if one.written is not None:
-                    self._wakes[one.written].append(stream.queue)
+                    self._wakes[one.written].append(lane)
             else:
                 self._kept[stream.number] = deque()
                 for earlier, _ in one.before:
@@ -104,16 +111,12 @@ class Flow:
         """Whether this rank has sent and joined everything; called with the lock."""
         return self._left == 0
 
-    def queue_of(self, stream: Stream) -> Queue:
-        """The link of a stream."""
-        return self._table.queues[stream.queue]
-
     def touch(self) -> None:
         """Something has arrived."""
         self.touched = time.monotonic()
 
-    def attach(self, conditions: Mapping[int, threading.Condition]) -> None:
-        """Name the condition on which the sender of each queue waits."""
+    def attach(self, conditions: Mapping[Queue, threading.Condition]) -> None:
+        """Name the condition on which the sender of each link waits."""
         with self.over:
             self._conditions = conditions
 
@@ -125,9 +128,9 @@ class Flow:
                 condition.notify_all()
             self.over.notify_all()
 
-    def next(self, queue: int, condition: threading.Condition) -> tuple[Stream, int, memoryview] | None:
-        """The chunk that a queue sends next, its bytes with it; waits for it. None when there is no more."""
-        streams = self.queues[queue]
+    def next(self, lane: Queue, condition: threading.Condition) -> tuple[Stream, int, memoryview] | None:
+        """The chunk that a link sends next, its bytes with it; waits for it. None when there is no more."""
+        streams = self.lanes[lane]
         with self.over:
             while not self.stopped:
                 unsent = [s for s in streams if self._done[s.number] < s.chunks]
@@ -135,8 +138,10 @@ class Flow:
                     return None
                 ready = [s for s in unsent if self._may_send(s)]
                 if ready:
-                    stream = min(ready, key=lambda s: (self._done[s.number], s.number))
+                    # all shards advance in proportion: one that ends early would leave its links idle
+                    stream = min(ready, key=lambda s: (self._done[s.number] / s.chunks, s.number))
                     chunk = self._done[stream.number]
+                    self._in_hand.add(stream.number)
                     return stream, chunk, self._memory.outgoing(stream, chunk)
                 condition.wait()
         return None
@@ -144,6 +149,7 @@ class Flow:
     def sent(self, stream: Stream) -> None:
         """The bytes of a stream's next chunk have been handed to the system."""
         with self.over:
+            self._in_hand.discard(stream.number)
             self._count(stream)
         self._join_what_can_be(self._frees[stream.number])
 
@@ -152,7 +158,7 @@ class Flow:
         with self.over:
             if joined > self._credited.get(number, joined):
                 self._credited[number] = joined
-                self._notify(self._orders[number].stream.queue)
+                self._notify(self.lane_of[number])
 
     def place(self, number: int, chunk: int, length: int, source: int) -> tuple[Stream, memoryview, Any]:
         """Where to read a chunk that is arriving: its own place, or a buffer, which is returned as well.
@@ -191,7 +197,7 @@ class Flow:
     def waiting(self) -> Waiting:
         """What this rank waits for: the first chunk that has not come, else the first that has not left."""
         with self.over:
-            found = self._missing(None)
+            found = self._first_missing(None)
         idle = time.monotonic() - self.touched
         if found is None:
             return Waiting(None, None, idle)
@@ -200,14 +206,23 @@ class Flow:
         return Waiting(peer, row_of(self._table, stream.number, chunk), idle)
 
     def step(self, peer: int) -> int | None:
-        """The row of the first chunk that has not come from a rank, else of the first that has not left for it.
-
-        None where there is no more to come or to leave. Called with the lock.
-        """
-        found = self._missing(peer)
+        """The row of the first chunk that has not come from a rank, else of the first that has not left for it."""
+        with self.over:
+            found = self._first_missing(peer)
         return None if found is None else row_of(self._table, found[0].number, found[1])
 
-    def _missing(self, peer: int | None) -> tuple[Stream, int] | None:
+    def needs(self, lane: Queue) -> bool:
+        """Whether chunks have yet to come over a link, or to be given to the system for it."""
+        with self.over:
+            return any(
+                self._come(s.number) < s.chunks
+                if s.destination == self.rank
+                else self._done[s.number] + (s.number in self._in_hand) < s.chunks
+                for s in self._streams()
+                if self.lane_of[s.number] == lane
+            )
+
+    def _first_missing(self, peer: int | None) -> tuple[Stream, int] | None:
         """The first chunk that has not come from a rank, or any, else the first that has not left."""
         rows = []
         for stream in self._streams():
@@ -240,15 +255,15 @@ class Flow:
         self._done[stream.number] += 1
         self._left -= 1
         self.touched = time.monotonic()
-        for queue in self._wakes[stream.number]:
-            self._notify(queue)
+        for lane in self._wakes[stream.number]:
+            self._notify(lane)
         if self._left == 0:
             self.over.notify_all()
         return self._done[stream.number]
 
-    def _notify(self, queue: int) -> None:
-        if queue in self._conditions:
-            self._conditions[queue].notify()
+    def _notify(self, lane: Queue) -> None:
+        if lane in self._conditions:
+            self._conditions[lane].notify()
 
     def _join_what_can_be(self, numbers: Sequence[int]) -> None:
         """Join kept chunks of these streams, and those that this makes possible.

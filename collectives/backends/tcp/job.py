@@ -17,6 +17,7 @@ from collectives.backends.tcp.control import GRACE_SECONDS, Control
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.stall import Waiting
+from collectives.backends.tcp.wires import Queue
 from topoplan.errors import BackendError
 
 
@@ -90,14 +91,22 @@ class Job:
                     self._ask_who_stalls(signature)
                     since = time.monotonic() - 0.75 * self.timeout
 
+    def ended(self, lane: Queue, message: str) -> None:
+        """The other end of a link has closed it; that is trouble only while this link has more to carry.
+
+        A rank that has ended well may still have data on its way over its other links.
+        """
+        with self.changed:
+            if self.flow is not None and self.flow.needs(lane):
+                self.broken(lane[0] if lane[1] == self.rank else lane[1], message)
+
     def broken(self, peer: int, message: str) -> None:
-        """A link has failed or ended; whether that matters depends on what it still had to carry."""
+        """A link has failed."""
         with self.changed:
             flow = self.flow
-            step = None if flow is None or flow.stopped else flow.step(peer)
-            if step is None or self._trouble is not None:
+            if flow is None or flow.stopped or self._trouble is not None:
                 return
-            where = {"rank": self.rank, "peer": peer, "step": step}
+            where = {"rank": self.rank, "peer": peer, "step": flow.step(peer)}
             self._trouble = {"type": "failed", "message": message, **where}
             self.changed.notify_all()
 
@@ -119,6 +128,9 @@ class Job:
         """Raise what has happened to the job; called with the lock, as all that follows."""
         if self.control.verdict is None and self._trouble is not None:
             self.tell(self._trouble)
+            if not self._over() and self.control.host is not None:
+                # a neighbour that closed its links knew as little, but gave up earlier
+                self._raise_silence(self._trouble["message"], self._trouble["peer"])
         verdict = self.control.verdict or self._trouble
         if verdict is not None and verdict["type"] == "differ":
             self._raise_difference(verdict, signature)
@@ -137,19 +149,16 @@ class Job:
     def _ask_who_stalls(self, signature: Signature | None) -> None:
         """Raise what the rendezvous finds; nothing where it asks for patience."""
         wait = self.waiting()
+        if self.control.alone:
+            peer, step = wait.peer, wait.step
+            raise BackendError(f"waited {self.timeout:g} s", rank=self.rank, peer=peer, step=step)
         before, self.control.answer = self.control.answer, None
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         self.control.say({"type": "stall", "timeout": self.timeout, **where})
         self.changed.wait_for(lambda: self._over() or self.control.answer is not None, GRACE_SECONDS)
         self._check(signature)
         if self.control.answer is None:
-            host = self.control.host
-            raise BackendError(
-                f"waited {self.timeout:g} s, and the rendezvous, which knows more, does not answer either",
-                rank=self.rank,
-                peer=wait.peer if host is None else host,
-                step=wait.step,
-            )
+            self._raise_silence(f"waited {self.timeout:g} s", wait.peer)
         if self.control.answer["type"] == "patience":
             self.control.answer = before
 
@@ -159,6 +168,18 @@ class Job:
             for rank, text in others.items():
                 signature.check(Signature.unpack(text.encode()), rank=self.rank, peer=rank)
         raise BackendError(str(verdict["message"]), rank=self.rank, peer=min(others, default=None))
+
+    def _raise_silence(self, reason: str, peer: int | None) -> NoReturn:
+        """The rendezvous does not answer; if a rank hosts it, that one holds everybody up."""
+        host = self.control.host
+        name = f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
+        peer = peer if host is None else host
+        raise BackendError(
+            f"{reason}, and the {name} does not answer: it is stopped, or cut off",
+            rank=self.rank,
+            peer=peer,
+            step=self._step(peer),
+        )
 
     def _raise_failure(self, verdict: Message) -> NoReturn:
         peer = verdict["peer"]

@@ -25,6 +25,9 @@ CALLS = 1 << 32
 Broken = Callable[[int, str], None]
 """Told that the link to a rank is broken, and how."""
 
+Ended = Callable[[Queue, str], None]
+"""Told that the other end of a link has closed it."""
+
 
 class Outgoing:
     """The end of a link where chunks leave.
@@ -56,7 +59,7 @@ class Outgoing:
         self.ended = threading.Event()
         self._flow = flow
         self._broken = broken
-        self._task: tuple[Flow, int] | None = None
+        self._task: Flow | None = None
         self._bucket: Bucket | None = None
         self._closed = False
         self._back = bytearray()
@@ -70,10 +73,10 @@ class Outgoing:
         by_system = set_pace(self.connection, rate)
         self._bucket = None if by_system or rate is None else Bucket(rate)
 
-    def serve(self, flow: Flow, number: int) -> None:
-        """Send the chunks of a queue of a collective, by its number there."""
+    def serve(self, flow: Flow) -> None:
+        """Send the chunks of a collective that belong on this link."""
         with self.condition:
-            self._task = (flow, number)
+            self._task = flow
             self.condition.notify()
 
     def take_credits(self) -> None:
@@ -115,16 +118,19 @@ class Outgoing:
                     self.condition.wait()
                 if self._closed or self._task is None:
                     return
-                flow, number = self._task
-                self._task = None
+                flow, self._task = self._task, None
             try:
-                self._send_all(flow, number)
+                self._send_all(flow)
             except OSError as error:
                 self._broken(self.queue[1], f"cannot send to rank {self.queue[1]}: {error.strerror or error}")
+            except Exception as error:
+                self._broken(
+                    self.queue[1], f"rank {self.queue[0]} cannot go on: {type(error).__name__} {error}"
+                )
 
-    def _send_all(self, flow: Flow, number: int) -> None:
+    def _send_all(self, flow: Flow) -> None:
         call = flow.number % CALLS
-        while (task := flow.next(number, self.condition)) is not None:
+        while (task := flow.next(self.queue, self.condition)) is not None:
             stream, chunk, data = task
             if self._bucket is not None:
                 self._bucket.wait(len(data))
@@ -142,11 +148,13 @@ class Incoming:
         *,
         flow: Callable[[], Flow | None],
         broken: Broken,
+        ended: Ended,
     ) -> None:
         self.queue = queue
         self.connection = connection
         self._flow = flow
         self._broken = broken
+        self._ended = ended
 
     def credit(self, call: int, stream: int, joined: int) -> None:
         """Tell the source how many chunks of a stream have been joined.
@@ -165,16 +173,17 @@ class Incoming:
         """Take chunks until the connection ends; the body of the link's thread."""
         source = self.queue[0]
         try:
-            clean = self._receive_all()
+            self._receive_all()
+        except ConnectionError as error:
+            self._ended(self.queue, f"the connection from rank {source} broke: {error.strerror or error}")
         except ValueError as error:
             self._broken(source, f"rank {source} sent {error}")
-        except OSError as error:
-            self._broken(source, f"the connection from rank {source} broke: {error.strerror or error}")
+        except Exception as error:
+            self._broken(source, f"rank {self.queue[1]} cannot go on: {type(error).__name__} {error}")
         else:
-            if clean:
-                self._broken(source, f"rank {source} closed its connection")
+            self._ended(self.queue, f"rank {source} closed its connection")
 
-    def _receive_all(self) -> bool:
+    def _receive_all(self) -> None:
         header = memoryview(bytearray(HEADER.size))
         source = self.queue[0]
         while read(self.connection, header, _nothing):
@@ -186,7 +195,6 @@ class Incoming:
             if not read(self.connection, view, flow.touch):
                 raise ConnectionResetError("the connection ended in the middle of a chunk")
             flow.arrived(stream, buffer)
-        return True
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.link import Broken, Incoming, Outgoing
+from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
 from collectives.backends.tcp.rendezvous import STRANGER_SECONDS
 from collectives.backends.tcp.sockets import connect, read, tune
 from collectives.backends.tcp.watcher import Watcher
@@ -43,8 +43,8 @@ class Network:
         Of the back end.
     flow : callable
         The collective that runs now, or None.
-    broken : callable
-        Told of every link that ends.
+    broken, ended : callable
+        Told of every link that fails, and of every one that its other end has closed.
 
     Raises
     ------
@@ -61,6 +61,7 @@ class Network:
         lock: threading.RLock,
         flow: Callable[[], Flow | None],
         broken: Broken,
+        ended: Ended,
     ) -> None:
         self.rank = rank
         self.general = general
@@ -69,6 +70,7 @@ class Network:
         self._lock = lock
         self._flow = flow
         self._broken = broken
+        self._ended = ended
         self._incoming: dict[Queue, Incoming] = {}
         self._threads: list[threading.Thread] = []
         self._connections: set[socket.socket] = set()
@@ -107,15 +109,22 @@ class Network:
         """Tell the source of a link how many chunks of a stream have been joined."""
         self._incoming[queue].credit(call, stream, joined)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until what was sent has reached the other machines; a stopped process there does not matter."""
+    def drain(self, timeout: float) -> None:
+        """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
+
+        A process that is stopped there does not matter. What is not waited for could be lost: a connection that is
+        closed before all credits were read is reset.
+        """
         for link in self.outgoing.values():
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
         for link in self.outgoing.values():
-            while (
-                not link.ended.is_set() and _unacknowledged(link.connection) and time.monotonic() < deadline
-            ):
+            left, deadline = -1, 0.0
+            while not link.ended.is_set() and (now := _unacknowledged(link.connection)):
+                if now != left:
+                    left, deadline = now, time.monotonic() + timeout
+                if time.monotonic() > deadline:
+                    break
                 link.ended.wait(0.002)
 
     def close(self) -> None:
@@ -185,6 +194,7 @@ class Network:
         link.take_credits()
         if link.ended.is_set() and self._watcher is not None:
             self._watcher.remove(link.connection)
+            self._ended(link.queue, f"rank {link.queue[1]} closed its connection")
 
     def _introduction(self, queue: Queue) -> bytes:
         text = json.dumps({"token": self._token, "link": queue}).encode()
@@ -216,7 +226,7 @@ class Network:
             if queue is not None:
                 connection.settimeout(None)
                 tune(connection)
-                end = Incoming(queue, connection, flow=self._flow, broken=self._broken)
+                end = Incoming(queue, connection, flow=self._flow, broken=self._broken, ended=self._ended)
                 with self._lock:
                     if queue in self._incoming or self._closed:
                         return

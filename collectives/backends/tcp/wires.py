@@ -4,17 +4,21 @@
 
     {"format": "topoplan.wires/1",
      "wires": [{"source": 0, "destination": 1, "channel": "nvlink", "from": "10.1.0.1", "to": "10.1.0.2"}, ...]}
+
+A plan may send from one rank to another along several routes, over switches or relaying ranks. Then each has a wire of
+its own, which also says its ``"route"``: the devices from source to destination.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from topoplan.errors import UsageError
+from topoplan.plans.fabric import CHANNEL_LINKS
 
 FORMAT = "topoplan.wires/1"
 
@@ -29,15 +33,19 @@ class Wire:
     Parameters
     ----------
     queue : (source rank, destination rank, channel)
+        Of several wires between two ranks all but the first have a number behind the channel (see `numbered`).
     leaves : str
         Address of the source's end of the wire.
     reaches : str
         Address of the destination's end, where it listens.
+    route : tuple of str
+        Devices from source to destination; empty where there is only one wire.
     """
 
     queue: Queue
     leaves: str
     reaches: str
+    route: tuple[str, ...] = ()
 
 
 def read_wires(path: Path | str) -> dict[Queue, Wire]:
@@ -75,12 +83,36 @@ def parse_wires(text: str, name: str) -> dict[Queue, Wire]:
     if not isinstance(listed, list):
         raise UsageError(f"{name}: wires is no list; give one entry for each directed link")
     wires: dict[Queue, Wire] = {}
+    routes: dict[Queue, list[tuple[str, ...]]] = {}
     for number, entry in enumerate(listed):
         wire = _wire(entry, f"{name}: wire {number}")
-        if wire.queue in wires:
-            raise UsageError(f"{name}: wire {number} repeats the link {wire.queue}; list every link once")
-        wires[wire.queue] = wire
+        known = routes.setdefault(wire.queue, [])
+        if known and (wire.route in known or () in (wire.route, *known)):
+            raise UsageError(
+                f"{name}: wire {number} repeats the link {wire.queue}; list every link once, or once for each route"
+            )
+        lane = numbered(wire.queue, len(known))
+        known.append(wire.route)
+        wires[lane] = replace(wire, queue=lane)
     return wires
+
+
+def numbered(queue: Queue, place: int) -> Queue:
+    """The name of one of several connections between two ranks; the first has that of the queue.
+
+    Examples
+    --------
+    >>> numbered((0, 1, "nvlink"), 2), base_queue((0, 1, "nvlink#2"))
+    ((0, 1, 'nvlink#2'), (0, 1, 'nvlink'))
+    """
+    source, destination, channel = queue
+    return (source, destination, f"{channel}#{place}") if place else queue
+
+
+def base_queue(lane: Queue) -> Queue:
+    """The queue to which a connection belongs."""
+    source, destination, channel = lane
+    return source, destination, channel.partition("#")[0]
 
 
 def _wire(entry: Any, where: str) -> Wire:
@@ -91,12 +123,15 @@ def _wire(entry: Any, where: str) -> Wire:
             raise UsageError(f"{where} has {key} {entry.get(key)!r}; give a rank")
     if entry["source"] == entry["destination"]:
         raise UsageError(f"{where} joins rank {entry['source']} to itself; give two ranks")
-    if not isinstance(entry.get("channel"), str):
+    if not isinstance(entry.get("channel"), str) or entry["channel"] not in CHANNEL_LINKS:
         raise UsageError(f"{where} has channel {entry.get('channel')!r}; give nvlink, pcie or network")
     for key in ("from", "to"):
         try:
             ipaddress.ip_address(str(entry.get(key)))
         except ValueError:
             raise UsageError(f"{where} has {key} {entry.get(key)!r}; give an IP address") from None
+    route = entry.get("route", [])
+    if not isinstance(route, list) or not all(isinstance(device, str) for device in route):
+        raise UsageError(f"{where} has route {route!r}; give a list of devices, or leave it out")
     queue = (entry["source"], entry["destination"], entry["channel"])
-    return Wire(queue, entry["from"], entry["to"])
+    return Wire(queue, entry["from"], entry["to"], tuple(route))

@@ -1,0 +1,129 @@
+"""Jobs of the tcp back end for tests: ranks as threads of this process, or as processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives import Communicator
+from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.rendezvous import Rendezvous
+from topoplan.plans.plan import Plan
+
+Array = NDArray[Any]
+
+METHODS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+}
+SIZES = (0, 1, 7, 1000003)
+
+SECONDS = 10.0
+"""Timeout of ranks that should never need it."""
+
+
+def given_to(rank: int, size: int, collective: str, count: int, dtype: str = "float32") -> Array:
+    """The array of a rank: numbers that round when they are added."""
+    per_rank = -(-count // size) * size if collective == "reduce_scatter" else count
+    values = np.arange(per_rank) * (2 * rank + 3) % 1013 / 7 - 60
+    return values.astype(dtype) if dtype != "bool" else values > 0
+
+
+def call(comm: Communicator, collective: str, arrays: Any, **options: Any) -> Any:
+    return getattr(comm, METHODS[collective])(arrays, **options)
+
+
+def seal(array: Array | None) -> str | None:
+    """A result in few bytes, to send between processes."""
+    return None if array is None else f"{array.dtype} {array.shape} {sha256(array.tobytes()).hexdigest()}"
+
+
+def backends_in_threads(
+    size: int, body: Callable[[TcpBackend, int], Any], *, timeout: float = SECONDS, **options: Any
+) -> list[Any]:
+    """What the body returns, or raises, with the back end of every rank."""
+    results: list[Any] = [None] * size
+
+    def work(rank: int, meeting: str) -> None:
+        try:
+            results[rank] = body(TcpBackend(rank, size, rendezvous=meeting, timeout=timeout, **options), rank)
+        except Exception as error:
+            results[rank] = error
+
+    with Rendezvous("127.0.0.1:0", size) as meeting:
+        threads = [threading.Thread(target=work, args=(rank, meeting.address)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(6 * SECONDS)
+    return results
+
+
+def in_threads(
+    plans: Plan | list[Plan],
+    body: Callable[[Communicator, int], Any],
+    *,
+    chunk_bytes: int | list[int] = 1 << 16,
+    timeout: float = SECONDS,
+    **options: Any,
+) -> list[Any]:
+    """What the body returns, or raises, with every rank's communicator; one plan for all or one for each."""
+    size = len((plans[0] if isinstance(plans, list) else plans).ranks)
+
+    def with_communicator(backend: TcpBackend, rank: int) -> Any:
+        plan = plans[rank] if isinstance(plans, list) else plans
+        longest = chunk_bytes[rank] if isinstance(chunk_bytes, list) else chunk_bytes
+        with Communicator(plan, backend, chunk_bytes=longest, timeout=timeout) as comm:
+            return body(comm, rank)
+
+    return backends_in_threads(size, with_communicator, timeout=timeout, **options)
+
+
+def _work(rank: int, body: Callable[..., Any], results: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        results.put((rank, body(rank, *arguments)))
+    except BaseException as error:
+        results.put((rank, error))
+
+
+def in_processes(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``body(rank, *arguments)`` returns, or raises, in one process for each rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["topoplan", "collectives.backends.tcp.backend"])
+    queue = context.SimpleQueue()
+    processes = [
+        context.Process(target=_work, args=(rank, body, queue, arguments), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        reported = dict(queue.get() for _ in range(size))
+    finally:
+        for process in processes:
+            process.join(SECONDS)
+            process.kill()
+    return [reported[rank] for rank in range(size)]
+
+
+def all_results(rank: int, plans: list[Plan], meeting: str) -> list[list[str | None]]:
+    """The life of a process: every collective in every size."""
+    size = len(plans[0].ranks)
+    found = []
+    for number, plan in enumerate(plans):
+        backend = TcpBackend(rank, size, rendezvous=f"unix:{meeting}/{number}")
+        with Communicator(plan, backend, chunk_bytes=50000) as comm:
+            results = [
+                call(comm, plan.collective, given_to(rank, size, plan.collective, count)) for count in SIZES
+            ]
+        found.append([seal(result) for result in results])
+    return found

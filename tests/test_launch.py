@@ -1,0 +1,133 @@
+"""Starting local ranks: their environment, their output, and that none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from collectives.launch import launch_local
+from topoplan.errors import UsageError
+
+PRINT_PLACE = """
+import os
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOPOPLAN_RENDEZVOUS", "EXTRA")
+print(*(os.environ[name] for name in names))
+"""
+
+ADD_UP = """
+import numpy as np, topoplan
+from collectives import Communicator
+plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2])
+with Communicator(plan, "tcp") as comm:
+    print(comm.ranks[0], comm.all_reduce(np.arange(3) + comm.ranks[0]).tolist())
+"""
+
+WRITE_PIDS = """
+import os, pathlib, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"])
+folder = pathlib.Path(sys.argv[1])
+(folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+while sum(path.stat().st_size > 0 for path in folder.iterdir()) < 3:
+    time.sleep(0.01)
+"""
+
+AFTERWARDS = {
+    "ends": "",
+    "waits": "time.sleep(1000)",
+    "fails": "time.sleep(0.2); sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(1000)",
+    "ignores": "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(1000)",
+    "stops": "sys.exit(5) if os.environ['RANK'] == '1' else os.kill(os.getpid(), signal.SIGSTOP)",
+    "dies": "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else sys.exit(2)",
+}
+
+
+def pids(folder: Path) -> list[int]:
+    """What the ranks and their children wrote down, once all three have."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = [int(text) for path in folder.iterdir() for text in path.read_text().split()]
+        if len(found) == 6:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"the ranks do not start: {found}")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and not been waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def all_end(numbers: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in numbers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in numbers)
+
+
+def test_every_process_learns_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", PRINT_PLACE]
+    assert launch_local(command, 3, environment={"EXTRA": "more"}) == 0
+    lines = sorted(line.split() for line in capfd.readouterr().out.splitlines())
+    assert [line[:4] for line in lines] == [[str(rank), "3", str(rank), "3"] for rank in range(3)]
+    assert len({line[4] for line in lines}) == 1
+    assert {line[5] for line in lines} == {"more"}
+
+
+def test_a_tcp_job_runs_and_its_lines_can_carry_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_local([sys.executable, "-c", ADD_UP], 3, prefix=True) == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [f"[{rank}] {rank} [3, 6, 9]" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("then", "status"), [("ends", 0), ("fails", 3), ("ignores", 7), ("stops", 5), ("dies", 128 + 9)]
+)
+def test_the_worst_status_is_returned_and_no_process_is_left(then: str, status: int, tmp_path: Path) -> None:
+    """Nor a child of one."""
+    program = WRITE_PIDS + AFTERWARDS[then]
+    assert launch_local([sys.executable, "-c", program, str(tmp_path)], 3, grace=0.4) == status
+    assert all_end(pids(tmp_path))
+
+
+LAUNCH = """
+import sys
+from collectives.launch import launch_local
+launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, tmp_path: Path) -> None:
+    """After an interrupt their children too."""
+    program = WRITE_PIDS + AFTERWARDS["waits"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, program, str(tmp_path)], stderr=subprocess.DEVNULL
+    )
+    started = pids(tmp_path)
+    ranks = [int(path.read_text().split()[0]) for path in tmp_path.iterdir()]
+    launcher.send_signal(number)
+    launcher.wait(20)
+    try:
+        assert all_end(started if number == signal.SIGINT else ranks)
+    finally:
+        for pid in set(started) - set(ranks):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_does_not_exist_and_no_processes_are_refused() -> None:
+    with pytest.raises(UsageError, match="cannot start /no/such/program: No such file"):
+        launch_local(["/no/such/program"], 2)
+    with pytest.raises(UsageError, match="0 processes cannot be started"):
+        launch_local(["true"], 0)
