@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.backend import Call
 from collectives.backends.mpi.agreement import Agreement, Notes
 from collectives.backends.mpi.control import CLOSED, Control
@@ -24,12 +23,16 @@ from collectives.backends.mpi.leaving import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
 from collectives.backends.mpi.program import program_of
+from collectives.backends.mpi.result_arrays import ResultArrays
 from collectives.backends.mpi.results import result_blocks
 from collectives.backends.mpi.transport import Transport
 from collectives.backends.mpi.watch import Watch
 from collectives.backends.signature import LENGTH, Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
+
+CACHED_CHUNK = 256 << 10
+"""Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
 
 class MpiBackend:
@@ -62,7 +65,6 @@ class MpiBackend:
     name = "mpi"
     one_rank = True
     direct = False
-    chunk_bytes: int | None = None
 
     def __init__(
         self,
@@ -82,8 +84,10 @@ class MpiBackend:
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self.size: int = self._comm.size
         self.ranks: tuple[int, ...] = (self._comm.rank,)
-        self.arrays = NumpyArrays()
+        self.arrays = ResultArrays()
         self._placement, self._segment = meet(self._comm, shared=shared, hosts=hosts)
+        alone = len(self._placement.leaders) == 1
+        self.chunk_bytes: int | None = CACHED_CHUNK if alone else None
         members = self._comm.Split(self._placement.leader, key=self._comm.rank)
         self._control = Control(self._segment.control, self._placement.place, fence=memory_fence(members))
         members.Free()

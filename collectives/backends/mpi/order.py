@@ -15,13 +15,16 @@ from numpy.typing import NDArray
 
 from collectives.backends.mpi.instances import Instances
 from collectives.backends.mpi.placement import Placement
-from collectives.streams import wavefront
+from collectives.streams import stream_of, streams
 from collectives.transfer_table import TransferTable
 
 Numbers = NDArray[np.int64]
 
 NEVER = np.iinfo(np.int64).max
 """Key of an operation that does not exist."""
+
+SPREAD = 2
+"""Chunks that begin between two levels of a tree, so that ranks need not work in step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +71,7 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
     mine = hosts[placement.rank]
     shared = hosts[table.source] == hosts[table.destination]
     sequence = np.empty(len(table), dtype=np.int64)
-    rows = np.argsort(wavefront(table), kind="stable")
+    rows = np.argsort(_steps(table), kind="stable")
     sequence[rows] = np.arange(len(table))
     send_key, join_key = 3 * sequence + 1, 3 * sequence + 2
     publish_key = np.full(len(held.rank), NEVER)
@@ -98,3 +101,18 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
         own_keys=np.sort(key[rank == placement.rank]),
         rows=rows,
     )
+
+
+def _steps(table: TransferTable) -> Numbers:
+    """The step of every row; a step takes one new chunk, of the shards in turn in proportion to their lengths."""
+    if not len(table):
+        return np.zeros(0, dtype=np.int64)
+    chunks = -(-np.diff(table.bounds) // table.chunk_elements)
+    shard = np.repeat(np.arange(len(chunks)), chunks)
+    chunk = np.arange(len(shard)) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+    turn = np.empty(len(shard), dtype=np.int64)
+    turn[np.lexsort((shard, (2 * chunk + 1) / (2 * chunks[shard])))] = np.arange(len(shard))
+    first = np.cumsum(chunks) - chunks
+    level = np.array([part.level for part in streams(table)], dtype=np.int64)
+    steps: Numbers = turn[first[table.shard] + table.chunk] + SPREAD * level[stream_of(table)]
+    return steps

@@ -1,9 +1,9 @@
 """Runs a program and outlives it if it fails: ``python shelter.py PROGRAM ARGUMENT ...``.
 
 MPICH's launcher ends all processes of a job as soon as it sees one end by a signal, whatever it was told, and
-signals them when one ends without MPI's farewell; that cuts them off before they can say what they noticed. It sees
-this process instead, which waits for the others, a minute at most, where the program has failed. This file runs by
-itself and imports nothing else of the package, so that it starts in a few milliseconds.
+signals them when one ends without MPI's farewell; that cuts them off before they can say what they noticed. It
+sees this process instead, which waits for the others, a minute at most, where the program has failed. This file runs
+by itself and imports nothing else of the package, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
