@@ -15,7 +15,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,16 +24,9 @@ import numpy as np
 import pytest
 from compiled_kernels import launch, widths
 from fake_nccl import nccl_module
-from fake_streams import GraphRun, Machine, Unit
+from fake_streams import POISON, Capture, CUDARuntimeError, GraphRun, Machine, Nodes, Unit
 
 from collectives.kernels import kernel_source
-
-POISON = 0xA5
-"""What fresh memory holds."""
-
-
-class CUDARuntimeError(RuntimeError):
-    """As CuPy's."""
 
 
 def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
@@ -110,7 +103,10 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         def end_capture(self) -> Graph:
             assert self.capture is not None
-            return self.capture.end()
+            nodes = self.capture.end()
+            if nodes is None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+            return Graph(nodes)
 
         def __enter__(self) -> Stream:
             if self.device_id != machine.device:
@@ -123,39 +119,8 @@ def fake_cupy(machine: Machine) -> ModuleType:
             place = max(i for i, one in enumerate(self.entered) if one[0] == threading.get_ident())
             currents()[self.device_id] = self.entered.pop(place)[1]
 
-    class Capture:
-        def __init__(self, origin: Stream) -> None:
-            self.origin = origin
-            self.nodes: list[tuple[Callable[[], Unit], list[int]]] = []
-            self.last: dict[int, list[int]] = {origin.ptr: []}
-
-        def add(self, stream: Stream, make: Callable[[], Unit]) -> None:
-            self.nodes.append((make, list(self.last[stream.ptr])))
-            self.last[stream.ptr] = [len(self.nodes) - 1]
-
-        def wait(self, stream: Stream, nodes: list[int]) -> None:
-            if stream.capture is None:
-                stream.capture = self
-                self.last[stream.ptr] = []
-            self.last[stream.ptr] += nodes
-
-        def end(self) -> Graph:
-            before: set[int] = set()
-            waiting = list(self.last[self.origin.ptr])
-            while waiting:
-                node = waiting.pop()
-                if node not in before:
-                    before.add(node)
-                    waiting += self.nodes[node][1]
-            joined = all(set(last) <= before for last in self.last.values())
-            for pointer in self.last:
-                by_address[pointer].capture = None
-            if not joined:
-                raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
-            return Graph(self.nodes)
-
     class Graph:
-        def __init__(self, nodes: list[tuple[Callable[[], Unit], list[int]]]) -> None:
+        def __init__(self, nodes: Nodes) -> None:
             self.nodes = nodes
 
         def launch(self, stream: Stream | None = None) -> None:
@@ -216,12 +181,6 @@ def fake_cupy(machine: Machine) -> ModuleType:
             self.flags = host.flags
             self.data = type("Memory", (), {"ptr": host.ctypes.data})()
 
-        def __len__(self) -> int:
-            return len(self.host)
-
-        def __iter__(self) -> Iterator[ndarray]:
-            return (self[i] for i in range(len(self.host)))
-
         def __getitem__(self, key: Any) -> ndarray:
             return ndarray(self.host[key], self.device.id)
 
@@ -266,7 +225,6 @@ def fake_cupy(machine: Machine) -> ModuleType:
         host = np.asarray(array, dtype=dtype)
         made = empty(host.shape, host.dtype)
         made.set(host)
-        current().synchronize()
         return made
 
     def ascontiguousarray(array: ndarray) -> ndarray:

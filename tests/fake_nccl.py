@@ -28,6 +28,8 @@ class Message:
 
     address: int
     nbytes: int
+    capture: int | None
+    """Which of the communicator's captures it is part of; both sides must be part of the same one."""
     moved: bool = False
 
 
@@ -47,6 +49,7 @@ class World:
             while sent and wanted:
                 one, other = sent.popleft(), wanted.popleft()
                 assert one.nbytes == other.nbytes, f"{pair}: {one.nbytes} bytes meet room for {other.nbytes}"
+                assert one.capture == other.capture, f"{pair}: captures {one.capture} and {other.capture}"
                 ctypes.memmove(other.address, one.address, one.nbytes)
                 one.moved = other.moved = True
 
@@ -92,6 +95,7 @@ def nccl_module(machine: Any, streams: Mapping[int, Any]) -> ModuleType:
                 if len(self.world.here) == size:
                     self.world.joined.set()
             self.rank, self.device, self.aborted, self.destroyed = rank, machine.device, False, False
+            self.captures: list[Any] = []
             machine.kept.append(self)
             if not self.world.joined.wait(20):
                 raise NcclError("NCCL_ERROR_SYSTEM_ERROR")
@@ -135,8 +139,17 @@ def nccl_module(machine: Any, streams: Mapping[int, Any]) -> ModuleType:
         for (communicator, stream), calls in local.calls.items():
             assert machine.device == communicator.device
 
-            def make(communicator: Any = communicator, calls: Any = tuple(calls)) -> Unit:
-                messages = [(kind, peer, Message(address, number)) for kind, peer, address, number in calls]
+            capture = streams[stream].capture
+            if capture is not None and capture not in communicator.captures:
+                communicator.captures.append(capture)
+            number = None if capture is None else communicator.captures.index(capture)
+
+            def make(
+                communicator: Any = communicator, calls: Any = tuple(calls), number: int | None = number
+            ) -> Unit:
+                messages = [
+                    (kind, peer, Message(address, nbytes, number)) for kind, peer, address, nbytes in calls
+                ]
                 return Group(communicator, messages)
 
             streams[stream].push(make)

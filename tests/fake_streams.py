@@ -12,6 +12,14 @@ PATIENCE = 20.0
 """Seconds after which a test that waits for a stream is told that it hangs."""
 
 
+POISON = 0xA5
+"""What fresh memory holds."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
 class Unit:
     """Something that a stream does: done at once when it runs, unless ``work`` says False, that it must wait."""
 
@@ -29,10 +37,14 @@ class Unit:
         return self.done
 
 
+Nodes = list[tuple[Callable[[], Unit], list[int]]]
+"""What a graph does: how each of its units is made, and which others it comes after."""
+
+
 class GraphRun(Unit):
     """One launch of a graph."""
 
-    def __init__(self, nodes: list[tuple[Callable[[], Unit], list[int]]]) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         super().__init__(lambda: None)
         self.units: list[Unit] = []
         for make, after in nodes:
@@ -44,6 +56,40 @@ class GraphRun(Unit):
         ready = [found for unit in self.units for found in unit.runnable()]
         self.done = all(unit.done for unit in self.units)
         return ready
+
+
+class Capture:
+    """What is captured from one stream, and from those that wait for it."""
+
+    def __init__(self, origin: Any) -> None:
+        self.origin = origin
+        self.nodes: Nodes = []
+        self.streams = {origin.ptr: origin}
+        self.last: dict[int, list[int]] = {origin.ptr: []}
+
+    def add(self, stream: Any, make: Callable[[], Unit]) -> None:
+        self.nodes.append((make, list(self.last[stream.ptr])))
+        self.last[stream.ptr] = [len(self.nodes) - 1]
+
+    def wait(self, stream: Any, nodes: list[int]) -> None:
+        if stream.capture is None:
+            stream.capture = self
+            self.streams[stream.ptr] = stream
+            self.last[stream.ptr] = []
+        self.last[stream.ptr] += nodes
+
+    def end(self) -> Nodes | None:
+        """What was captured; None where some of it was not joined to the origin."""
+        before: set[int] = set()
+        waiting = list(self.last[self.origin.ptr])
+        while waiting:
+            node = waiting.pop()
+            if node not in before:
+                before.add(node)
+                waiting += self.nodes[node][1]
+        for stream in self.streams.values():
+            stream.capture = None
+        return self.nodes if all(set(last) <= before for last in self.last.values()) else None
 
 
 class Machine:

@@ -1,4 +1,4 @@
-// Just enough of CUDA for a C++ compiler to run collectives/kernels/join.cu: threads one after another, and rounding
+// Just enough of CUDA for a C++ compiler to run the kernels in collectives/kernels: threads one after another, and rounding
 // intrinsics that are plain IEEE operations (compile with -ffp-contract=off). No kernel here synchronises threads.
 
 #include <cstring>

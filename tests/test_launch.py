@@ -31,7 +31,10 @@ with Communicator(plan, "tcp") as comm:
 WRITE_PIDS = """
 import os, pathlib, signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "1000"])
-pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+folder = pathlib.Path(sys.argv[1])
+(folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+while sum(path.stat().st_size > 0 for path in folder.iterdir()) < 3:
+    time.sleep(0.01)
 """
 
 AFTERWARDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -363,3 +364,20 @@ def test_partial_sums_are_kept_only_where_a_rank_gets_no_result(collective: str)
             gets = stream.destination == plan.root
         assert (order.slots > 0) == (not gets)
         assert order.slots <= 3
+
+
+def test_a_forked_child_that_ends_does_not_close_the_communicator_of_its_parent() -> None:
+    plan = forest_plan(2, "allreduce", "star")
+
+    def body(backend: TcpBackend, rank: int) -> list[int]:
+        with Communicator(plan, backend) as comm:
+            comm.all_reduce(np.ones(1))
+            child = os.fork()
+            if child == 0:
+                backend.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            total: list[int] = comm.all_reduce(np.arange(3)).tolist()
+            return total
+
+    assert backends_in_threads(2, body) == [[0, 2, 4]] * 2

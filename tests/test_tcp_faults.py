@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from faults.tcp import RANKS, Round, faults_of, one_round
-from hand_plans import forest_plan
+from hand_plans import chain, forest_plan, plan_of, stage
 from tcp_jobs import backends_in_threads
 
 import topoplan
@@ -17,6 +18,7 @@ from collectives.backends.backend import Call, RankArrays
 from collectives.backends.signature import Signature
 from collectives.backends.tcp.backend import TcpBackend
 from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Shard
 
 
 @pytest.mark.parametrize(
@@ -40,11 +42,12 @@ def test_all_survivors_name_the_rank_that_was_killed_stopped_or_interrupted(what
 
 
 def test_a_link_slower_than_the_timeout_is_no_failure_while_bytes_arrive_anywhere() -> None:
-    """The last rank of a chain waits for its first chunk three times as long as its timeout."""
-    timeout = 0.5
-    plan = forest_plan(3, "broadcast", "chain", root=0)
-    rate = 1e9  # of every link of the hand-made machine, in bytes per second
-    count = int(rate * 1e-3 * 3 * timeout / 8)
+    """Two ranks of a chain wait at the same time, and much longer than their timeout, for their first chunk."""
+    timeout, tree = 0.3, stage("broadcast", 0, chain(range(4), 0))
+    plan = plan_of(4, "broadcast", [Shard(Fraction(1), (tree,))], root=0)
+    count = (
+        1 << 18
+    )  # 2 MiB in one chunk over links of 2 MB/s, where the system lets the first 640 KiB pass at once
 
     def body(backend: TcpBackend, rank: int) -> float:
         with Communicator(plan, backend, chunk_bytes=1 << 30) as comm:
@@ -52,9 +55,9 @@ def test_a_link_slower_than_the_timeout_is_no_failure_while_bytes_arrive_anywher
             assert np.array_equal(comm.broadcast(np.full(count, 7.0 * (rank == 0))), np.full(count, 7.0))
             return time.monotonic() - begun
 
-    took = backends_in_threads(3, body, timeout=timeout, pace=1e-3)
+    took = backends_in_threads(4, body, timeout=timeout, pace=2e-3)
     assert not any(isinstance(one, BaseException) for one in took), took
-    assert took[2] > 2 * timeout
+    assert took[3] > 4 * timeout
 
 
 def test_a_rank_that_cannot_even_begin_tells_the_others_why() -> None:

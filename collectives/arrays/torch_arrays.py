@@ -122,7 +122,7 @@ class TorchArrays:
 
     def itemsize(self, array: torch.Tensor) -> int:
         """See `ArrayLibrary.itemsize`."""
-        return array.element_size()
+        return int(array.element_size())
 
     def writeable(self, array: torch.Tensor) -> bool:
         """See `ArrayLibrary.writeable`: every contiguous tensor is."""
@@ -149,7 +149,7 @@ class TorchArrays:
 
     def contiguous(self, array: torch.Tensor) -> bool:
         """See `ArrayLibrary.contiguous`."""
-        return array.is_contiguous()
+        return bool(array.is_contiguous())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `ArrayLibrary.copy`."""
@@ -170,11 +170,12 @@ class TorchArrays:
         if one.device != other.device:
             return False
         first, second = one.data_ptr(), other.data_ptr()
-        return first < second + other.nbytes and second < first + one.nbytes
+        return bool(first < second + other.nbytes and second < first + one.nbytes)
 
     def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """See `ArrayLibrary.same`."""
-        return one.device == other.device and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+        alike = one.device == other.device and one.shape == other.shape
+        return bool(alike and one.data_ptr() == other.data_ptr())
 
     def of(self, values: NDArray[Any]) -> torch.Tensor:
         """See `ArrayLibrary.of`."""
@@ -199,7 +200,7 @@ class TorchArrays:
 
 def by_numpy(array: torch.Tensor) -> bool:
     """Whether numpy can compute on this tensor's memory."""
-    return array.device.type == "cpu" and array.dtype != torch.bfloat16
+    return bool(array.device.type == "cpu" and array.dtype != torch.bfloat16)
 
 
 def operands(line: torch.Tensor) -> Any:

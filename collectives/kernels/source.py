@@ -1,7 +1,7 @@
 """The CUDA source of the kernels: one template, and a line for each (dtype, operation) that is wanted.
 
-The template (``join.cu``) includes no header, so any NVRTC compiles it as it comes: CUDA 12 for compute capability
-7.0 and newer, CUDA 13 from 7.5.
+The template (``arithmetic.cu`` and ``join.cu``) includes no header, so any NVRTC compiles it as it comes: CUDA 12 for
+compute capability 7.0 and newer, CUDA 13 from 7.5.
 """
 
 from __future__ import annotations
@@ -109,4 +109,7 @@ def _line(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _template() -> str:
-    return files("collectives.kernels").joinpath("join.cu").read_text(encoding="utf-8")
+    folder = files("collectives.kernels")
+    return "\n".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", "join.cu")
+    )

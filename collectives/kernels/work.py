@@ -86,6 +86,10 @@ class Work:
     steps: tuple[int, ...]
     ends: tuple[int, ...]
 
+    def traffic(self, itemsize: int) -> int:
+        """Bytes that are read and written: an item reads its own operand and every arrival, and writes once."""
+        return int((self.items["count"] * (2 + self.items["arriving"])).sum()) * itemsize
+
 
 def work_of(chunks: Chunks, itemsize: int) -> Work:
     """Put rows together into items, and cut the items into tiles.
@@ -108,6 +112,8 @@ def work_of(chunks: Chunks, itemsize: int) -> Work:
     >>> work = work_of(rows, 4)
     >>> work.items["arriving"].tolist(), work.arrivals["offset"].tolist(), work.steps, work.ends
     ([2, 0], [0, 8192], (0, 1), (2, 4))
+    >>> work.traffic(4) == (4 + 2) * 5000 * 4
+    True
     """
     rows = np.lexsort((np.arange(len(chunks.step)), chunks.start, chunks.rank, chunks.step))
     step, rank, start, add = (column[rows] for column in (chunks.step, chunks.rank, chunks.start, chunks.add))

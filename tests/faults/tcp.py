@@ -37,6 +37,9 @@ ELEMENTS = 1 << 20
 STEP_SECONDS = 1.0
 """Timeout of the ranks."""
 
+START_SECONDS = 60.0
+"""Time for processes to start and meet."""
+
 LIMIT_SECONDS = 20.0
 """What has not reported by then hangs."""
 
@@ -54,7 +57,7 @@ class Round:
 def work(rank: int, plan: Plan, meeting: str, reports: Connection) -> None:
     """The life of a rank: collectives until one fails, then one report."""
     array = np.full(ELEMENTS, rank, dtype=np.float32)
-    backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS)
+    backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS, meeting_timeout=START_SECONDS)
     comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
     out = np.empty_like(array)
     comm.all_reduce(array, out=out)
@@ -120,7 +123,7 @@ def hurt(
 ) -> dict[int, list[dict[str, Any]]]:
     """Wait until all ranks work, hurt one, and listen to the others until they have ended."""
     for reader in readers:
-        if not reader.poll(LIMIT_SECONDS):
+        if not reader.poll(START_SECONDS):
             raise TimeoutError("the ranks do not start")
         reader.recv_bytes()
     time.sleep(what.delay)

@@ -93,7 +93,7 @@ class MpiBackend:
         self._calls = 0
         self._closed = False
         self._transport: Transport | None = None
-        watch_the_end(self._comm, self._control, self._placement)
+        watch_the_end(self._control, self._placement)
 
     def run(self, call: Call[NDArray[Any]]) -> None:
         """See `Backend.run`."""

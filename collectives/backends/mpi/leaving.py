@@ -12,23 +12,25 @@ import atexit
 import os
 import sys
 import time
-from typing import Any
 
 from collectives.backends.mpi.control import LEAVING, Control
 from collectives.backends.mpi.placement import Placement
 from collectives.backends.mpi.watch import process_state
 
 PATIENCE = 5.0
-"""Seconds that a process waits for the others at its end."""
+"""Seconds that a process waits at its end for the others of its host."""
 
-_open: dict[int, tuple[Any, Control, Placement]] = {}
+STRANGERS = 0.5
+"""Seconds that it gives those of other hosts."""
+
+_open: dict[int, tuple[Control, Placement]] = {}
 
 
-def watch_the_end(comm: Any, control: Control, placement: Placement) -> None:
+def watch_the_end(control: Control, placement: Placement) -> None:
     """Have the end of this process looked after, as long as the communicator is open or has failed."""
     if not _open:
         atexit.register(_leave)
-    _open[id(control)] = (comm, control, placement)
+    _open[id(control)] = (control, placement)
 
 
 def forget(control: Control) -> None:
@@ -40,36 +42,45 @@ def forget(control: Control) -> None:
 
 def _leave() -> None:
     lost = []
-    for comm, control, placement in _open.values():
-        control.announce(LEAVING, 1)
+    for control, placement in _open.values():
         failure = control.failure()
         if failure is not None and failure.lost:
-            lost.append((comm, control, placement, failure.peer))
-    if not lost:
-        return
-    comm, control, placement, peer = lost[0]
+            lost.append((control, placement, failure.peer))
+    if lost:
+        # What was registered before this has not run yet, and would not run any more.
+        atexit.unregister(_leave)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    for control, _ in _open.values():
+        control.announce(LEAVING, 1)
+    if lost:
+        _leave_without_farewell(*lost[0])
+
+
+def _leave_without_farewell(control: Control, placement: Placement, peer: int) -> None:
+    from mpi4py import MPI
+
+    others = [rank for rank in range(len(placement.hosts)) if rank != peer and _may_live(placement, rank)]
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and _others(control, placement, peer):
+    while time.monotonic() < deadline and _busy(control, placement, peer):
         time.sleep(0.002)
-    # What was registered before has not run yet, and will not after this process has left.
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    lowest = next(rank for rank in placement.members if rank != peer and _lives(placement, rank))
-    if _lives(placement, peer) and lowest == placement.rank:
-        comm.Abort(1)
+    if placement.strangers:
+        time.sleep(STRANGERS)
+    if _may_live(placement, peer) and others[0] == placement.rank:
+        MPI.COMM_WORLD.Abort(1)
     os._exit(1)
 
 
-def _others(control: Control, placement: Placement, peer: int) -> bool:
-    """Whether a rank of this host still has something to do."""
+def _busy(control: Control, placement: Placement, peer: int) -> bool:
+    """Whether another rank of this host still has something to do."""
     return any(
-        rank != peer and not control.word(place, LEAVING) and _lives(placement, rank)
+        rank != peer and not control.word(place, LEAVING) and _may_live(placement, rank)
         for place, rank in enumerate(placement.members)
     )
 
 
-def _lives(placement: Placement, rank: int) -> bool:
+def _may_live(placement: Placement, rank: int) -> bool:
+    """Whether a rank's process exists, or cannot be seen from here."""
     pid = placement.pids[rank]
-    return bool(pid) and process_state(pid) not in "ZX"
+    return not pid or process_state(pid) not in "ZX"

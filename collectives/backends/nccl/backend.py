@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
-import threading
 import time
 from collections import OrderedDict
 from types import ModuleType
@@ -24,11 +22,12 @@ import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays
 from collectives.backends.backend import Call
+from collectives.backends.nccl.connections import Connections, prepare
 from collectives.backends.nccl.guard import Guard
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, place
-from collectives.backends.nccl.program import Program, program_of
+from collectives.backends.nccl.program import program_of, waits_for
 from collectives.backends.nccl.replay import Replays, decision
-from collectives.backends.nccl.world import World, share_unique_id
+from collectives.backends.nccl.world import World
 from collectives.backends.signature import LENGTH, Signature
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
@@ -37,8 +36,8 @@ KEPT = 16
 
 MOST_LANES = 1024
 
-FAREWELL_SECONDS = 5.0
-"""Time for NCCL to give up a communicator."""
+DRAIN_SECONDS = 1.0
+"""Time for the GPU to end what was queued, once the communicators are aborted."""
 
 Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
@@ -105,8 +104,7 @@ class NcclBackend:
                 f"steps of {step_bytes} bytes, {ranks_per_gpu} ranks per GPU, a timeout of {timeout} s: "
                 "give numbers above zero"
             )
-        self._nccl: Any = _nccl(cupy)
-        _prepare(trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu)
+        prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu)
         self.rank = world.rank
         self.size = world.size
         self.ranks: tuple[int, ...] = (world.rank,)
@@ -121,15 +119,13 @@ class NcclBackend:
         self._graphs = graphs and lanes == "steps"
         self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
         self._captures = 0
-        self._communicators: list[Any] = []
         self._closed = False
         with self.arrays.here():
             self._lanes = Lanes(cupy, self.arrays.kernels, most=MOST_LANES)
-        self._guard = Guard(
-            world, timeout=timeout, communicators=self._communicators, refusals=self._nccl.NcclError
-        )
+        self._connections = Connections(cupy, world, device=self.arrays.device, timeout=timeout)
+        self._guard = Guard(world, self._connections, timeout=timeout)
         try:
-            self._connect(1)
+            self._connections.have(1)
         except BaseException:
             self.close()
             raise
@@ -170,50 +166,55 @@ class NcclBackend:
         self._closed = True
         self._guard.close()
         if self._guard.error is None:
-            # Giving up waits for what other ranks still do, and they may be dead.
-            ending = threading.Thread(target=self._give_up, name="nccl farewell", daemon=True)
-            ending.start()
-            ending.join(FAREWELL_SECONDS)
+            self._connections.give_up()
         self._world.close()
         self._programs.clear()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one = call.memory[0]
         placed, replays = self._placed(call)
-        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
-        addresses = np.array([one.source.data.ptr, one.result.data.ptr, scratch], dtype=np.int64)
+        buffers = (one.source, one.result, placed.scratch)
+        addresses = np.array(
+            [0 if one is None or not one.size else one.data.ptr for one in buffers], dtype=np.int64
+        )
         key = (call.op, call.dtype, *addresses.tolist())
         what = self._agree(call.signature, replays.offer(key) if self._graphs else 0)
         if not len(call.table):
             return
         program = placed.program
-        self._connect(len(program.lanes))
+        communicators = self._connections.have(len(program.lanes))
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
         marks = self._lanes.marks
         marks[: len(program.lanes)] = 0
         ready = self._cupy.cuda.Event(disable_timing=True)
         ready.record(stream)
         origin = self._lanes.origin
-        with self._guard.watch(lambda: int(marks.sum()), lambda: _waits_for(program, marks)):
+        with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
             origin.wait_event(ready)
             self._lanes.send_addresses(placed, addresses)
             if what == "capture":
-                self._capture(placed, replays, key, kernel, addresses)
+                self._capture(placed, replays, key, kernel, communicators, addresses)
             if what == "run":
                 replays.ran(key)
-                self._lanes.run(placed, self._communicators, kernel, addresses)
+                self._lanes.run(placed, communicators, kernel, addresses)
             else:
                 replays.graph(key).launch(origin)
             self._wait()
 
     def _capture(
-        self, placed: PlacedProgram, replays: Replays, key: object, kernel: Any, addresses: Any
+        self,
+        placed: PlacedProgram,
+        replays: Replays,
+        key: object,
+        kernel: Any,
+        communicators: list[Any],
+        addresses: Any,
     ) -> None:
         origin = self._lanes.origin
         self._captures += 1
         origin.begin_capture()
         try:
-            self._lanes.run(placed, self._communicators, kernel, addresses)
+            self._lanes.run(placed, communicators, kernel, addresses)
         finally:
             graph = origin.end_capture()
         replays.captured(key, self._captures, graph)
@@ -268,40 +269,6 @@ class NcclBackend:
         self._programs.move_to_end(layout)
         return self._programs[layout]
 
-    def _connect(self, count: int) -> None:
-        """Have this many NCCL communicators; all ranks make the same ones at the same time."""
-        while len(self._communicators) < count:
-            unique_id = share_unique_id(self._world, self._nccl, timeout=self._timeout)
-            made: list[Any] = []
-
-            def join(unique_id: Any = unique_id, made: list[Any] = made) -> None:
-                with self._cupy.cuda.Device(self.arrays.device):
-                    try:
-                        made.append(self._nccl.NcclCommunicator(self.size, unique_id, self.rank))
-                    except self._nccl.NcclError as error:
-                        made.append(error)
-
-            # NCCL waits for all ranks without end, and a call that waits cannot be taken back.
-            thread = threading.Thread(target=join, name="nccl connect", daemon=True)
-            thread.start()
-            deadline = time.monotonic() + self._timeout
-            while not made:
-                thread.join(0.01)
-                trouble = self._world.trouble()
-                if not made and trouble is None and time.monotonic() > deadline:
-                    trouble = BackendError(
-                        f"NCCL did not connect the ranks within {self._timeout:g} s; NCCL_DEBUG=INFO tells more",
-                        rank=self.rank,
-                    )
-                    self._world.tell(trouble)
-                if not made and trouble is not None:
-                    raise trouble
-            if isinstance(made[0], Exception):
-                failure = BackendError(f"NCCL refuses: {made[0]}; NCCL_DEBUG=WARN tells why", rank=self.rank)
-                self._world.tell(failure)
-                raise failure
-            self._communicators.append(made[0])
-
     def _failure(self, error: BaseException) -> BackendError:
         """What a rank has met, as the other ranks are told."""
         if self._guard.error is not None:
@@ -317,44 +284,7 @@ class NcclBackend:
 
     def _drain(self) -> None:
         """Give the GPU time to end what was queued, since the memory it writes is about to be given up."""
-        end = time.monotonic() + FAREWELL_SECONDS
+        end = time.monotonic() + DRAIN_SECONDS
         with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self.arrays.here():
             while not self._lanes.origin.done and time.monotonic() < end:
                 time.sleep(1e-3)
-
-    def _give_up(self) -> None:
-        with self._cupy.cuda.Device(self.arrays.device):
-            for communicator in self._communicators:
-                communicator.destroy()
-
-
-def _nccl(cupy: ModuleType) -> Any:
-    nccl = cupy.cuda.nccl
-    if not nccl.available:
-        raise UsageError(
-            "the nccl back end needs NCCL, which CuPy does not find: pip install nvidia-nccl-cu12 (or -cu13, as CuPy)"
-        )
-    return nccl
-
-
-def _prepare(*, trees: bool, ranks_per_gpu: int) -> None:
-    """Variables that NCCL reads when it is first used; what is set already stays."""
-    if trees:
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    if ranks_per_gpu > 1:
-        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-        os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
-
-
-def _waits_for(program: Program, marks: Any) -> tuple[int | None, int | None]:
-    """Peer and row of the message that the lane which is furthest behind waits for."""
-    waiting = [
-        lane.steps[done]
-        for lane, done in zip(program.lanes, marks.tolist(), strict=False)
-        if done < len(lane.steps)
-    ]
-    if not waiting:
-        return None, None
-    step = min(waiting, key=lambda step: step.number)
-    message = (*step.receives, *step.sends)[0]
-    return message.peer, message.row

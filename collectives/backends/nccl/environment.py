@@ -1,9 +1,10 @@
 """The nccl back end of a process that was started by a launcher, which tells it its place in the environment.
 
-``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port``), or ``MASTER_ADDR`` and
-``MASTER_PORT`` as torchrun and others set them; where torchrun's own store listens at that port
-(``TORCHELASTIC_USE_AGENT_STORE``) the next one is taken. Under mpiexec without these the ranks are MPI's. The GPU is number
-``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where there are fewer GPUs, they are shared.
+``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``), or
+``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them; where torchrun's own store listens at that port
+(``TORCHELASTIC_USE_AGENT_STORE``) the next one is taken. Under mpiexec without these the ranks are MPI's. The GPU is
+number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where ``LOCAL_WORLD_SIZE`` says that the
+host has more processes than GPUs, they share them.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def from_environment(
         The ranks do not find each other.
     """
     cupy = load_cupy("nccl")
-    world, local = _world(environment, timeout)
+    world, local, processes = _world(environment, timeout)
     count = cupy.cuda.runtime.getDeviceCount()
-    shared = {"ranks_per_gpu": -(-min(world.size, local + 1) // count)} if local >= count else {}
-    return _made(cupy, world, {"device": local % count, "timeout": timeout, **shared, **options})
+    place = {"device": local % count, "ranks_per_gpu": -(-processes // count)}
+    return _made(cupy, world, {"timeout": timeout, **place, **options})
 
 
 def _made(cupy: ModuleType, world: World, options: Mapping[str, object]) -> NcclBackend:
@@ -61,8 +62,8 @@ def _made(cupy: ModuleType, world: World, options: Mapping[str, object]) -> Nccl
         raise
 
 
-def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int]:
-    """The world of this process, and its number on the host."""
+def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, int]:
+    """The world of this process, its number on the host, and processes of the host as far as known."""
     if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
         try:
             from mpi4py import MPI
@@ -71,7 +72,7 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int]:
         from collectives.backends.nccl.mpi_world import MpiWorld
 
         neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank())
+        return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank()), int(neighbours.Get_size())
     missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name)]
     address = environment.get("TOPOPLAN_RENDEZVOUS")
     if not address:
@@ -88,7 +89,8 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int]:
         address = f"{environment['MASTER_ADDR']}:{port}"
     rank = _number(environment, "RANK")
     local = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
-    return TcpWorld(address, rank, _number(environment, "WORLD_SIZE"), timeout=timeout), local
+    processes = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
+    return TcpWorld(address, rank, _number(environment, "WORLD_SIZE"), timeout=timeout), local, processes
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

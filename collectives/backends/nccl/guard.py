@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from collectives.backends.nccl.world import World
+from collectives.backends.nccl.connections import Connections
+from collectives.backends.nccl.world import World, waits_for_nothing
+from collectives.backends.tcp.stall import Waiting
 from topoplan.errors import BackendError
 
 LOOK_SECONDS = 0.02
 
-VERDICT_SECONDS = 3.0
-"""Time for the world to say who holds everybody up."""
+FAREWELL_SECONDS = 5.0
+"""Time for the thread to end."""
+
+Place = Callable[[], tuple[int | None, int | None]]
+"""The peer and the row of the table that a rank waits for."""
 
 
 class Guard:
@@ -28,12 +32,9 @@ class Guard:
     Parameters
     ----------
     world : World
+    connections : Connections
     timeout : float
         Seconds without an ended step.
-    communicators : list
-        NCCL's; the list may grow.
-    refusals : type
-        The exception that they raise.
 
     Attributes
     ----------
@@ -41,16 +42,13 @@ class Guard:
         Why the communicators were aborted.
     """
 
-    def __init__(
-        self, world: World, *, timeout: float, communicators: list[Any], refusals: type[Exception]
-    ) -> None:
+    def __init__(self, world: World, connections: Connections, *, timeout: float) -> None:
         self.error: BackendError | None = None
         self._world = world
+        self._connections = connections
         self._timeout = timeout
-        self._communicators = communicators
-        self._refusals = refusals
         self._progress: Callable[[], int] | None = None
-        self._waiting: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
+        self._since = 0.0
         self._changed = threading.Condition()
         self._closed = False
         self._aborted = False
@@ -58,26 +56,29 @@ class Guard:
         self._thread.start()
 
     @contextmanager
-    def watch(
-        self, progress: Callable[[], int], waiting: Callable[[], tuple[int | None, int | None]]
-    ) -> Iterator[None]:
+    def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
         """Watch what runs inside.
 
         Parameters
         ----------
         progress : callable
             A number that changes whenever a step has ended.
-        waiting : callable
-            The peer and the row of the table that this rank waits for.
+        place : callable
         """
+
+        def waiting() -> Waiting:
+            return Waiting(*place(), time.monotonic() - self._since)
+
         with self._changed:
-            self._progress, self._waiting = progress, waiting
+            self._progress, self._since = progress, time.monotonic()
+            self._world.waiting = waiting
             self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 self._progress = None
+                self._world.waiting = waits_for_nothing
                 self._changed.notify_all()
 
     def check(self) -> None:
@@ -91,15 +92,14 @@ class Guard:
             self.error = self.error or error
             first, self._aborted = not self._aborted, True
         if first:
-            for communicator in list(self._communicators):
-                communicator.abort()
+            self._connections.abort()
 
     def close(self) -> None:
         """End the thread; closing twice is fine."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(VERDICT_SECONDS + self._timeout)
+        self._thread.join(FAREWELL_SECONDS)
 
     def _work(self) -> None:
         while True:
@@ -113,7 +113,7 @@ class Guard:
 
     def _attend(self, progress: Callable[[], int]) -> None:
         """Look after one collective until it has ended or been stopped."""
-        since, last = time.monotonic(), progress()
+        last = progress()
         while self.error is None:
             with self._changed:
                 if self._changed.wait_for(
@@ -122,9 +122,12 @@ class Guard:
                     return
             error = self._world.trouble() or self._own_error()
             if error is None and progress() != last:
-                since, last = time.monotonic(), progress()
-            elif error is None and time.monotonic() - since > self._timeout:
-                error = self._verdict()
+                self._since, last = time.monotonic(), progress()
+            elif error is None and time.monotonic() - self._since > self._timeout:
+                self._world.stalled(self._timeout)
+                error = self._world.trouble()
+                # somebody still moves: look again a quarter of the timeout later
+                self._since = max(self._since, time.monotonic() - 0.75 * self._timeout)
             if error is not None:
                 self.stop(error)
         with self._changed:
@@ -132,31 +135,15 @@ class Guard:
 
     def _own_error(self) -> BackendError | None:
         """What NCCL itself has met."""
-        try:
-            for communicator in list(self._communicators):
-                communicator.check_async_error()
-        except self._refusals as failure:
-            peer, row = self._waiting()
-            error = BackendError(
-                f"NCCL reports {failure}; NCCL_DEBUG=WARN tells more",
-                rank=self._world.rank,
-                peer=peer,
-                step=row,
-            )
-            self._world.tell(error)
-            return self._world.trouble() or error
-        return None
-
-    def _verdict(self) -> BackendError:
-        """Nothing has moved: ask the world why."""
-        peer, row = self._waiting()
-        self._world.stalled(self._timeout, peer=peer, step=row)
-        end = time.monotonic() + VERDICT_SECONDS
-        while time.monotonic() < end:
-            error = self._world.trouble()
-            if error is not None:
-                return error
-            time.sleep(LOOK_SECONDS)
-        return BackendError(
-            f"waited {self._timeout:g} s for rank {peer}", rank=self._world.rank, peer=peer, step=row
+        met = self._connections.error()
+        if met is None:
+            return None
+        wait = self._world.waiting()
+        error = BackendError(
+            f"NCCL reports {met}; NCCL_DEBUG=WARN tells more",
+            rank=self._world.rank,
+            peer=wait.peer,
+            step=wait.step,
         )
+        self._world.tell(error)
+        return self._world.trouble() or error

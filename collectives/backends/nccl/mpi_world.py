@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from collectives.backends.nccl.tcp_world import plain
+from collectives.backends.nccl.world import plain, waits_for_nothing
 from topoplan.errors import BackendError, UsageError
 
 PART_BYTES = 1024
@@ -41,6 +41,7 @@ class MpiWorld:
         self._mpi = communicator.Dup()
         self.rank = int(self._mpi.Get_rank())
         self.size = int(self._mpi.Get_size())
+        self.waiting = waits_for_nothing
         self._one = threading.Lock()
         self._found: BackendError | None = None
         self._sent: list[Any] = []
@@ -48,6 +49,9 @@ class MpiWorld:
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """See `World.gather`."""
+        known = self.trouble()
+        if known is not None:
+            raise known
         assert len(data) <= PART_BYTES - 4, "ranks say little"
         own = bytearray((len(data).to_bytes(4, "big") + data).ljust(PART_BYTES))
         everyone = bytearray(PART_BYTES * self.size)
@@ -88,9 +92,11 @@ class MpiWorld:
             others = [peer for peer in range(self.size) if peer != self.rank]
             self._sent += [self._mpi.isend(told, dest=peer, tag=TROUBLE) for peer in others]
 
-    def stalled(self, timeout: float, *, peer: int | None = None, step: int | None = None) -> None:
-        """See `World.stalled`."""
-        self.tell(BackendError(f"waited {timeout:g} s for rank {peer}", rank=self.rank, peer=peer, step=step))
+    def stalled(self, timeout: float) -> None:
+        """See `World.stalled`: the neighbour that this rank waits for gets the blame."""
+        wait = self.waiting()
+        message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
+        self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
 
     def close(self) -> None:
         """See `World.close`; after a failure the duplicate stays, since freeing it would wait for the others."""

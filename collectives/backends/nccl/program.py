@@ -7,6 +7,7 @@ was joined two steps before. Chunks that are to be joined arrive in slots of scr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,25 @@ def program_of(
         lane, scratch = _lane(one.rank, moves, places, chosen, scratch, itemsize, overlap)
         lanes.append(lane)
     return Program(tuple(lanes), scratch)
+
+
+def waits_for(program: Program, done: Sequence[int]) -> tuple[int | None, int | None]:
+    """Peer and row of the message that the lane which is furthest behind waits for.
+
+    Parameters
+    ----------
+    program : Program
+    done : sequence of int
+        Steps of each lane that have ended.
+    """
+    waiting = [
+        lane.steps[count] for lane, count in zip(program.lanes, done, strict=False) if count < len(lane.steps)
+    ]
+    if not waiting:
+        return None, None
+    step = min(waiting, key=lambda step: step.number)
+    message = (*step.receives, *step.sends)[0]
+    return message.peer, message.row
 
 
 def _lane(

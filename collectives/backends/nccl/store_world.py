@@ -6,7 +6,7 @@ import json
 import time
 from typing import Protocol
 
-from collectives.backends.nccl.tcp_world import plain
+from collectives.backends.nccl.world import plain, waits_for_nothing
 from topoplan.errors import BackendError
 
 POLL_SECONDS = 0.002
@@ -53,6 +53,7 @@ class StoreWorld:
     def __init__(self, store: Store, rank: int, size: int, *, prefix: str = "topoplan/nccl") -> None:
         self.rank = rank
         self.size = size
+        self.waiting = waits_for_nothing
         self._store = store
         self._prefix = prefix
         self._round = 0
@@ -60,6 +61,9 @@ class StoreWorld:
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """See `World.gather`."""
+        known = self.trouble()
+        if known is not None:
+            raise known
         number = self._round
         self._round += 1
         self._store.set(self._key(number, self.rank), data)
@@ -95,9 +99,11 @@ class StoreWorld:
             where = {"rank": error.rank, "peer": error.peer, "step": error.step}
             self._store.set(f"{self._prefix}/trouble", json.dumps({"message": plain(error), **where}))
 
-    def stalled(self, timeout: float, *, peer: int | None = None, step: int | None = None) -> None:
-        """See `World.stalled`."""
-        self.tell(BackendError(f"waited {timeout:g} s for rank {peer}", rank=self.rank, peer=peer, step=step))
+    def stalled(self, timeout: float) -> None:
+        """See `World.stalled`: the neighbour that this rank waits for gets the blame."""
+        wait = self.waiting()
+        message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
+        self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
 
     def close(self) -> None:
         """See `World.close`: the store belongs to others."""

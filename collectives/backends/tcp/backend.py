@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,9 @@ class TcpBackend:
         Let each link run no faster than this times the bandwidth in the plan (see
         `collectives.backends.tcp.pacing`).
     timeout : float
-        Seconds to wait for all ranks to come, and for the next step of a collective.
+        Seconds to wait for the next step of a collective.
+    meeting_timeout : float, optional
+        Seconds to wait for all ranks to come; by default ``timeout``.
     flight_bytes : int
         Bytes that may be under way, or wait at their destination, of a stream that another may hold up: what the
         queues in the network hold, or it runs dry. The same on all ranks.
@@ -83,14 +85,17 @@ class TcpBackend:
         wires: Path | str | None = None,
         pace: float | None = None,
         timeout: float = 30.0,
+        meeting_timeout: float | None = None,
         flight_bytes: int = 4 << 20,
     ) -> None:
         if size < 1 or not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
         if pace is not None and not pace > 0:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
-        if not timeout > 0:
-            raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        meeting_timeout = timeout if meeting_timeout is None else meeting_timeout
+        if not min(timeout, meeting_timeout) > 0:
+            least = min(timeout, meeting_timeout)
+            raise UsageError(f"a timeout of {least} s is no time to wait; give more than zero")
         if flight_bytes < 1:
             raise UsageError(
                 f"{flight_bytes} bytes under way move nothing; give at least 1, for example 4194304"
@@ -106,9 +111,10 @@ class TcpBackend:
         self._spare = Spare()
         self._job = Job(rank, timeout=timeout)
         self._closed = False
+        self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         try:
-            self._meet(rendezvous)
+            self._meet(rendezvous, meeting_timeout)
         except BaseException:
             self._tear_down()
             raise
@@ -159,12 +165,13 @@ class TcpBackend:
 
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
-        if not self._closed:
-            self._network.drain(time.monotonic() + self._job.timeout)
+        # a child that was forked off must not say goodbye for its parent
+        if not self._closed and os.getpid() == self._process:
+            self._network.drain(self._job.timeout)
             self._job.control.say({"type": "bye"})
             self._end()
 
-    def _meet(self, rendezvous: str) -> None:
+    def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""
         problem = ""
         if self.rank == 0:
@@ -175,7 +182,7 @@ class TcpBackend:
             else:
                 self._undo.append(hub.close)
         try:
-            control = Control(rendezvous, self.rank, self.size, timeout=self._job.timeout)
+            control = Control(rendezvous, self.rank, self.size, timeout=timeout)
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
         self._undo.append(control.close)

@@ -127,6 +127,8 @@ class Control:
             self.verdict = self.verdict or message
         elif message["type"] == "leaving":
             self.alone = True
+        elif message["type"] == "patience":
+            self.answer = self.answer or message  # what was waited for may have come just before
         elif message["type"] != "ping":
             self.answer = message
 

@@ -211,15 +211,15 @@ class Flow:
             found = self._first_missing(peer)
         return None if found is None else row_of(self._table, found[0].number, found[1])
 
-    def needs(self, peer: int) -> bool:
-        """Whether chunks have yet to come from a rank, or to be given to the system for it."""
+    def needs(self, lane: Queue) -> bool:
+        """Whether chunks have yet to come over a link, or to be given to the system for it."""
         with self.over:
             return any(
                 self._come(s.number) < s.chunks
-                if s.source == peer
+                if s.destination == self.rank
                 else self._done[s.number] + (s.number in self._in_hand) < s.chunks
                 for s in self._streams()
-                if peer in (s.source, s.destination)
+                if self.lane_of[s.number] == lane
             )
 
     def _first_missing(self, peer: int | None) -> tuple[Stream, int] | None:

@@ -42,7 +42,8 @@ class Hub:
         self._gone: set[int] = set()
         self._round: dict[int, Message] = {}
         self._verdict: Message | None = None
-        self._stalled: tuple[int, float] | None = None
+        self._stalled: list[int] = []
+        self._patience = 0.0
         self._answers: dict[int, Waiting] = {}
 
     @property
@@ -52,7 +53,7 @@ class Hub:
 
     def join(self, hello: Message, now: float) -> tuple[str, list[Post]]:
         """A process comes; returns why it is refused, or nothing, and messages for those that came before."""
-        if hello.get("type") != "hello" or hello.get("format") != FORMAT:
+        if hello.get("format") != FORMAT or not _is_hello(hello):
             return f"this is a rendezvous of format {FORMAT}", []
         if self.complete:
             return f"all {self.size} ranks are there already; give every job a rendezvous of its own", []
@@ -89,7 +90,7 @@ class Hub:
             return self._leave(rank)
         if self._verdict is not None:
             return []
-        if kind in ("agree", "largest"):
+        if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message)
         if kind == "failed":
             return self._fail(
@@ -97,7 +98,7 @@ class Hub:
             )
         if kind == "stall":
             return self._inquire(rank, message, now)
-        if kind == "pong" and self._stalled is not None:
+        if kind == "pong" and self._stalled:
             self._answers[rank] = Waiting(message["peer"], message["step"], float(message["idle"]))
             if len(self._answers) == self.size - len(self._gone):
                 return self._judge()
@@ -122,7 +123,7 @@ class Hub:
         if self.deadline is None or now < self.deadline:
             return []
         self.deadline = None
-        if self._stalled is not None:
+        if self._stalled:
             return self._judge()
         missing = [rank for rank in range(self.size) if rank not in self.hellos]
         return self._fail(
@@ -163,7 +164,7 @@ class Hub:
         )
 
     def _enter(self, rank: int, message: Message) -> list[Post]:
-        """A rank wants to begin a collective, or to know the largest of the values of all ranks."""
+        """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
         self._round[rank] = message
         if message.get("refused"):
             return self._differ(rank)
@@ -183,6 +184,8 @@ class Hub:
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
+        if message["type"] == "gather":
+            answer["data"] = [self._round[one]["data"] for one in range(self.size)]
         self._round = {}
         return self._everyone(answer)
 
@@ -198,17 +201,19 @@ class Hub:
 
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
         """A rank has waited too long: ask the others what they wait for."""
-        if self._stalled is not None:
+        answer = Waiting(message["peer"], message["step"], float(message["idle"]))
+        self._stalled.append(rank)
+        if len(self._stalled) > 1:
             return []
-        self._stalled = (rank, float(message["timeout"]))
-        self._answers = {rank: Waiting(message["peer"], message["step"], float(message["idle"]))}
+        self._patience = float(message["timeout"])
+        self._answers = {rank: answer}
         self.deadline = now + ANSWER_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
     def _judge(self) -> list[Post]:
-        assert self._stalled is not None
-        reporter, timeout = self._stalled
-        self._stalled, self.deadline = None, None
+        reporters, self._stalled, self.deadline = self._stalled, [], None
+        reporter = reporters[0]
+        patience: list[Post] = [(rank, {"type": "patience"}) for rank in reporters]
         absent = [rank for rank in range(self.size) if rank not in self._round]
         missing = sorted(absent, key=lambda rank: (rank in self._answers, rank))
         answers = {
@@ -216,11 +221,23 @@ class Hub:
             for rank, answer in self._answers.items()
         }
         if answers[reporter].peer is None:
-            return [(reporter, {"type": "patience"})]
-        found = blame(reporter, answers, timeout)
+            return patience
+        found = blame(reporter, answers, self._patience)
         if found is None:
-            return [(reporter, {"type": "patience"})]
+            return patience
         return self._fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
+
+
+def _is_hello(message: Message) -> bool:
+    """Whether a message says all that the others must know of a rank."""
+    numbers = ("rank", "size", "pid", "flight_bytes")
+    return (
+        message["type"] == "hello"
+        and all(type(message.get(name)) is int for name in numbers)
+        and isinstance(message.get("ports"), dict)
+        and isinstance(message.get("general"), str | None)
+        and isinstance(message.get("timeout"), float | int)
+    )
 
 
 def _listed(ranks: list[int]) -> str:

@@ -17,6 +17,7 @@ from collectives.backends.tcp.control import GRACE_SECONDS, Control
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.stall import Waiting
+from collectives.backends.tcp.wires import Queue
 from topoplan.errors import BackendError
 
 
@@ -90,11 +91,14 @@ class Job:
                     self._ask_who_stalls(signature)
                     since = time.monotonic() - 0.75 * self.timeout
 
-    def ended(self, peer: int, message: str) -> None:
-        """A rank has closed a link; that is trouble only while there is more to come from it or to send to it."""
+    def ended(self, lane: Queue, message: str) -> None:
+        """The other end of a link has closed it; that is trouble only while this link has more to carry.
+
+        A rank that has ended well may still have data on its way over its other links.
+        """
         with self.changed:
-            if self.flow is not None and self.flow.needs(peer):
-                self.broken(peer, message)
+            if self.flow is not None and self.flow.needs(lane):
+                self.broken(lane[0] if lane[1] == self.rank else lane[1], message)
 
     def broken(self, peer: int, message: str) -> None:
         """A link has failed."""
@@ -145,6 +149,9 @@ class Job:
     def _ask_who_stalls(self, signature: Signature | None) -> None:
         """Raise what the rendezvous finds; nothing where it asks for patience."""
         wait = self.waiting()
+        if self.control.alone:
+            peer, step = wait.peer, wait.step
+            raise BackendError(f"waited {self.timeout:g} s", rank=self.rank, peer=peer, step=step)
         before, self.control.answer = self.control.answer, None
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         self.control.say({"type": "stall", "timeout": self.timeout, **where})

@@ -25,6 +25,9 @@ CALLS = 1 << 32
 Broken = Callable[[int, str], None]
 """Told that the link to a rank is broken, and how."""
 
+Ended = Callable[[Queue, str], None]
+"""Told that the other end of a link has closed it."""
+
 
 class Outgoing:
     """The end of a link where chunks leave.
@@ -145,7 +148,7 @@ class Incoming:
         *,
         flow: Callable[[], Flow | None],
         broken: Broken,
-        ended: Broken,
+        ended: Ended,
     ) -> None:
         self.queue = queue
         self.connection = connection
@@ -172,13 +175,13 @@ class Incoming:
         try:
             self._receive_all()
         except ConnectionError as error:
-            self._ended(source, f"the connection from rank {source} broke: {error.strerror or error}")
+            self._ended(self.queue, f"the connection from rank {source} broke: {error.strerror or error}")
         except ValueError as error:
             self._broken(source, f"rank {source} sent {error}")
         except Exception as error:
             self._broken(source, f"rank {self.queue[1]} cannot go on: {type(error).__name__} {error}")
         else:
-            self._ended(source, f"rank {source} closed its connection")
+            self._ended(self.queue, f"rank {source} closed its connection")
 
     def _receive_all(self) -> None:
         header = memoryview(bytearray(HEADER.size))

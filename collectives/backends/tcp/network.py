@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.link import Broken, Incoming, Outgoing
+from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
 from collectives.backends.tcp.rendezvous import STRANGER_SECONDS
 from collectives.backends.tcp.sockets import connect, read, tune
 from collectives.backends.tcp.watcher import Watcher
@@ -61,7 +61,7 @@ class Network:
         lock: threading.RLock,
         flow: Callable[[], Flow | None],
         broken: Broken,
-        ended: Broken,
+        ended: Ended,
     ) -> None:
         self.rank = rank
         self.general = general
@@ -109,15 +109,22 @@ class Network:
         """Tell the source of a link how many chunks of a stream have been joined."""
         self._incoming[queue].credit(call, stream, joined)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until what was sent has reached the other machines; a stopped process there does not matter."""
+    def drain(self, timeout: float) -> None:
+        """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
+
+        A process that is stopped there does not matter. What is not waited for could be lost: a connection that is
+        closed before all credits were read is reset.
+        """
         for link in self.outgoing.values():
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
         for link in self.outgoing.values():
-            while (
-                not link.ended.is_set() and _unacknowledged(link.connection) and time.monotonic() < deadline
-            ):
+            left, deadline = -1, 0.0
+            while not link.ended.is_set() and (now := _unacknowledged(link.connection)):
+                if now != left:
+                    left, deadline = now, time.monotonic() + timeout
+                if time.monotonic() > deadline:
+                    break
                 link.ended.wait(0.002)
 
     def close(self) -> None:
@@ -187,7 +194,7 @@ class Network:
         link.take_credits()
         if link.ended.is_set() and self._watcher is not None:
             self._watcher.remove(link.connection)
-            self._ended(link.queue[1], f"rank {link.queue[1]} closed its connection")
+            self._ended(link.queue, f"rank {link.queue[1]} closed its connection")
 
     def _introduction(self, queue: Queue) -> bytes:
         text = json.dumps({"token": self._token, "link": queue}).encode()

@@ -23,7 +23,7 @@ from collectives.backends.torch.exchange import exchange
 from collectives.backends.torch.open_group import asked_for, devices_of, existing_group, make_group
 from collectives.backends.torch.program import Part, Program, Transfer, program
 from collectives.backends.torch.roll_call import Contact, Notice, RollCall
-from collectives.backends.torch.wires import GlooWires, LostPeer, Message, NcclWires, Wires
+from collectives.backends.torch.wires import LANES, GlooWires, LostPeer, Message, NcclWires, Wires
 from topoplan.errors import BackendError
 
 Result = TypeVar("Result")
@@ -137,23 +137,12 @@ class TorchBackend:
     def _meet(self) -> None:
         """Tell all ranks where this one listens, and agree on a lane for the messages of this back end."""
         mine = {"lane": TorchBackend._lanes, "contact": asdict(self._roll_call.contact)}
-        contacts = []
-        for peer, block in enumerate(self._exchange(json.dumps(mine).encode())):
-            try:
-                theirs = json.loads(block)
-                contacts.append(Contact(**theirs["contact"]))
-                TorchBackend._lanes = max(TorchBackend._lanes, theirs["lane"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise BackendError(
-                    "the peer runs a collective while this rank makes a communicator; "
-                    "make the same calls on all ranks",
-                    rank=self.ranks[0],
-                    peer=peer,
-                ) from error
-        self._roll_call.meet(contacts)
+        theirs = [json.loads(block) for block in self._exchange(json.dumps(mine).encode())]
+        lane = max(one["lane"] for one in theirs)
+        self._roll_call.meet([Contact(**one["contact"]) for one in theirs])
         for wires in self._wires.values():
-            wires.lane = TorchBackend._lanes
-        TorchBackend._lanes += 1
+            wires.lane = 1 + (lane - 1) % (LANES - 1)
+        TorchBackend._lanes = lane + 1
 
     def _agree(self, mine: Signature, kind: str) -> None:
         """Compare with all ranks, so that all of them fail where two differ."""
@@ -230,6 +219,8 @@ def _execute(
                     assert joined is not None, "only reductions join"
                     joined(elements(arrival.own), elements(arrival.arrived), out=elements(arrival.target))
         wires.settle()
+    if lines[0].is_cuda:
+        torch.cuda.current_stream(lines[0].device).synchronize()
 
 
 def _signature(block: bytes, *, rank: int, peer: int) -> Signature:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 LANES = 62
-"""Back ends of one group whose messages are kept apart; a training job's own messages have smaller tags."""
+"""Back ends of one group whose messages are kept apart, from 0; a training job's own messages have smaller tags."""
 
 TAGS = 1 << 25
 """Tags of each of them."""
@@ -63,7 +63,7 @@ class Wires(Protocol):
     """Steps by which receives may be posted before their sends."""
 
     lane: int
-    """Number of the back end, the same on all ranks; 0 until they have agreed on one."""
+    """Number of the back end, the same on all ranks, below `LANES`; 0 until they have agreed on one."""
 
     def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Begin a step: all of these are under way from now on, and must end within the timeout."""
@@ -126,19 +126,24 @@ class GlooWires:
     def cut(self) -> None:
         """See `Wires.cut`."""
         self._works.clear()
-        # a receive that times out is what makes gloo close every connection of a group
+        # a receive that times out is what makes gloo close every connection of a group; with a tag of its own,
+        # since gloo ends the process when a message does not fit into its receive
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in range(len(self._peers)):
             if peer != dist.get_rank(self._group):
                 try:
-                    self._post(False, Message(peer, nothing)).wait(timedelta(milliseconds=1))
+                    self._work(False, Message(peer, nothing), (1 + LANES) * TAGS).wait(
+                        timedelta(milliseconds=1)
+                    )
                 except RuntimeError:
                     continue
 
     def _post(self, sending: bool, message: Message) -> dist.Work:
-        operation = dist.isend if sending else dist.irecv
         number = 0 if message.step is None else 1 + message.step % (TAGS - 1)
-        tag = (1 + self.lane % LANES) * TAGS + number
+        return self._work(sending, message, (1 + self.lane) * TAGS + number)
+
+    def _work(self, sending: bool, message: Message, tag: int) -> dist.Work:
+        operation = dist.isend if sending else dist.irecv
         one = dist.P2POp(operation, message.data, self._peers[message.peer], self._group, tag)
         (work,) = dist.batch_isend_irecv([one])
         return work
@@ -194,7 +199,7 @@ class NcclWires:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
-        self._unordered = works
+        self._unordered += works
         self._queued.append((time.monotonic() + self._timeout, works, messages))
 
     def sent(self, peer: int, step: int | None = None) -> None:
@@ -207,9 +212,9 @@ class NcclWires:
 
     def settle(self) -> None:
         """See `Wires.settle`."""
+        self._order()
         while self._queued:
             self._end_first()
-        torch.cuda.current_stream().synchronize()
 
     def cut(self) -> None:
         """See `Wires.cut`."""
@@ -224,19 +229,21 @@ class NcclWires:
 
     def _end_first(self) -> None:
         deadline, works, messages = self._queued.popleft()
-        peer, step = messages[0].peer, messages[0].step
+        peers = sorted({message.peer for message in messages})
         while not all(work.is_completed() for work in works):
             if time.monotonic() > deadline:
-                others = sorted({message.peer for message in messages})
-                raise LostPeer(
-                    peer, step, f"or another of {others} exchanged no data within {self._timeout:g} s"
-                )
+                fault = f"or another one of ranks {peers} exchanged no data within {self._timeout:g} s"
+                raise LostPeer(messages[0].peer, messages[0].step, fault)
             time.sleep(POLL)
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise LostPeer(peer, step, _broken(error)) from error
+        try:
+            for work in works:
+                self._check(work)
+        except RuntimeError as error:
+            raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
+
+    def _check(self, work: dist.Work) -> None:
+        """Raise what NCCL met; only a wait with a time limit tells, which does not wait for what has ended."""
+        work.wait(timedelta(seconds=self._timeout))
 
 
 def _broken(error: RuntimeError) -> str:

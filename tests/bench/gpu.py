@@ -1,0 +1,181 @@
+"""What the GPU does: fused joins and the loopback against the copy engine's best, and NCCL's ways of running a plan.
+
+The share of copy bandwidth counts all bytes that are read and written, as the copy's own figure does.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import topoplan
+from collectives import Communicator, lower
+from collectives.arrays.cupy_arrays import load_cupy
+from collectives.backends.backend import RankArrays
+from collectives.backends.loopback_gpu.backend import LoopbackGpu
+from collectives.backends.loopback_gpu.program import program_of
+from collectives.kernels import Chunks, Kernels, work_of
+from tests.nccl_rank import start
+from topoplan.errors import UsageError
+
+RUNS = 20
+CHUNK = 1 << 20
+BYTES = 1 << 28
+"""Of one buffer: far more than a cache holds."""
+
+
+def main() -> None:
+    """Print all figures, or why there are none."""
+    try:
+        cupy: Any = load_cupy("loopback-gpu")
+    except UsageError as error:
+        print(f"gpu: skipped: {error}")
+        return
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    copied = copy_bandwidth(cupy)
+    print(f"{name}: device copy {copied:.0f} GB/s (read and written)")
+    for dtype, op in [
+        ("float32", "sum"),
+        ("float16", "sum"),
+        ("bfloat16", "sum"),
+        ("int8", "max"),
+        ("float64", None),
+    ]:
+        for siblings in (1, 3, 7) if op else (0,):
+            found = join_bandwidth(cupy, dtype, op, siblings)
+            print(
+                f"  {op or 'copy':4} {dtype:9} {siblings} arriving  {found:6.0f} GB/s  {found / copied:5.0%} of copy"
+            )
+    for megabytes in (1, 16, 64, 256):
+        for step_bytes in (8 << 20, 32 << 20, 1 << 40):
+            found = loopback_bandwidth(cupy, megabytes, step_bytes)
+            step = "all chunks" if step_bytes >> 40 else f"{step_bytes >> 20:4} MB a step"
+            print(
+                f"  loopback-gpu dgx-1v {megabytes:4} MB, {step}: {found:6.0f} GB/s  {found / copied:5.0%} of copy"
+            )
+    nccl(cupy)
+
+
+def copy_bandwidth(cupy: Any) -> float:
+    """GB/s of a copy inside the GPU's memory."""
+    source, target = (cupy.zeros(BYTES, dtype=np.uint8) for _ in range(2))
+    runtime = cupy.cuda.runtime
+
+    def copy() -> None:
+        stream = cupy.cuda.get_current_stream().ptr
+        runtime.memcpyAsync(target.data.ptr, source.data.ptr, BYTES, runtime.memcpyDeviceToDevice, stream)
+
+    return 2 * BYTES / _gpu_seconds(cupy, copy) / 1e9
+
+
+def join_bandwidth(cupy: Any, dtype: str, op: str | None, siblings: int) -> float:
+    """GB/s of one launch that joins many chunks with some arrivals each."""
+    itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    chunks = BYTES // CHUNK
+    rows = np.arange(chunks * max(siblings, 1))
+    chunk = rows // max(siblings, 1)
+    zero = np.zeros_like(rows)
+    buffer = np.where(siblings, 2 + rows % max(siblings, 1), 1)
+    work = work_of(
+        Chunks(
+            zero,
+            zero,
+            chunk * CHUNK,
+            np.full_like(rows, CHUNK // itemsize),
+            np.full(len(rows), bool(siblings)),
+            (zero, chunk * CHUNK),
+            (zero + 1, chunk * CHUNK),
+            (buffer, chunk * CHUNK),
+        ),
+        itemsize,
+    )
+    kernels = Kernels(cupy)
+    buffers = [cupy.zeros(BYTES, dtype=np.uint8) for _ in range(2 + siblings)]
+    done = kernels.upload(work, len(buffers))
+    done.bases.set(np.array([one.data.ptr for one in buffers], dtype=np.int64))
+    kernel = kernels.compiled(op, dtype, itemsize)
+    seconds = _gpu_seconds(cupy, lambda: kernels.launch(kernel, done, 0))
+    return work.traffic(itemsize) / seconds / 1e9
+
+
+def loopback_bandwidth(cupy: ModuleType, megabytes: int, step_bytes: int) -> float:
+    """GB/s of an allreduce of 8 ranks on one GPU, by the bytes that its work reads and writes."""
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    count, at_once = megabytes << 18, CHUNK // 4
+    memory = [RankArrays(rank, (0, count), None, (0, count), None) for rank in range(8)]
+    work, _ = program_of(lower(plan, count, chunk_elements=at_once), memory, 4, step_bytes=step_bytes)
+    any_cupy: Any = cupy
+    given = [any_cupy.full(count, rank, dtype=np.float32) for rank in range(8)]
+    out = [any_cupy.empty_like(array) for array in given]
+    with Communicator(plan, LoopbackGpu(cupy, 8, step_bytes=step_bytes), chunk_bytes=CHUNK) as comm:
+        return work.traffic(4) / _seconds(lambda: comm.all_reduce(given, out=out)) / 1e9
+
+
+def nccl(cupy: Any) -> None:
+    """An allreduce over NCCL with its settings, one rank on each GPU, or two on a single one."""
+    if not cupy.cuda.nccl.available:
+        print("  nccl: skipped: CuPy finds no NCCL")
+        return
+    gpus = cupy.cuda.runtime.getDeviceCount()
+    ranks = max(2, min(8, gpus))
+    shared = {} if gpus >= ranks else {"ranks_per_gpu": -(-ranks // gpus)}
+    for lanes, overlap, graphs in [("steps", 1, 1), ("steps", 1, 0), ("steps", 0, 1), ("trees", 1, 0)]:
+        ended, text = start(
+            ranks,
+            "time",
+            port=free_port(),
+            timeout=180,
+            lanes=lanes,
+            overlap=overlap,
+            graphs=graphs,
+            **shared,
+        )
+        how = f"{lanes}{' overlapped' if overlap else ''}{' as a graph' if graphs else ''}"
+        if not ended:
+            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: failed: {text.strip().splitlines()[-1]}")
+            continue
+        for line in text.splitlines():
+            megabytes, seconds = line.split()
+            rate = int(megabytes) * 2**20 / float(seconds) / 1e9
+            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: {megabytes:>4} MB {rate:7.2f} GB/s")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens at just now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _gpu_seconds(cupy: Any, call: Callable[[], None]) -> float:
+    """Median time of a call by the GPU's own clock."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(3):
+            call()
+        marks = [cupy.cuda.Event() for _ in range(RUNS + 1)]
+        marks[0].record(stream)
+        for mark in marks[1:]:
+            call()
+            mark.record(stream)
+        stream.synchronize()
+    times = [cupy.cuda.get_elapsed_time(one, other) / 1e3 for one, other in pairwise(marks)]
+    return statistics.median(times)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

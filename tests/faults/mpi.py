@@ -1,0 +1,176 @@
+"""Kills (SIGKILL) or stops (SIGSTOP) a rank of the mpi back end at a random moment, again and again.
+
+Every survivor must report exactly one `BackendError` that names itself, the hurt rank and a step; its ``out`` array
+must be untouched. Then all processes must end, the stopped one too, and leave nothing in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import topoplan
+from collectives import Communicator
+from collectives.backends.mpi.backend import MpiBackend
+from collectives.backends.mpi.launch import mpiexec_command
+from collectives.backends.mpi.watch import process_state
+from topoplan.errors import BackendError
+
+RANKS = 4
+ELEMENTS = 1 << 20
+STEP_SECONDS = 1.0
+"""Timeout of the ranks."""
+
+LIMIT_SECONDS = 30.0
+"""What has not ended by then hangs."""
+
+FORMS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "messages": {"shared": False},
+    "mixed": {"hosts": [0, 0, 1, 1]},
+}
+"""How the ranks exchange: options of `MpiBackend`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What is done to a job."""
+
+    form: str
+    victim: int
+    number: signal.Signals
+    delay: float
+
+
+def work(form: str) -> None:
+    """The life of a rank: collectives until one fails, then one report."""
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
+    backend = MpiBackend(timeout=STEP_SECONDS, **FORMS[form])
+    rank = backend.ranks[0]
+    comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
+    array = np.full(ELEMENTS, rank, dtype=np.float32)
+    out = np.empty_like(array)
+    comm.all_reduce(array, out=out)
+    tell({"rank": rank, "pid": os.getpid(), "names": shared_names()})
+    seen: dict[str, Any] = {"reporter": rank}
+    try:
+        while True:
+            out.fill(-1)
+            comm.all_reduce(array, out=out)
+            if not np.all(out == sum(range(RANKS))):
+                raise ValueError("a wrong result")
+    except BackendError as error:
+        seen |= {"rank": error.rank, "peer": error.peer, "step": error.step}
+        seen |= {"message": str(error), "time": time.monotonic(), "untouched": bool(np.all(out == -1))}
+    except Exception as error:
+        seen |= {"message": f"{type(error).__name__}: {error}"}
+    comm.close()
+    tell(seen)
+
+
+def shared_names() -> list[str]:
+    """The named shared memory that this process has."""
+    parts = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    names = {part[5] for part in parts if len(part) == 6}
+    return sorted(name for name in names if name.startswith("/dev/shm/") and Path(name).exists())
+
+
+def tell(what: dict[str, Any]) -> None:
+    """Print a line in one piece."""
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def one_round(what: Round) -> tuple[list[str], list[float]]:
+    """Start the ranks, hurt one, and look at what the others say; complaints, and seconds until they noticed."""
+    command = mpiexec_command(RANKS, [sys.executable, "-m", "tests.faults.mpi", "--work", what.form])
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        timer = threading.Timer(LIMIT_SECONDS, launcher.kill)
+        timer.start()
+        noise = threading.Thread(target=launcher.stderr.read) if launcher.stderr else threading.Thread()
+        noise.start()
+        started = [json.loads(launcher.stdout.readline()) for _ in range(RANKS)]
+        pids = {one["rank"]: one["pid"] for one in started}
+        time.sleep(what.delay)
+        hurt = time.monotonic()
+        os.kill(pids[what.victim], what.number)
+        reports = [json.loads(line) for line in launcher.stdout if line.startswith("{")]
+        hung = not timer.is_alive()
+        timer.cancel()
+        noise.join()
+    complaints = ["the launcher did not end"] if hung else []
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in pids.values() if process_state(pid) not in "ZX"]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    complaints += [f"process {pid} is left" for pid in left]
+    names = {name for one in started for name in one["names"]}
+    complaints += [f"{name} is left" for name in sorted(names) if Path(name).exists()]
+    survivors = [rank for rank in range(RANKS) if rank != what.victim]
+    for rank in survivors:
+        own = [report for report in reports if report["reporter"] == rank]
+        if len(own) != 1:
+            complaints.append(f"rank {rank} reported {len(own)} times")
+        for report in own:
+            if (report.get("rank"), report.get("peer")) != (rank, what.victim) or report.get("step") is None:
+                complaints.append(f"rank {rank}: {report['message']}")
+            elif not report["untouched"]:
+                complaints.append(f"rank {rank}: its out array was touched")
+    noticed = [report["time"] for report in reports if report["reporter"] != what.victim and "time" in report]
+    return complaints, [when - hurt for when in noticed]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the rounds and print what became of them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults mpi", description=__doc__)
+    parser.add_argument("--kills", type=int, default=20, help="rounds (20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (0)")
+    parser.add_argument("--form", choices=sorted(FORMS), help="how ranks exchange (a random one each round)")
+    parser.add_argument("--work", choices=sorted(FORMS), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.work:
+        work(options.work)
+        return 0
+    chooser = random.Random(options.seed)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    bad = 0
+    for number in range(options.kills):
+        what = Round(
+            options.form or chooser.choice(sorted(FORMS)),
+            chooser.randrange(RANKS),
+            chooser.choice([signal.SIGKILL, signal.SIGSTOP]),
+            chooser.uniform(0, 0.2),
+        )
+        complaints, noticed = one_round(what)
+        seconds.setdefault((what.form, what.number.name), []).extend(noticed)
+        bad += bool(complaints)
+        for complaint in complaints:
+            print(f"round {number}, {what.form}, {what.number.name} of rank {what.victim}: {complaint}")
+    print(f"{options.kills} rounds of {RANKS} ranks, timeout {STEP_SECONDS:g} s: {options.kills - bad} clean")
+    for (form, name), times in sorted(seconds.items()):
+        if times:
+            print(
+                f"  {form:8} {name}: {len(times)} survivors noticed after "
+                f"{statistics.median(times):.3f} s (median), {max(times):.3f} s (longest)"
+            )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""The torch back end: real processes over gloo, with loopback's bits, and every fault an error on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from hand_plans import forest_plan
+from torch_ranks import cases, expected
+
+from collectives import Communicator
+from topoplan.errors import BackendError, UsageError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+RANKS = 6
+STOPPED, KILLED = RANKS - 1, RANKS - 2
+Told = list[dict[str, Any]]
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    """What each rank prints, in one run of all stages, and how it ends."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    program = [sys.executable, str(ROOT / "tests" / "torch_ranks.py")]
+    ports = [str(free_port()), str(free_port())]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(RANKS):
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                arguments = [*program, str(rank), str(RANKS), *ports]
+                running.append(subprocess.Popen(arguments, stdout=out, stderr=err, env=environment))
+        for rank in range(RANKS - 1):
+            running[rank].wait(timeout=180)
+        running[STOPPED].send_signal(signal.SIGCONT)
+        running[STOPPED].wait(timeout=60)
+        found: Told = []
+        for rank, process in enumerate(running):
+            lines = (folder / f"{rank}.out").read_text().splitlines()
+            found.append({"status": process.returncode, "error": (folder / f"{rank}.err").read_text()})
+            for line in lines:
+                found[-1].update(json.loads(line))
+        yield found
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_every_rank_ends_by_itself_but_the_one_that_was_killed(told: Told) -> None:
+    statuses = [one["status"] for one in told]
+    assert statuses == [-signal.SIGKILL if rank == KILLED else 0 for rank in range(RANKS)], told[0]["error"]
+
+
+def test_results_are_loopbacks_bit_for_bit(told: Told) -> None:
+    """Every collective, 2 to 6 ranks in groups of their own, 0 to 1000003 elements, every dtype and reduction."""
+    for number, case in enumerate(cases(RANKS)):
+        found = [one["digests"].get(str(number), "") for one in told]
+        assert found == [""] * (RANKS - case.ranks) + expected(case), case
+
+
+def test_steps_in_batches_without_tags_give_the_same_bits(told: Told) -> None:
+    for one in told:
+        same = {number: one["digests"][number] for number in one["batched"]}
+        assert len(same) >= 30
+        assert one["batched"] == same
+
+
+def test_bfloat16_is_added_divided_and_compared(told: Told) -> None:
+    for one in told:
+        assert one["tensors"]["bfloat16"] == [6.0 * (i % 7) + 15 for i in range(100)]
+        assert one["tensors"]["average"] == [i % 7 + 2.5 for i in range(100)]
+        assert one["tensors"]["largest"] == [i % 7 + 5.0 for i in range(100)]
+
+
+def test_tensors_that_require_grad_are_read_and_written_and_results_are_detached(told: Told) -> None:
+    for one in told:
+        assert one["tensors"]["parameter"] == [[[2.0] * 3] * 4, True]
+        assert one["tensors"]["total"] == [[[12.0] * 3] * 4, False]
+
+
+def test_inference_tensors_are_written_to_from_the_background(told: Told) -> None:
+    assert all(one["tensors"]["inference"] == [15] * 5 for one in told)
+
+
+def test_two_communicators_of_one_group_have_collectives_in_flight_at_once(told: Told) -> None:
+    wanted = [[6 * k] if k else [] for k in range(4) for _ in range(2)]
+    assert all(one["in flight"] == wanted for one in told)
+
+
+DISAGREEMENTS = {
+    "count": "count 2000 instead of 10",
+    "dtype": "dtype 'int32' instead of 'float32'",
+    "call": "collective 'allgather' instead of 'allreduce'",
+    "plan": "the peer runs another collective: plan ",
+    "refusal": "the peer refused the collective: rank 1 has a tensor as its array that is not contiguous",
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_what_one_rank_means_otherwise_is_an_error_on_every_rank_and_the_group_lives_on(
+    told: Told, name: str
+) -> None:
+    for rank, one in enumerate(told):
+        (kind, message, *place), again = one["disagreements"][name]
+        assert "failed in an earlier collective" in again[1]
+        if rank == 1 and name == "refusal":
+            assert kind == "UsageError"
+            continue
+        assert kind == "BackendError"
+        assert place == [rank, 0 if rank == 1 else 1, None]
+        if rank != 1:
+            assert DISAGREEMENTS[name] in message
+
+
+REFUSED = {
+    "list": "a list instead of a plain torch tensor as its out array",
+    "subclass": "a Mine instead of a plain torch tensor",
+    "transposed": r"that is not contiguous; pass tensor.contiguous\(\)",
+    "elsewhere": "that is on meta, and the process group takes tensors on cpu; move it",
+    "sparse": r"that is sparse \(torch.sparse_coo\); pass tensor.to_dense",
+    "conjugated": "that is conjugated or negated .*resolve_conj",
+    "quantised": "that is quantised; pass tensor.dequantize",
+    "small float": "that has dtype torch.float8_e5m2, which cannot be moved; use bool, int8",
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_that_cannot_be_sent_as_they_lie_are_refused(name: str) -> None:
+    from torch_ranks import refused_tensor
+
+    from collectives.arrays.torch_arrays import TorchArrays
+
+    library = TorchArrays([torch.device("cpu")])
+    with pytest.raises(UsageError, match=f"rank 3 has .*{REFUSED[name]}"):
+        library.check(refused_tensor(name), rank=3, what="out array")
+
+
+def test_a_stopped_rank_is_named_by_all_others_within_the_timeout(told: Told) -> None:
+    for rank, one in enumerate(told[:STOPPED]):
+        kind, message, *place = one["stopped"]["error"]
+        assert kind == "BackendError"
+        assert place[:2] == [rank, STOPPED], message
+        assert "within 2 s" in message
+        assert one["stopped"]["untouched"]
+
+
+def test_a_rank_that_comes_back_is_told_that_the_others_gave_up_on_it(told: Told) -> None:
+    kind, message, rank, peer, _ = told[STOPPED]["stopped"]["error"]
+    assert [kind, rank, peer] == ["BackendError", STOPPED, STOPPED], message
+    assert "the other ranks gave up on this one: rank " in message
+
+
+def test_a_killed_rank_is_named_by_all_others_at_once_also_by_those_it_sends_nothing(told: Told) -> None:
+    for rank, one in enumerate(told[:KILLED]):
+        kind, message, *place = one["killed"]["error"]
+        assert kind == "BackendError"
+        assert place[:2] == [rank, KILLED], message
+        assert "the peer is gone" in message
+        assert one["killed"]["untouched"]
+
+
+def test_torchruns_environment_makes_a_group_that_is_destroyed_again(told: Told) -> None:
+    assert all(one["opened"] == {"total": 15, "left": False, "threads": 1} for one in told)
+
+
+def test_without_a_group_and_without_torchrun_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r"torch.distributed is not initialised; call .*init_process_group"):
+        Communicator(forest_plan(2, "allreduce", "star"), "torch")
+
+
+@pytest.mark.parametrize(("rank", "size"), [("zero", "2"), ("2", "2"), ("0", "")])
+def test_an_environment_that_makes_no_sense_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, rank: str, size: str
+) -> None:
+    for name, value in zip(VARIABLES, (rank, size, "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun does"):
+        Communicator(forest_plan(2, "allreduce", "star"), "torch")
+
+
+def test_processes_that_do_not_come_are_an_error_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("0", "2", "127.0.0.1", str(free_port())), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendError, match=r"the 2 processes did not find each other .* within 1 s"):
+        Communicator(forest_plan(2, "allreduce", "star"), "torch", timeout=1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        UsageError, match=r'the torch back end needs PyTorch: pip install "topoplan\[torch\]"'
+    ):
+        Communicator(forest_plan(2, "allreduce", "star"), "torch")
+
+
+def test_collectives_alone_does_not_load_torch() -> None:
+    code = "import collectives, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
