@@ -55,7 +55,8 @@ def commands(network: Network) -> Commands:
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7])
     >>> lines = commands(lay_out(crossed_links(plan), plan.topology.links, scale=0.0005))
     >>> lines.create[2]
-    'link add name c0 mtu 9000 netns d0 type veth peer name c0 mtu 9000 netns d1'
+    'link add name c0 address 02:00:00:00:00:00 mtu 9000 netns d0 type veth peer name c0 address 02:00:00:00:00:01
+    mtu 9000 netns d1'
     >>> lines.shape["d0"]
     ('qdisc add dev c0 root tbf rate 201475190bit burst 82000b latency 50ms',)
     """
@@ -65,13 +66,22 @@ def commands(network: Network) -> Commands:
     shape: dict[str, list[str]] = {name: [] for name in names.values()}
     for cable in network.cables:
         first, second = (names[end] for end in cable.ends)
-        end = f"name {cable.interface} mtu {FRAME_BYTES} netns"
-        create.append(f"link add {end} {first} type veth peer {end} {second}")
-        for name, address, rate in zip((first, second), cable.addresses, cable.rates, strict=True):
-            inside[name].append(f"address add {address}/31 dev {cable.interface}")
-            inside[name].append(f"link set {cable.interface} up")
+        ends = [
+            f"name {cable.interface} address {hardware} mtu {FRAME_BYTES} netns {name}"
+            for hardware, name in zip(cable.hardware_addresses, (first, second), strict=True)
+        ]
+        create.append(f"link add {ends[0]} type veth peer {ends[1]}")
+        for side, (name, rate) in enumerate(zip((first, second), cable.rates, strict=True)):
+            lines = inside[name]
+            lines.append(f"address add {cable.addresses[side]}/31 dev {cable.interface}")
+            lines.append(f"link set {cable.interface} up")
+            # Who is at the other end is known: to ask would mean to wait in the queue, now and then for seconds.
+            lines.append(
+                f"neighbour add {cable.addresses[1 - side]} lladdr {cable.hardware_addresses[1 - side]} "
+                f"dev {cable.interface} nud permanent"
+            )
             if rate is not None:
-                inside[name].append(f"link set {cable.interface} gso_max_size {_packet(rate)}")
+                lines.append(f"link set {cable.interface} gso_max_size {_packet(rate)}")
                 shape[name].append(f"qdisc add dev {cable.interface} root {_bucket(rate)}")
     for wire in network.wires:
         start, end = wire.addresses

@@ -65,6 +65,12 @@ class Cable:
         first = IPv4Address(CABLE_ADDRESSES + 2 * self.number)
         return str(first), str(first + 1)
 
+    @property
+    def hardware_addresses(self) -> tuple[str, str]:
+        """Ethernet addresses of the two ends, locally administered."""
+        high, low = divmod(self.number, 256)
+        return f"02:00:00:{high:02x}:{low:02x}:00", f"02:00:00:{high:02x}:{low:02x}:01"
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
