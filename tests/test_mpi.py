@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from faults.mpi import Round, one_round
 from mpi_ranks import chosen
 from torch_ranks import expected
 
 from collectives.backends.mpi.launch import mpiexec_command, run_mpi
+from conftest import ROOT
 from topoplan.errors import UsageError
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
