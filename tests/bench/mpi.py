@@ -88,7 +88,9 @@ def _print(world: Any, contenders: dict[str, Contender], given: Any, out: Any) -
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     size = f"{given.nbytes >> 20} MB" if given.nbytes >> 20 else f"{given.nbytes} B"
     ours = medians["plan"]
-    print(f"  {size:>6}  plan {ours * 1e3:8.3f} ms, into a new array {medians['plan, new array'] * 1e3:8.3f} ms")
+    print(
+        f"  {size:>6}  plan {ours * 1e3:8.3f} ms, into a new array {medians['plan, new array'] * 1e3:8.3f} ms"
+    )
     for name, rival in medians.items():
         if not name.startswith("plan"):
             print(f"          {name}: {rival * 1e3:8.3f} ms  ratio {rival / ours:.2f} x", flush=True)
