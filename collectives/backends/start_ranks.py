@@ -9,7 +9,7 @@ from collectives.backends.open_backend import check_backend
 from collectives.launch import launch_local
 
 
-def start_ranks(backend: str, command: Sequence[str], ranks: int) -> int:
+def start_ranks(backend: str, command: Sequence[str], ranks: int, *, grace: float = 5.0) -> int:
     """Run a command in so many processes of this machine, and wait for them.
 
     Parameters
@@ -19,6 +19,9 @@ def start_ranks(backend: str, command: Sequence[str], ranks: int) -> int:
     command : sequence of str
         Program and arguments.
     ranks : int
+    grace : float
+        Seconds that the others have to end by themselves when one has failed, or all after an interrupt: longer than
+        the timeout of their collectives, so that they can say what they waited for.
 
     Returns
     -------
@@ -34,8 +37,8 @@ def start_ranks(backend: str, command: Sequence[str], ranks: int) -> int:
     if backend == "mpi":
         from collectives.backends.mpi.launch import run_mpi
 
-        return run_mpi(command, ranks)
-    return launch_local(command, ranks, environment=_meeting_point())
+        return run_mpi(command, ranks, grace=grace)
+    return launch_local(command, ranks, environment=_meeting_point(), grace=grace)
 
 
 def _meeting_point() -> dict[str, str]:

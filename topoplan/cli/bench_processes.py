@@ -39,4 +39,4 @@ def start_processes(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
             *(("--rivals",) if options.rivals else ()),
             *(("--json",) if options.json else ()),
         ]
-        return start_ranks(options.backend, command, len(plan.ranks))
+        return start_ranks(options.backend, command, len(plan.ranks), grace=options.timeout + 5)
