@@ -42,6 +42,8 @@ class Agreement:
         self._comm = comm
         self._control = control
         self._placement = placement
+        self._members = placement.members
+        self._leaders = placement.leaders
         self._watch = watch
         self._rounds = 0
         self._sends: list[Any] = []
@@ -71,11 +73,11 @@ class Agreement:
         control, placement = self._control, self._placement
         control.write_note(self._rounds, note)
         notes: Notes = {}
-        for place, rank in enumerate(placement.members):
+        for place, rank in enumerate(self._members):
             self._watch.word(rank, NOTES, self._rounds, 0)
             notes[rank] = control.note(place, self._rounds)
-        alone = len(placement.leaders) == 1
-        leading = placement.rank == placement.leader
+        alone = len(self._leaders) == 1
+        leading = placement.rank == self._members[0]
         if not alone and leading:
             notes.update(self._exchange(list(notes.values())))
         outcome = judge(notes)
@@ -83,7 +85,7 @@ class Agreement:
             return outcome
         if leading:
             control.write_agreed(self._rounds, outcome.ljust(OUTCOME))
-        self._watch.word(placement.leader, AGREED, self._rounds, 0)
+        self._watch.word(self._members[0], AGREED, self._rounds, 0)
         return control.outcome(0, OUTCOME)
 
     def refuse(self, note: bytes) -> None:
@@ -91,8 +93,8 @@ class Agreement:
         self._rounds += 1
         self._control.write_note(self._rounds, note)
         placement = self._placement
-        if placement.rank == placement.leader:
-            self._send([note if rank == placement.rank else ABSENT for rank in placement.members])
+        if placement.rank == self._members[0]:
+            self._send([note if rank == placement.rank else ABSENT for rank in self._members])
 
     def _exchange(self, own: list[bytes]) -> Notes:
         """The notes of the other hosts."""
@@ -100,7 +102,7 @@ class Agreement:
 
         placement = self._placement
         receives = []
-        for leader in placement.leaders:
+        for leader in self._leaders:
             if leader != placement.rank:
                 memory = bytearray(LENGTH * len(placement.members_of(leader)))
                 receives.append((leader, memory, self._comm.Irecv([memory, MPI.BYTE], leader, NOTE)))
@@ -119,6 +121,6 @@ class Agreement:
 
         self._sends = [one for one in self._sends if not one[1].Test()]
         bundle = b"".join(notes)
-        for leader in self._placement.leaders:
+        for leader in self._leaders:
             if leader != self._placement.rank:
                 self._sends.append((bundle, self._comm.Isend([bundle, MPI.BYTE], leader, NOTE)))

@@ -7,6 +7,7 @@ its place. Receives of different streams complete in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ class Transport:
     """
 
     def __init__(self, comm: Any, program: Program, scratch: NDArray[Any], watch: Watch) -> None:
+        from mpi4py import MPI
+
+        self._bytes = MPI.BYTE
+        self._error = MPI.Exception
         self._comm = comm
         self._leaving = program.leaving
         self._arriving = program.arriving
@@ -46,12 +51,19 @@ class Transport:
     def _open(self, number: int) -> None:
         message = self._arriving[number]
         memory = self._scratch[message.scratch]
-        self._receives[number] = self._comm.Irecv(_bytes(memory), message.peer, _tag(message))
+        self._receives[number] = self._begin(self._comm.Irecv, memory, message)
+
+    def _begin(self, begin: Callable[..., Any], memory: NDArray[Any], message: Message) -> Any:
+        """The request of a message."""
+        try:
+            return begin([memory.view(np.uint8), self._bytes], message.peer, FIRST_TAG + message.stream)
+        except self._error as error:
+            self._watch.unreachable(message.peer, message.row, error)
 
     def send(self, number: int, data: NDArray[Any]) -> None:
         """Send the message of this number; they are sent in order."""
         message = self._leaving[number]
-        self._sends.append(self._comm.Isend(_bytes(data), message.peer, _tag(message)))
+        self._sends.append(self._begin(self._comm.Isend, data, message))
 
     def left(self, number: int) -> None:
         """Wait until a message's memory may be overwritten."""
@@ -63,8 +75,7 @@ class Transport:
         """Wait until a message is there."""
         request = self._receives.pop(number)
         message = self._arriving[number]
-        if not request.Test():
-            self._watch.until(request.Test, message.peer, message.row)
+        self._watch.until(request.Test, message.peer, message.row)
 
     def used(self, number: int) -> None:
         """Let the next message arrive in the place of this one."""
@@ -76,13 +87,3 @@ class Transport:
         """Wait until all messages have left."""
         for number in range(len(self._sends)):
             self.left(number)
-
-
-def _bytes(data: NDArray[Any]) -> Any:
-    from mpi4py import MPI
-
-    return [data.view(np.uint8), MPI.BYTE]
-
-
-def _tag(message: Message) -> int:
-    return FIRST_TAG + message.stream

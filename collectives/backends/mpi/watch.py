@@ -42,6 +42,9 @@ class Watch:
     """
 
     def __init__(self, control: Control, placement: Placement, notices: Notices, timeout: float) -> None:
+        from mpi4py import MPI
+
+        self._mpi_error: type[Exception] = MPI.Exception
         self._control = control
         self._words = control.words
         self._placement = placement
@@ -65,6 +68,12 @@ class Watch:
 
     def until(self, done: Callable[[], bool], peer: int, row: int) -> None:
         """Wait until something is so that depends on a peer; raises as `word`."""
+        try:
+            self._until(done, peer, row)
+        except self._mpi_error as error:
+            self.unreachable(peer, row, error)
+
+    def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:
         for _ in range(YIELDS):
             if done():
                 return
@@ -85,6 +94,10 @@ class Watch:
                 if now - begun > self._timeout and not done():
                     self._give_up(peer, row)
         self._control.announce(PEER, 0)
+
+    def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
+        """Fail because MPI reports an error about a peer."""
+        self.fail(peer, row, f"MPI cannot reach the peer: {error}; start all ranks again", lost=True)
 
     def check(self) -> None:
         """Raise `BackendError` if a rank has noticed a failure."""
