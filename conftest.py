@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-# These are nothing without torch, which a plain installation does not bring.
-collect_ignore_glob = [] if find_spec("torch") else ["collectives/backends/torch/*", "*/torch_arrays.py"]
+# Commands, some of which need libraries that a plain installation does not bring.
+collect_ignore_glob = ["tests/bench/*", "tests/faults/*"]
+if not find_spec("torch"):
+    collect_ignore_glob += ["collectives/backends/torch/*", "*/torch_arrays.py"]

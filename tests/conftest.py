@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,11 @@ from fake_machine.fixtures import fake_host as fake_host
 from fake_machine.fixtures import fake_nvml as fake_nvml
 
 from topoplan.cli.main import main
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and with them the processes that they start
+# and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))
