@@ -47,6 +47,8 @@ class Agreement:
         self._watch = watch
         self._rounds = 0
         self._sends: list[Any] = []
+        # kept here, since MPI writes to their memory even after a failed round was given up
+        self._receives: list[tuple[int, bytearray, Any]] = []
 
     def reach(self, note: bytes, judge: Callable[[Notes], bytes]) -> bytes:
         """Show a note, and have the notes of all ranks judged.
@@ -101,14 +103,14 @@ class Agreement:
         from mpi4py import MPI
 
         placement = self._placement
-        receives = []
+        self._receives = []
         for leader in self._leaders:
             if leader != placement.rank:
                 memory = bytearray(LENGTH * len(placement.members_of(leader)))
-                receives.append((leader, memory, self._comm.Irecv([memory, MPI.BYTE], leader, NOTE)))
+                self._receives.append((leader, memory, self._comm.Irecv([memory, MPI.BYTE], leader, NOTE)))
         self._send(own)
         notes = {}
-        for leader, memory, receive in receives:
+        for leader, memory, receive in self._receives:
             self._watch.until(receive.Test, leader, 0)
             for place, rank in enumerate(placement.members_of(leader)):
                 note = bytes(memory[place * LENGTH : (place + 1) * LENGTH])

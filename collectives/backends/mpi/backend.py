@@ -35,6 +35,10 @@ CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
 
+_UNFINISHED: set[MpiBackend] = set()
+"""Back ends with receives that MPI may still fill: their memory must outlive them, after a failure to the end."""
+
+
 class MpiBackend:
     """`Backend` of one rank among the processes of an MPI communicator; all of them must make one.
 
@@ -98,6 +102,7 @@ class MpiBackend:
         self._calls = 0
         self._closed = False
         self._transport: Transport | None = None
+        _UNFINISHED.add(self)
         watch_the_end(self._control, self._placement)
 
     def run(self, call: Call[NDArray[Any]]) -> None:
@@ -160,6 +165,7 @@ class MpiBackend:
         if failure is None:
             self._notices.close()
             self._comm.Free()
+            _UNFINISHED.discard(self)
         if failure is None or not failure.lost:
             forget(self._control)
 
