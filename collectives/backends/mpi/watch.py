@@ -28,6 +28,9 @@ PATIENT = 0.005
 LOOK = 0.02
 """Seconds between two looks at the peer's process."""
 
+HEARSAY = 0.2
+"""Seconds that a rank gives others to tell why MPI cannot reach a peer."""
+
 
 class Watch:
     """Waits on behalf of one rank.
@@ -96,7 +99,11 @@ class Watch:
         self._control.announce(PEER, 0)
 
     def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
-        """Fail because MPI reports an error about a peer."""
+        """Fail because MPI reports an error about a peer, or because of what made that one leave."""
+        deadline = time.monotonic() + HEARSAY
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(1e-3)
         self.fail(peer, row, f"MPI cannot reach the peer: {error}; start all ranks again", lost=True)
 
     def check(self) -> None:
