@@ -31,9 +31,6 @@ from collectives.backends.signature import LENGTH, Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
 
-_abandoned: list[Transport | None] = []
-"""What was under way when a collective failed: MPI has addresses of its memory as long as the process lives."""
-
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
@@ -113,7 +110,6 @@ class MpiBackend:
         try:
             self._run(call)
         except BackendError:
-            _abandoned.append(self._transport)
             raise
         except BaseException as error:
             self._watch.tell(
