@@ -1,6 +1,7 @@
 # make demo: set up and run the main job.  make test: set up and pass the tests.
 PYTHON ?= python3
 VENV ?= .venv
+CUDA ?= cuda12
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-gpu lint bench clean
@@ -16,7 +17,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
 
-test-gpu: $(VENV)/.test
+test-gpu: $(VENV)/.gpu
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
 
 lint: $(VENV)/.lint
@@ -36,6 +37,10 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@
+
+$(VENV)/.gpu: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,$(CUDA)]"
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from tests.bench import (
+    agreement,
     allocations,
     descriptions,
     fabrics,
@@ -26,6 +27,7 @@ from tests.bench import (
 def main() -> int:
     """Run every benchmark, or those named on the command line."""
     benchmarks = {
+        "agreement": agreement.main,
         "allocations": allocations.main,
         "descriptions": descriptions.main,
         "fabrics": fabrics.main,
