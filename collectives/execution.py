@@ -1,7 +1,7 @@
 """Running a checked request: plan, lower, give out memory, let the back end move bytes, hand over results.
 
-Where a back end can fail midway, results are put together in memory of our own and copied to the caller's arrays
-when they are complete, so that those are either complete or untouched.
+Where a back end can fail after it has begun to write results, these are put together in memory of our own and copied
+to the caller's arrays when they are complete, so that those are either complete or untouched.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Execution:
         try:
             self._run_measured(call, digest, nbytes)
         except BaseException:
-            self._failed = not self.backend.direct
+            self._failed = self.backend.one_rank
             raise
         put_kept(table, memory, library)
         results = [

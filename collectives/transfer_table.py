@@ -8,6 +8,7 @@ so chunks stream through the trees. Back ends only move bytes; nothing in the ta
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,10 +127,15 @@ class TransferTable:
 
         Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard.
         """
-        written = np.zeros((self.ranks, len(self.bounds) - 1), dtype=np.bool_)
-        written[self.destination, self.shard] = True
-        filled = np.diff(self.bounds) > 0
-        return [
-            (int(rank), int(self.bounds[shard]), int(self.bounds[shard + 1]))
-            for rank, shard in np.argwhere(~written & filled)
-        ]
+        return list(_kept(self))
+
+
+@lru_cache(maxsize=64)
+def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
+    written = np.zeros((table.ranks, len(table.bounds) - 1), dtype=np.bool_)
+    written[table.destination, table.shard] = True
+    filled = np.diff(table.bounds) > 0
+    return tuple(
+        (int(rank), int(table.bounds[shard]), int(table.bounds[shard + 1]))
+        for rank, shard in np.argwhere(~written & filled)
+    )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import Loopback
-from collectives.backends.mpi.operations import RESULT, SCRATCH, SLOTS, SOURCE, Message, Program
+from collectives.backends.mpi.operations import SCRATCH, SHARED, SOURCE, Message, Program
 from collectives.backends.mpi.placement import Placement
 from collectives.backends.mpi.program import program_of
 from collectives.backends.mpi.results import result_blocks
@@ -31,11 +31,13 @@ Array = NDArray[Any]
 class Rank:
     """One rank's memories and how far it has come."""
 
-    def __init__(self, program: Program, source: Array, result: Array, slots: Array) -> None:
+    def __init__(self, program: Program, source: Array, result: Array, shared: Array) -> None:
         self.program = program
         self.done = 0
+        self.taken = False
+        self.result = result
         scratch = np.full(program.scratch_elements, np.nan)
-        self.memories = {SOURCE: source, RESULT: result, SLOTS: slots, SCRATCH: scratch}
+        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch}
         self.open = [number for number, message in enumerate(program.arriving) if message.first]
         self.arrived: set[int] = set()
         self.sent: dict[int, Array] = {}
@@ -60,13 +62,14 @@ class Machine:
             else:
                 self.deliver(rank, number)
         for rank in self.ranks:
-            assert rank.done == len(rank.program.operations), "the ranks wait for each other"
+            assert rank.taken, "the ranks wait for each other"
             assert len(rank.left) == len(rank.program.leaving), "a message was never received"
 
     def ready(self, number: int) -> bool:
         rank = self.ranks[number]
         if rank.done == len(rank.program.operations):
-            return False
+            complete = all(self.ranks[other].done >= least for other, least, _ in rank.program.complete)
+            return complete and len(rank.left) == len(rank.program.leaving) and not rank.taken
         operation = rank.program.operations[rank.done]
         return (
             all(self.ranks[other].done >= least for other, least in operation.waits)
@@ -76,6 +79,11 @@ class Machine:
 
     def step(self, number: int) -> None:
         rank = self.ranks[number]
+        if rank.done == len(rank.program.operations):
+            for origin, elements in rank.program.parts:
+                rank.result[elements] = rank.memories[SHARED][origin]
+            rank.taken = True
+            return
         one = rank.program.operations[rank.done]
         arriving = rank.memories[one.arriving][one.arriving_elements]
         if one.target < 0:
@@ -87,8 +95,6 @@ class Machine:
             if one.message >= 0:
                 following = rank.program.arriving[one.message].following
                 rank.open += [following] if following >= 0 else []
-            if one.keep is not None:
-                rank.memories[RESULT][one.keep] = rank.memories[one.target][one.target_elements]
         rank.done += 1
 
     def deliverable(self, number: int) -> list[int]:
@@ -204,9 +210,9 @@ def test_three_phases_run_on_any_division_into_hosts(
     assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
 
-def test_slots_do_not_grow_with_the_buffer() -> None:
+def test_shared_memory_grows_only_by_the_buffer() -> None:
     plan = forest_plan(8, "allreduce", "binary")
-    elements = set()
+    slots = set()
     for count in (800_000, 3_200_000):
         table = lower(plan, count, chunk_elements=1000)
         program = program_of(
@@ -216,5 +222,24 @@ def test_slots_do_not_grow_with_the_buffer() -> None:
             blocks=((0, count),) * 8,
             itemsize=4,
         )
-        elements.add(program.shared_elements)
-    assert len(elements) == 1
+        slots.add(program.shared_elements - count)
+    assert len(slots) == 1
+
+
+def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
+    plan = forest_plan(8, "broadcast", "binary")
+    table = lower(plan, 4096, chunk_elements=64)
+    programs = [
+        program_of(
+            table,
+            Placement(rank, (0,) * 8, (0,) * 8),
+            given=(0, 4096),
+            blocks=((0, 4096),) * 8,
+            itemsize=4,
+        )
+        for rank in range(8)
+    ]
+    for rank, program in enumerate(programs):
+        root = rank == plan.root
+        assert len(program.operations) == (len(set(table.start.tolist())) if root else 0)
+        assert program.parts == (() if root else ((slice(0, 4096), slice(0, 4096)),))

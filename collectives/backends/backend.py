@@ -89,8 +89,8 @@ class Backend(Protocol[Array]):
     size : int
         Number of all ranks.
     direct : bool
-        Whether results may be written to the caller's arrays at once. A back end that can fail midway says False;
-        its results are copied to the caller's arrays when they are complete.
+        Whether results may be written to the caller's arrays. A back end that can fail after it has begun to write
+        them says False; its results are copied to the caller's arrays when they are complete.
     chunk_bytes : int or None
         The chunk size that suits it; None where the best one depends on the machine and has to be found.
     """

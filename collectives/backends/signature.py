@@ -7,7 +7,7 @@ add bytes that do not belong together. So every rank sends a signature ahead, an
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from topoplan.errors import BackendError
 
@@ -58,11 +58,12 @@ class Signature:
 
     def pack(self) -> bytes:
         """As `LENGTH` bytes of JSON; a long refusal is cut."""
-        text = json.dumps(asdict(self))
+        told = {name: getattr(self, name) for name in _NAMES}
+        text = json.dumps(told)
         if len(text) > LENGTH:
             kept = max(0, len(self.refusal) - (len(text) - LENGTH))
-            cut = {**asdict(self), "refusal": self.refusal.encode("ascii", "replace").decode()[:kept]}
-            text = json.dumps(cut)
+            told["refusal"] = self.refusal.encode("ascii", "replace").decode()[:kept]
+            text = json.dumps(told)
         return text.encode().ljust(LENGTH)
 
     @classmethod
@@ -92,9 +93,9 @@ class Signature:
         if self == other:
             return
         differing = [
-            f"{field.name} {getattr(other, field.name)!r} instead of {getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            f"{name} {getattr(other, name)!r} instead of {getattr(self, name)!r}"
+            for name in _NAMES
+            if getattr(self, name) != getattr(other, name)
         ]
         raise BackendError(
             f"the peer runs another collective: {', '.join(differing)}; "
@@ -102,3 +103,6 @@ class Signature:
             rank=rank,
             peer=peer,
         )
+
+
+_NAMES = tuple(field.name for field in fields(Signature))

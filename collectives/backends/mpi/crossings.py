@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.mpi.instances import Instances
 from collectives.backends.mpi.operations import Message
 from collectives.backends.mpi.order import Order
 from collectives.streams import stream_of, streams
@@ -13,15 +14,15 @@ from collectives.transfer_table import TransferTable
 Numbers = NDArray[np.int64]
 
 
-def leaving_rows(table: TransferTable, order: Order, rank: int) -> Numbers:
+def leaving_rows(table: TransferTable, held: Instances, order: Order, rank: int) -> Numbers:
     """The rows that a rank sends to other hosts, in the order of its program."""
-    rows = np.flatnonzero(~order.shared & (table.source == rank))
+    rows = np.flatnonzero(~held.shared & (table.source == rank))
     return rows[np.argsort(order.send_key[rows])]
 
 
-def arriving_rows(table: TransferTable, order: Order, rank: int) -> Numbers:
+def arriving_rows(table: TransferTable, held: Instances, order: Order, rank: int) -> Numbers:
     """The rows that come to a rank from other hosts, in the order of its program."""
-    rows = np.flatnonzero(~order.shared & (table.destination == rank))
+    rows = np.flatnonzero(~held.shared & (table.destination == rank))
     return rows[np.argsort(order.join_key[rows])]
 
 

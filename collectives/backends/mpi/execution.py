@@ -1,4 +1,7 @@
-"""Runs a rank's program: waits, copies, joins and sends, one operation after another."""
+"""Runs a rank's program: waits, copies, joins and sends, one operation after another, and then takes the result.
+
+The result is complete in shared memory before its first element is copied, so a failure leaves no half of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.mpi.control import DONE, WORDS, Control
-from collectives.backends.mpi.operations import RESULT, Program
+from collectives.backends.mpi.operations import SHARED, Program
 from collectives.backends.mpi.transport import Transport
 from collectives.backends.mpi.watch import Watch
 
@@ -17,6 +20,7 @@ from collectives.backends.mpi.watch import Watch
 def execute(
     program: Program,
     memories: Sequence[NDArray[Any]],
+    result: NDArray[Any],
     *,
     combine: np.ufunc,
     base: int,
@@ -32,7 +36,9 @@ def execute(
     ----------
     program : Program
     memories : sequence of arrays
-        Source, result, slots and scratch, each one contiguous dimension.
+        Source, shared memory and scratch, each one contiguous dimension.
+    result : array
+        Where the result goes; the same.
     combine : numpy ufunc
         Joins what a rank has with what arrives.
     base : int
@@ -47,12 +53,9 @@ def execute(
     fence = control.fence
     counters = {rank: number * WORDS + DONE for rank, number in places.items()}
     mine = place * WORDS + DONE
-    result = memories[RESULT]
     with np.errstate(all="ignore"):
         for done, operation in enumerate(program.operations, base + 1):
-            row, waits, unsent, message, arriving, elements, own, base_elements, target, goal, keep = (
-                operation
-            )
+            row, waits, unsent, message, arriving, elements, own, base_elements, target, goal = operation
             if waits:
                 for rank, least in waits:
                     if words[counters[rank]] < base + least:
@@ -75,6 +78,9 @@ def execute(
                     transport.used(message)
             fence()
             words[mine] = done
-            if keep is not None:
-                result[keep] = memories[target][goal]
     transport.finish()
+    for rank, least, row in program.complete:
+        watch.word(rank, DONE, base + least, row)
+    shared = memories[SHARED]
+    for origin, elements in program.parts:
+        result[elements] = shared[origin]

@@ -1,12 +1,12 @@
-"""What a rank's program is made of: operations, messages, and the four memories that they work on."""
+"""What a rank's program is made of: operations, messages, and the three memories that they work on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SOURCE, RESULT, SLOTS, SCRATCH = range(4)
-"""The memories of a rank: what it puts in, what it gets, shared slots, and where messages arrive."""
+SOURCE, SHARED, SCRATCH = range(3)
+"""The memories of a rank: what it puts in, what its host shares (`slots`), and where messages arrive."""
 
 
 class Operation(NamedTuple):
@@ -31,8 +31,6 @@ class Operation(NamedTuple):
     target : int
         Memory where that goes; -1 for sending.
     target_elements : slice
-    keep : slice or None
-        Elements of the result that get a copy.
     """
 
     row: int
@@ -45,7 +43,6 @@ class Operation(NamedTuple):
     own_elements: slice
     target: int
     target_elements: slice
-    keep: slice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +73,23 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """All operations of a rank in one collective, in order.
+    """All operations of a rank in one collective, in order, and its result when they are done.
 
     Parameters
     ----------
     operations : tuple of Operation
+    complete : tuple of (rank, int, int)
+        Ranks, how many operations each must have done before the result is there, and the row that makes it so.
+    parts : tuple of (slice, slice)
+        Elements of shared memory, and of the result where they belong.
     leaving, arriving : tuple of Message
     shared_elements, scratch_elements : int
-        Elements of the slots of all ranks of the host, and of this rank's memory for arriving messages.
+        Elements of the memory that the host shares, and of this rank's memory for arriving messages.
     """
 
     operations: tuple[Operation, ...]
+    complete: tuple[tuple[int, int, int], ...]
+    parts: tuple[tuple[slice, slice], ...]
     leaving: tuple[Message, ...]
     arriving: tuple[Message, ...]
     shared_elements: int

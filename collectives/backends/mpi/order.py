@@ -33,12 +33,10 @@ class Order:
 
     Parameters
     ----------
-    shared : (R,) bool
-        Whether source and destination of a row share memory.
     publish_key : (I,) int64
         Key of the operation that puts an input into shared memory; `NEVER` where nobody needs it there.
     send_key, join_key : (R,) int64
-        Key of the sending of a row, and of its joining at the destination.
+        Key of the sending of a row, and of its joining at the destination; meaningless where there is none.
     publish_position : (I,) int64
     join_position : (R,) int64
         How many operations its rank has done when this one is done; 0 where it is not done on this host.
@@ -49,7 +47,6 @@ class Order:
         The rows in order.
     """
 
-    shared: NDArray[np.bool_]
     publish_key: Numbers
     send_key: Numbers
     join_key: Numbers
@@ -61,7 +58,8 @@ class Order:
     def ready(self, held: Instances) -> Numbers:
         """How many operations its rank has done when an instance is complete; (I,) int64, 0 on other hosts."""
         position = self.publish_position.copy()
-        position[held.writes[held.last]] = self.join_position[held.last]
+        done = held.last & held.made
+        position[held.writes[done]] = self.join_position[done]
         return position
 
 
@@ -69,18 +67,17 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
     """The order of a table's operations."""
     hosts = np.array(placement.hosts)
     mine = hosts[placement.rank]
-    shared = hosts[table.source] == hosts[table.destination]
     sequence = np.empty(len(table), dtype=np.int64)
     rows = np.argsort(_steps(table), kind="stable")
     sequence[rows] = np.arange(len(table))
     send_key, join_key = 3 * sequence + 1, 3 * sequence + 2
     publish_key = np.full(len(held.rank), NEVER)
-    from_input = shared & held.is_input[held.reads]
+    from_input = held.shared & held.is_input[held.reads]
     np.minimum.at(publish_key, held.reads[from_input], 3 * sequence[from_input])
 
     publishing = np.flatnonzero((publish_key < NEVER) & (hosts[held.rank] == mine))
-    sending = np.flatnonzero(~shared & (hosts[table.source] == mine))
-    joining = np.flatnonzero(hosts[table.destination] == mine)
+    sending = np.flatnonzero(~held.shared & (hosts[table.source] == mine))
+    joining = np.flatnonzero(held.made & (hosts[table.destination] == mine))
     rank = np.concatenate((held.rank[publishing], table.source[sending], table.destination[joining]))
     key = np.concatenate((publish_key[publishing], send_key[sending], join_key[joining]))
     sorting = np.lexsort((key, rank))
@@ -92,7 +89,6 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
     join_position = np.zeros(len(table), dtype=np.int64)
     join_position[joining] = position[len(publishing) + len(sending) :]
     return Order(
-        shared=shared,
         publish_key=publish_key,
         send_key=send_key,
         join_key=join_key,

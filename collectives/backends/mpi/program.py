@@ -20,7 +20,7 @@ from collectives.backends.mpi.crossings import (
     leaving_rows,
 )
 from collectives.backends.mpi.instances import Instances, instances
-from collectives.backends.mpi.operations import RESULT, SCRATCH, SLOTS, SOURCE, Operation, Program
+from collectives.backends.mpi.operations import SCRATCH, SHARED, SOURCE, Operation, Program
 from collectives.backends.mpi.order import Order, order_of
 from collectives.backends.mpi.placement import Placement
 from collectives.backends.mpi.slots import Slots, slots_of
@@ -62,16 +62,17 @@ def program_of(
     O(R log R) in numpy for R rows, and a Python loop over this rank's operations.
     """
     rank = placement.rank
-    held = instances(table)
+    held = instances(table, placement.hosts)
     order = order_of(table, held, placement)
     block = np.array(blocks, dtype=np.int64).reshape(-1, 2)[table.destination]
     kept = (block[:, 0] <= table.start) & (table.stop <= block[:, 1])
     slots = slots_of(table, held, order, placement, kept=kept)
     longest = int((table.stop - table.start).max(initial=0))
-    slot = -(-longest * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
+    slot = _aligned(longest, itemsize)
+    room = _aligned(table.count, itemsize)
 
-    departures = leaving_rows(table, order, rank)
-    arrivals = arriving_rows(table, order, rank)
+    departures = leaving_rows(table, held, order, rank)
+    arrivals = arriving_rows(table, held, order, rank)
     arriving, scratch = arriving_messages(table, arrivals, slot=slot)
     messages = {int(row): number for number, row in enumerate(departures)}
     messages_in = {int(row): number for number, row in enumerate(arrivals)}
@@ -82,10 +83,9 @@ def program_of(
 
     def lies(instance: int, row: int) -> Place:
         """Where an instance is, for the elements of a row."""
-        if slots.number[instance] >= 0:
-            first = int(slots.number[instance]) * slot
-            return SLOTS, slice(first, first + stops[row] - starts[row])
-        return RESULT, slice(starts[row] - blocks[rank][0], stops[row] - blocks[rank][0])
+        number = int(slots.number[instance])
+        first = starts[row] if number < 0 else room + number * slot
+        return SHARED, slice(first, first + stops[row] - starts[row])
 
     def put_in(row: int) -> Place:
         return SOURCE, slice(starts[row] - given[0], stops[row] - given[0])
@@ -94,7 +94,7 @@ def program_of(
     for number, key in enumerate(order.own_keys.tolist()):
         row, kind = int(order.rows[key // 3]), key % 3
         read, written, own = int(held.reads[row]), int(held.writes[row]), int(held.own[row])
-        origin, base, target, keep = put_in(row), NOWHERE, NOWHERE, None
+        origin, base, target = put_in(row), NOWHERE, NOWHERE
         message = -1
         if kind == 0:
             target = lies(read, row)
@@ -104,21 +104,55 @@ def program_of(
                 origin = lies(read, row)
         else:
             target = lies(written, row)
-            if order.shared[row]:
+            if held.shared[row]:
                 origin = lies(read, row)
             else:
                 message = messages_in[row]
                 origin = SCRATCH, arriving[message].scratch
             if own >= 0:
                 base = put_in(row) if held.is_input[own] else lies(own, row)
-            if held.last[row] and held.after[written] < 0 and kept[row] and target[0] == SLOTS:
-                keep = slice(starts[row] - blocks[rank][0], stops[row] - blocks[rank][0])
-        operations.append(
-            Operation(row, waits[number], unsent[number], message, *origin, *base, *target, keep)
-        )
+        operations.append(Operation(row, waits[number], unsent[number], message, *origin, *base, *target))
+    ending = np.flatnonzero(held.final & kept & (table.destination == rank))
+    parts = [
+        (lies(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - blocks[rank][0])
+        for row in ending.tolist()
+    ]
     return Program(
-        tuple(operations), leaving_messages(table, departures), arriving, slots.count * slot, scratch
+        operations=tuple(operations),
+        complete=_complete(held, order, ending, rank),
+        parts=_merged(parts),
+        leaving=leaving_messages(table, departures),
+        arriving=arriving,
+        shared_elements=room + slots.count * slot,
+        scratch_elements=scratch,
     )
+
+
+def _aligned(elements: int, itemsize: int) -> int:
+    """So many elements, or a few more, up to the next multiple of `ALIGNMENT`."""
+    return -(-elements * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
+
+
+def _complete(held: Instances, order: Order, ending: Numbers, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """For each other rank the last of its operations that a result needs."""
+    ready = order.ready(held)
+    found = {}
+    for row in ending[np.argsort(ready[held.writes[ending]])].tolist():
+        instance = int(held.writes[row])
+        if held.rank[instance] != rank:
+            found[int(held.rank[instance])] = (int(ready[instance]), row)
+    return tuple((peer, *found[peer]) for peer in sorted(found))
+
+
+def _merged(parts: list[tuple[slice, int, int]]) -> tuple[tuple[slice, slice], ...]:
+    """Parts of a result in order of their elements, neighbours as one: what a copy can do at once."""
+    found: list[tuple[slice, slice]] = []
+    for origin, start, stop in sorted(parts, key=lambda part: part[1]):
+        if found and (found[-1][0].stop, found[-1][1].stop) == (origin.start, start):
+            before, goal = found.pop()
+            origin, start = slice(before.start, origin.stop), goal.start
+        found.append((origin, slice(start, stop)))
+    return tuple(found)
 
 
 def _waits(
@@ -126,15 +160,16 @@ def _waits(
 ) -> defaultdict[int, tuple[tuple[int, int], ...]]:
     """For each operation of a rank what it must wait for, as (rank, operations done)."""
     ready = order.ready(held)
-    reading = np.flatnonzero(order.shared & (table.destination == rank))
-    following = np.where(order.shared & (table.source == rank), slots.next_user[held.reads], -1)
+    reading = np.flatnonzero(held.shared & held.made & (table.destination == rank))
+    read_here = held.shared & held.made & (held.rank[held.reads] == rank)
+    following = np.where(read_here, slots.next_user[held.reads], -1)
     freeing = np.flatnonzero(following >= 0)
     key = np.concatenate((order.join_key[reading], slots.begin[following[freeing]]))
-    peer = np.concatenate((table.source[reading], table.destination[freeing]))
+    peer = np.concatenate((held.rank[held.reads[reading]], table.destination[freeing]))
     least = np.concatenate((ready[held.reads[reading]], order.join_position[freeing]))
     operation = np.searchsorted(order.own_keys, key)
     found: defaultdict[int, tuple[tuple[int, int], ...]] = defaultdict(tuple)
-    for other in np.unique(peer).tolist():
+    for other in np.unique(peer[peer != rank]).tolist():
         of_other = np.flatnonzero(peer == other)
         of_other = of_other[np.lexsort((-least[of_other], operation[of_other]))]
         known = np.maximum.accumulate(np.concatenate(([0], least[of_other])))[:-1]
@@ -148,9 +183,8 @@ def _unsent(
 ) -> defaultdict[int, tuple[int, ...]]:
     """For each operation of a rank the messages that must have left before it overwrites them."""
     found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    read = held.reads[departures]
-    following = np.where(slots.number[read] >= 0, slots.next_user[read], held.after[read])
-    overwritten = ~held.is_input[read] & (following >= 0)
+    following = slots.next_user[held.reads[departures]]
+    overwritten = ~held.is_input[held.reads[departures]] & (following >= 0)
     operation = np.searchsorted(order.own_keys, slots.begin[following])
     for message in np.flatnonzero(overwritten).tolist():
         found[int(operation[message])] += (message,)

@@ -1,7 +1,9 @@
-"""Slots: the places in shared memory where values lie while others read them.
+"""Where values lie in shared memory: results in their place, all others in slots.
 
-Each rank has a ring of slots of one chunk each, which it fills in the order of its operations. A slot is used
-again when all readers of its last value have read it. The rings are just long enough that nobody waits for an
+The memory of a host begins with room for one whole buffer, where the values that ranks end with lie element for
+element: each is made once, and every rank of the host copies it to its own result when all of them are there.
+Behind it each rank has a ring of slots of one chunk each, which it fills in the order of its operations. A slot is
+used again when all readers of its last value have read it. The rings are just long enough that nobody waits for an
 operation that comes later in the common order, and `AHEAD` slots longer, so that ranks need not work in step.
 Few slots mean that values are read while they are in the cache.
 """
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.mpi.instances import Instances
-from collectives.backends.mpi.order import Order
+from collectives.backends.mpi.order import NEVER, Order
 from collectives.backends.mpi.placement import Placement
 from collectives.transfer_table import TransferTable
 
@@ -31,7 +33,7 @@ class Slots:
     Parameters
     ----------
     number : (I,) int64
-        The slot among all slots of the host; -1 for what nobody reads from shared memory.
+        The slot among all slots of the host; -1 for results in their place, and for what is not in shared memory.
     begin : (I,) int64
         Key of the operation that first writes it.
     next_user : (I,) int64
@@ -61,19 +63,25 @@ def slots_of(
     table, held, order, placement
     kept : (R,) bool
         Whether the rows' elements are part of the result at their destination.
+
+    Notes
+    -----
+    Where several ranks of a host are given the same result by other hosts, the first one's copy lies in place.
     """
     begin = order.publish_key.copy()
-    begin[held.writes[held.first]] = order.join_key[held.first]
-    end = np.full(len(held.rank), -1)
-    np.maximum.at(end, held.reads[order.shared], order.join_key[order.shared])
-    np.maximum.at(end, held.reads[~order.shared], order.send_key[~order.shared])
-    np.maximum.at(end, held.writes, order.join_key)
+    starting = held.first & held.made
+    begin[held.writes[starting]] = order.join_key[starting]
+    reading = held.shared & held.made
     adding = held.own >= 0
+    end = np.full(len(held.rank), -1)
+    np.maximum.at(end, held.reads[reading], order.join_key[reading])
+    np.maximum.at(end, held.reads[~held.shared], order.send_key[~held.shared])
+    np.maximum.at(end, held.writes[held.made], order.join_key[held.made])
     np.maximum.at(end, held.own[adding], order.join_key[adding])
 
-    in_slot = np.zeros(len(held.rank), dtype=np.bool_)
-    in_slot[held.reads[order.shared]] = True
-    in_slot[held.writes[~kept]] = True
+    in_place = _in_place(table, held, placement, kept)
+    end[held.writes[held.final & kept]] = NEVER
+    in_slot = (begin < NEVER) & ~in_place
     number = np.full(len(held.rank), -1)
     next_user = np.full(len(held.rank), -1)
     used = 0
@@ -89,3 +97,16 @@ def slots_of(
         next_user[own[:-ring]] = own[ring:]
         used += ring
     return Slots(number, begin, next_user, used)
+
+
+def _in_place(
+    table: TransferTable, held: Instances, placement: Placement, kept: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Which instances are results that lie in their place: one for each chunk of a shard, on this host; (I,) bool."""
+    here = np.isin(table.destination, placement.members)
+    rows = np.flatnonzero(held.final & kept & here)
+    longest = int(table.chunk.max(initial=0)) + 1
+    _, first = np.unique(table.shard[rows].astype(np.int64) * longest + table.chunk[rows], return_index=True)
+    chosen = np.zeros(len(held.rank), dtype=np.bool_)
+    chosen[held.writes[rows[first]]] = True
+    return chosen

@@ -20,7 +20,7 @@ from collectives.backends.mpi.notices import Notices
 from collectives.backends.mpi.placement import Placement
 
 YIELDS = 16
-"""How often the processor is given away before the clock is read."""
+"""How often the processor is given away between two looks at the clock."""
 
 PATIENT = 0.005
 """Seconds of waiting after which a rank sleeps between two looks."""
@@ -66,7 +66,8 @@ class Watch:
         """
         index = self._place[rank] * WORDS + name
         words = self._words
-        self.until(lambda: words[index] >= least, rank, row)
+        if words[index] < least:
+            self.until(lambda: words[index] >= least, rank, row)
         self._control.fence()
 
     def until(self, done: Callable[[], bool], peer: int, row: int) -> None:
@@ -77,16 +78,15 @@ class Watch:
             self.unreachable(peer, row, error)
 
     def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:
-        for _ in range(YIELDS):
-            if done():
-                return
-            os.sched_yield()
+        if _came_while_yielding(done):
+            return
         begun = looked = now = time.monotonic()
         self._control.announce(ROW, row)
         self._control.announce(PEER, peer + 1)
         while not done():
             if now - begun < PATIENT:
-                os.sched_yield()
+                if _came_while_yielding(done):
+                    break
             else:
                 time.sleep(min(1e-3, (now - begun) / 100))
             now = time.monotonic()
@@ -163,6 +163,15 @@ class Watch:
         if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():
             text = "the peer has closed its communicator; make the same calls on all ranks"
             self.fail(peer, row, text, lost=False)
+
+
+def _came_while_yielding(done: Callable[[], bool]) -> bool:
+    """Whether something came to be so while the processor was given away a few times."""
+    for _ in range(YIELDS):
+        if done():
+            return True
+        os.sched_yield()
+    return False
 
 
 def _fields(pid: int) -> list[str]:
