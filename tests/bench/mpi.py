@@ -1,12 +1,13 @@
 """An allreduce of the mpi back end, against MPI's own and torch's gloo in the same processes.
 
-All of them take turns, run by run, so that they meet the same machine. A time is that from the last rank's start to
-the last rank's end; the clock is that of the one machine. The back end is given arrays to put results into, as MPI is;
-gloo works in place. ``python -m tests.bench mpi`` starts the processes itself.
+All of them run once in every round, in another order each time, so that they meet the same machine and caches. A time
+is that from the last rank's start to the last rank's end; the clock is that of the one machine. The back end is given
+arrays to put results into, as MPI is; gloo works in place. ``python -m tests.bench mpi`` starts the processes itself.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from topoplan.errors import UsageError
 
 MEGABYTES = (16, 64)
 PROCESSES = (4, 8)
-RUNS = 9
+RUNS = 15
 SMALL = 8
 """Elements of the small allreduce."""
 
@@ -79,8 +80,8 @@ def _print(world: Any, contenders: dict[str, Contender], given: Any, out: Any) -
     """Measure and print one size."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for run in range(RUNS + 1):
-        for name, contender in contenders.items():
-            began, ended = _once(world, contender, given, out)
+        for name in random.Random(run).sample(list(contenders), len(contenders)):
+            began, ended = _once(world, contenders[name], given, out)
             if run:
                 seconds[name].append(ended - began)
     if world.rank:
