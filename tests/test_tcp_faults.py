@@ -72,10 +72,7 @@ def test_a_rank_that_cannot_even_begin_tells_the_others_why() -> None:
 
     errors = backends_in_threads(3, body)
     assert isinstance(errors[1], UsageError)
-    # One that heard of it and left may be what another notices first, on a machine that is busy.
-    assert any(errors[rank].peer == 1 for rank in (0, 2))
     for rank in (0, 2):
         assert isinstance(errors[rank], BackendError)
-        assert errors[rank].rank == rank
-        if errors[rank].peer == 1:
-            assert "rank 1 gave up: UsageError reduction 'median' is unknown" in str(errors[rank])
+        assert (errors[rank].rank, errors[rank].peer) == (rank, 1)
+        assert "rank 1 gave up: UsageError reduction 'median' is unknown" in str(errors[rank])

@@ -16,6 +16,7 @@ from hand_plans import forest_plan
 from collectives import Communicator
 from collectives.backends.tcp.address import parse_address
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.control import Control
 from collectives.backends.tcp.environment import from_environment
 from collectives.backends.tcp.hub import Hub
 from collectives.backends.tcp.messages import pack
@@ -271,3 +272,18 @@ def test_calls_of_a_closed_back_end_are_errors() -> None:
         call: Callable[[float], float] = backend.largest
         with pytest.raises(BackendError, match="make a new one"):
             call(1.0)
+
+
+def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
+    """A rank that is quicker than this one may have failed before this one has read that all are there."""
+    welcome = {"type": "welcome", "token": "", "host": None, "peers": {}}
+    failure = {"type": "failed", "message": "rank 1 gave up", "rank": None, "peer": 1, "step": None}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        control = Control(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, timeout=5.0)
+        rendezvous, _ = server.accept()
+        with rendezvous:
+            rendezvous.sendall(pack(welcome) + pack(failure))
+            assert control.join({})["type"] == "welcome"
+            control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0))
+            assert control.verdict == failure
+            control.close()

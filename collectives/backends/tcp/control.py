@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.backends.tcp.address import connect, parse_address
@@ -52,6 +52,8 @@ class Control:
         self.host: int | None = None
         self._timeout = timeout
         self._unpacker = Unpacker()
+        self._early: Sequence[Message] = ()
+        """What came together with the welcome: a rank that is quicker may have failed already."""
         self._writing = threading.Lock()
         self._connection = connect(parse_address(rendezvous), time.monotonic() + timeout)
 
@@ -82,16 +84,28 @@ class Control:
         deadline = time.monotonic() + self._timeout + GRACE_SECONDS
         while True:
             messages = self._read_until(deadline)
-            for message in messages:
+            for number, message in enumerate(messages, 1):
                 if message["type"] in ("refused", "failed"):
                     raise BackendError(str(message["message"]), rank=self.rank, peer=message.get("peer"))
                 if message["type"] == "welcome":
                     self.host = message["host"]
+                    self._early = messages[number:]
                     return message
 
     def listen(self, lock: threading.Condition, waiting: Callable[[], Waiting]) -> Callable[[], None]:
         """What the watcher calls when something has come; ``waiting`` answers the question what this rank waits for."""
         self._connection.settimeout(None)
+
+        def hear(messages: Sequence[Message], *, ended: bool = False) -> None:
+            for message in messages:
+                if message["type"] == "ping":
+                    wait = waiting()
+                    self.say({"type": "pong", "peer": wait.peer, "step": wait.step, "idle": wait.idle})
+            with lock:
+                for message in messages:
+                    self._note(message)
+                self.alone = self.alone or ended
+                lock.notify_all()
 
         def take() -> None:
             try:
@@ -101,16 +115,9 @@ class Control:
                 return
             except (OSError, ValueError):
                 data, messages = b"", []
-            for message in messages:
-                if message["type"] == "ping":
-                    wait = waiting()
-                    self.say({"type": "pong", "peer": wait.peer, "step": wait.step, "idle": wait.idle})
-            with lock:
-                for message in messages:
-                    self._note(message)
-                self.alone = self.alone or not data
-                lock.notify_all()
+            hear(messages, ended=not data)
 
+        hear(self._early)
         return take
 
     def say(self, message: Message) -> None:
