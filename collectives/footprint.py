@@ -2,7 +2,8 @@
 
 Where ranks exchange messages, a rank keeps what has arrived and cannot be joined yet, in windows of a few chunks for
 each stream, and partial sums on their way where it gets no result: for each joining stream two chunks and one for
-every level that it has to wait, so at most fan-in x (depth + 2), partial sums apart.
+every level that it has to wait, so at most fan-in x (depth + 2), partial sums apart. The tcp back end lets
+`FLIGHT_BYTES` of each such stream be under way where that is more, or long links would run dry.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Footprint:
         The most streams that one rank joins, over all trees.
     scratch : tuple of int
         Chunks of scratch memory on each rank, at most.
+    held : tuple of int
+        Streams of which chunks may have to wait on each rank.
     """
 
     streams: int
@@ -42,6 +45,7 @@ class Footprint:
     steps: int
     fan_in: int
     scratch: tuple[int, ...]
+    held: tuple[int, ...]
 
     def to_object(self) -> dict[str, object]:
         """A JSON object of everything above."""
@@ -51,6 +55,7 @@ class Footprint:
             "steps": self.steps,
             "fan_in": self.fan_in,
             "scratch_chunks": list(self.scratch),
+            "held_streams": list(self.held),
         }
 
 
@@ -83,9 +88,11 @@ def footprint(plan: Plan) -> Footprint:
     parts = streams(table)
     joins = [0] * len(plan.ranks)
     scratch = [0] * len(plan.ranks)
+    held = [0] * len(plan.ranks)
     for order in orders(table, plan.collective, plan.root):
         stream = order.stream
         joins[stream.destination] += stream.add
+        held[stream.destination] += order.held
         scratch[stream.destination] += (stream.window if order.held else 0) + order.slots
     return Footprint(
         streams=len(parts),
@@ -93,4 +100,5 @@ def footprint(plan: Plan) -> Footprint:
         steps=1 + max((part.level for part in parts), default=-1),
         fan_in=max(joins, default=0),
         scratch=tuple(scratch),
+        held=tuple(held),
     )

@@ -28,7 +28,8 @@ class Measurement:
     line_seconds : float
         Size over rate: what the links take if none of the fullest ones ever rests.
     predicted : float
-        Seconds by `topoplan.simulate` on the machine of the test bed, with the same chunks.
+        Seconds by the event simulation of `topoplan simulate` (that of ``--trace``) on the machine of the test bed,
+        with the same chunks; by its closed form where they are too many.
     runs : tuple of float
         Seconds of each run, from the agreed start to the last rank's end.
     wrong : int

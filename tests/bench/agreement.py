@@ -10,6 +10,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan_file import parse_plan_file
 
 SIZES = (0, 1, 7, 1000003, 16 << 20)
-METHODS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+METHODS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("loopback", "tcp", "mpi", "torch")
 RANKS = range(2, 9)
 RUNS = 2
@@ -113,6 +114,7 @@ def _digest_lines(communicator: Communicator, method: str, count: int, dtype: st
     return lines
 
 
+@lru_cache(maxsize=8)
 def _data(rank: int, count: int, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
     generator = np.random.default_rng([rank, count])
     return (generator.standard_normal(count, dtype=np.float32) * 1000).astype(dtype)

@@ -1,8 +1,8 @@
 """Plans on a network of shaped links with a process for each rank: predicted and measured, and trees against rings.
 
-Predicted is `topoplan.simulate` on the machine as slow as the test bed. The bands: times within 5 % of it, 95 % of line
-rate at 64 MB and 90 % at 16 MB, speed-ups within 5 % of the predicted one. What leaves them is marked with ``!``; where
-the links alone do not reach their rates either, the processors were busy with something else.
+Predicted is the event simulation of the machine as slow as the test bed. The bands: times within 5 % of it, 95 % of
+line rate at 64 MB and 90 % at 16 MB, speed-ups within 5 % of the predicted one. What leaves them is marked with ``!``;
+where the links alone do not reach their rates either, the processors were busy with something else.
 """
 
 from __future__ import annotations

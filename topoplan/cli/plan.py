@@ -163,6 +163,14 @@ def print_footprint(plan: Plan, found: Footprint) -> None:
     )
     told = f", {format_size(largest * CHUNK)} with chunks of {format_size(CHUNK)}" if largest else ""
     print(f"memory {where}{told}; fan-in {found.fan_in}, depth {plan.depth}")
+    waiting = max(found.held)
+    if waiting:
+        from collectives.backends.tcp.order import FLIGHT_BYTES
+
+        print(
+            f"       with tcp up to {format_size(FLIGHT_BYTES)} of each tree edge that waits may be under way, "
+            f"{counted(waiting, 'edge')} on one rank"
+        )
 
 
 def _run_bound(options: argparse.Namespace) -> int:

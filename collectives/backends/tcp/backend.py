@@ -21,6 +21,7 @@ from collectives.backends.tcp.lanes import lane_of
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.network import Network
+from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.pacing import link_rates
 from collectives.backends.tcp.rendezvous import Rendezvous
 from collectives.backends.tcp.watcher import Watcher
@@ -86,7 +87,7 @@ class TcpBackend:
         pace: float | None = None,
         timeout: float = 30.0,
         meeting_timeout: float | None = None,
-        flight_bytes: int = 4 << 20,
+        flight_bytes: int = FLIGHT_BYTES,
     ) -> None:
         if size < 1 or not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")

@@ -18,6 +18,9 @@ from functools import lru_cache
 from collectives.streams import Stream, streams
 from collectives.transfer_table import TransferTable
 
+FLIGHT_BYTES = 4 << 20
+"""What may be under way, or wait at its destination, of a held stream: what the queues in a network hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
