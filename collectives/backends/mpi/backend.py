@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call
 from collectives.backends.mpi.agreement import Agreement, Notes
 from collectives.backends.mpi.control import CLOSED, Control
@@ -23,7 +24,6 @@ from collectives.backends.mpi.leaving import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
 from collectives.backends.mpi.program import program_of
-from collectives.backends.mpi.result_arrays import ResultArrays
 from collectives.backends.mpi.results import result_blocks
 from collectives.backends.mpi.transport import Transport
 from collectives.backends.mpi.watch import Watch

@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.arrays.numpy_arrays import NumpyArrays
+from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call
 from collectives.backends.signature import Signature
 from collectives.backends.tcp.control import Control
@@ -104,7 +104,7 @@ class TcpBackend:
         self.size = size
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
-        self.arrays = NumpyArrays()
+        self.arrays = ResultArrays()
         self._pace = pace
         self._flight_bytes = flight_bytes
         self._wires = read_wires(wires) if wires is not None else {}
