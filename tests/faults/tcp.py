@@ -188,7 +188,10 @@ def main(arguments: Sequence[str]) -> int:
         for fault in faults:
             print(f"round {number}, {what}: {fault}", file=sys.stderr)
         listed = [report for reports_of_rank in reports.values() for report in reports_of_rank]
-        named += all(report.get("peer") == what.victim for report in listed)
+        others = [report for report in listed if report.get("peer") != what.victim]
+        named += not others
+        for report in others:
+            print(f"round {number}, {what}: rank {report['rank']} named another: {report}")
         times[what.number.name] += [report["after"] for report in listed if "after" in report]
     print(f"{options.kills} rounds of {RANKS} ranks, {bad} with a fault, {named} where all named the victim")
     for name, seconds in times.items():

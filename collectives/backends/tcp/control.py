@@ -38,6 +38,8 @@ class Control:
         Why the job has failed.
     alone : bool
         The rendezvous has ended.
+    lost : bool
+        It has ended without a word: its process died.
     host : int or None
         The rank that hosts it, if one does.
     """
@@ -49,6 +51,7 @@ class Control:
         self.answer: Message | None = None
         self.verdict: Message | None = None
         self.alone = False
+        self.lost = False
         self.host: int | None = None
         self._timeout = timeout
         self._unpacker = Unpacker()
@@ -104,6 +107,7 @@ class Control:
             with lock:
                 for message in messages:
                     self._note(message)
+                self.lost = self.lost or (ended and not self.alone)
                 self.alone = self.alone or ended
                 lock.notify_all()
 

@@ -131,12 +131,15 @@ class Job:
             if not self._over() and self.control.host is not None:
                 # a neighbour that closed its links knew as little, but gave up earlier
                 self._raise_silence(self._trouble["message"], self._trouble["peer"])
-        verdict = self.control.verdict or self._trouble
+        # where the rank that hosts the rendezvous died, neighbours that knew it earlier have closed their links
+        host_died = self.control.lost and self.control.host is not None
+        verdict = self.control.verdict or (None if host_died else self._trouble)
         if verdict is not None and verdict["type"] == "differ":
             self._raise_difference(verdict, signature)
         if verdict is not None:
             self._raise_failure(verdict)
-        if self.control.alone and (self.flow is None or self.control.answer is None):
+        troubled = self._trouble is not None
+        if self.control.alone and (troubled or self.flow is None or self.control.answer is None):
             host = self.control.host
             name = f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
             raise BackendError(
