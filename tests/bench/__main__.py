@@ -19,6 +19,7 @@ from tests.bench import (
     probing,
     reduce_scatter_allgather,
     scale,
+    selection,
     testbed,
     three_phases,
 )
@@ -41,6 +42,7 @@ def main() -> int:
         "probing": probing.main,
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "scale": scale.main,
+        "selection": selection.main,
         "testbed": testbed.main,
         "three_phases": three_phases.main,
     }

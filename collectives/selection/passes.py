@@ -1,0 +1,155 @@
+"""Reads of the data, each compiled to one loop: gathering, counting, dividing, adding up.
+
+Every loop works on `BLOCK` elements at a time, so that a second look at them finds them in the nearest cache. What it
+looks for is marked in bytes first, which processors do many at once, and then picked out word by word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.selection.compiled import compiled, trailing_zeros
+
+BLOCK = 1024
+"""Elements that are looked at together; buffers for indices need so many places more."""
+
+OVERFLOW = -1
+"""Instead of a count: more entries than places."""
+
+Array = NDArray[Any]
+
+
+@compiled
+def gather(bits: Array, mask: Any, threshold: Any, indices: Array) -> int:
+    """Indices of all keys that are at least a threshold, ascending; how many, or `OVERFLOW`.
+
+    ``indices`` must have `BLOCK` places more than may be filled.
+    """
+    count = 0
+    flags = np.zeros(BLOCK, np.uint8)
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        if count + BLOCK > indices.size:
+            return OVERFLOW
+        if block.size < BLOCK:
+            flags[:] = 0
+        for j in range(block.size):
+            flags[j] = (block[j] & mask) >= threshold
+        count = _pick(flags.view(np.uint64), start, indices, count)
+    return count
+
+
+@compiled
+def accumulate(
+    residual: Array, gradient: Array, bits: Array, mask: Any, infinity: Any, threshold: Any, indices: Array
+) -> tuple[int, int]:
+    """Add a gradient to a residual, and gather from the sum as `gather` does, in the same read.
+
+    ``bits`` is the residual's memory. Returns the count, or `OVERFLOW` where the places did not suffice (everything is
+    added all the same), and where the first block with a NaN begins, -1 if there is none: nothing was added from there.
+    """
+    count = 0
+    flags = np.zeros(BLOCK, np.uint8)
+    given = gradient.view(bits.dtype)
+    for start in range(0, residual.size, BLOCK):
+        kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
+        if _has_nan(given[start : start + BLOCK], mask, infinity):
+            return count, start
+        for j in range(kept.size):
+            kept[j] += added[j]
+        if count == OVERFLOW or count + BLOCK > indices.size:
+            count = OVERFLOW
+            continue
+        block = bits[start : start + BLOCK]
+        if block.size < BLOCK:
+            flags[:] = 0
+        for j in range(block.size):
+            flags[j] = (block[j] & mask) >= threshold
+        count = _pick(flags.view(np.uint64), start, indices, count)
+    return count, -1
+
+
+@compiled
+def accumulate_with_momentum(
+    residual: Array,
+    velocity: Array,
+    momentum: Any,
+    gradient: Array,
+    bits: Array,
+    mask: Any,
+    infinity: Any,
+    threshold: Any,
+    indices: Array,
+) -> tuple[int, int]:
+    """As `accumulate`, but what is added is the velocity, which takes in the gradient first."""
+    count = 0
+    flags = np.zeros(BLOCK, np.uint8)
+    given = gradient.view(bits.dtype)
+    for start in range(0, residual.size, BLOCK):
+        kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
+        moving = velocity[start : start + BLOCK]
+        if _has_nan(given[start : start + BLOCK], mask, infinity):
+            return count, start
+        for j in range(kept.size):
+            moving[j] = momentum * moving[j] + added[j]
+            kept[j] += moving[j]
+        if count == OVERFLOW or count + BLOCK > indices.size:
+            count = OVERFLOW
+            continue
+        block = bits[start : start + BLOCK]
+        if block.size < BLOCK:
+            flags[:] = 0
+        for j in range(block.size):
+            flags[j] = (block[j] & mask) >= threshold
+        count = _pick(flags.view(np.uint64), start, indices, count)
+    return count, -1
+
+
+@compiled
+def histogram(bits: Array, mask: Any, shift: Any, counts: Array) -> None:
+    """Count the keys by what is left of them after a shift to the right; ``counts`` (2, bins) is added to."""
+    even = bits.size - bits.size % 2
+    # two tables: equal neighbours would wait for each other's count
+    for i in range(0, even, 2):
+        counts[0, (bits[i] & mask) >> shift] += 1
+        counts[1, (bits[i + 1] & mask) >> shift] += 1
+    if even < bits.size:
+        counts[0, (bits[even] & mask) >> shift] += 1
+
+
+@compiled
+def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, candidates: Array) -> None:
+    """Indices of keys that lie above a bin of the histogram, and of those in it; both buffers just fit."""
+    sure = maybe = 0
+    for i in range(bits.size):
+        place = (bits[i] & mask) >> shift
+        if place >= border:
+            if place > border:
+                certain[sure] = i
+                sure += 1
+            else:
+                candidates[maybe] = i
+                maybe += 1
+
+
+@compiled
+def _has_nan(bits: Array, mask: Any, infinity: Any) -> bool:
+    found = False
+    for j in range(bits.size):
+        found |= (bits[j] & mask) > infinity
+    return found
+
+
+@compiled
+def _pick(words: Array, start: int, indices: Array, count: int) -> int:
+    """Add the positions of the bytes that are 1 to the indices; the new count."""
+    for q in range(words.size):
+        word = words[q]
+        while word != 0:
+            indices[count] = start + q * 8 + np.int64(trailing_zeros(word) >> np.uint64(3))
+            count += 1
+            word &= word - np.uint64(1)
+    return count

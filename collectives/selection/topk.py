@@ -1,0 +1,182 @@
+"""The exact k largest entries by magnitude, mostly in one read of the data.
+
+A sample of the data tells a threshold that a little more than k entries will reach. One read gathers those; if they
+are k or more they certify themselves, and the k largest of them are the result. Where the sample misled (or k is
+not small), a histogram of the leading bits divides the entries exactly into certain ones, candidates and others,
+in two reads. Either way the result is the same: it depends on the data alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.selection.magnitudes import Magnitudes, magnitudes
+from topoplan.errors import UsageError
+
+LARGEST_SHARE = 1 / 16
+"""Share of the entries up to which a sampled threshold is tried."""
+
+SMALL = 1 << 14
+"""Elements below which a sample would not be much smaller than the data."""
+
+SAMPLE_RUNS, RUN = 1024, 64
+"""The sample: so many runs of neighbours, spread over the data."""
+
+HISTOGRAM_BITS = 11
+
+Array = NDArray[Any]
+
+
+def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
+    """The k entries of largest magnitude, exactly.
+
+    Among entries of equal magnitude at the border those with the lowest indices are chosen.
+
+    Parameters
+    ----------
+    x : contiguous array of float16, bfloat16, float32 or float64, any shape
+    k : int
+        Between 0 and the number of elements d.
+    nan : str
+        "refuse" raises where NaN is among the k largest, which it is wherever there is one and k > 0; "largest"
+        counts it above infinity.
+
+    Returns
+    -------
+    indices : (k,) int32, or int64 where d is 2**31 or more
+        Into the flattened array, ascending.
+    values : (k,) of x's dtype
+        With their signs.
+
+    Raises
+    ------
+    UsageError
+        ``k`` is out of range, ``x`` is nothing to select from, or has a NaN.
+
+    Notes
+    -----
+    One read of the data and O(k) more where the sampled threshold certifies itself, two otherwise. Deterministic: the
+    sample is always taken in the same places.
+
+    Examples
+    --------
+    >>> indices, values = topk(np.array([3.0, -7.0, 0.5, 7.0, -4.0]), 2)
+    >>> indices.tolist(), values.tolist()
+    ([1, 3], [-7.0, 7.0])
+    """
+    data = magnitudes(x)
+    check_arguments(k, data.bits.size, nan)
+    indices = select(data, k)
+    values = x.reshape(-1)[indices]
+    if nan == "refuse":
+        refuse_nan(data, indices)
+    return indices, values
+
+
+def check_arguments(k: int, size: int, nan: str) -> None:
+    """Refuse a k that cannot be, and an unknown treatment of NaN."""
+    if not 0 <= k <= size:
+        raise UsageError(f"{k} of {size} entries cannot be chosen; give k between 0 and {size}")
+    if nan not in ("refuse", "largest"):
+        raise UsageError(f"nan={nan!r} is unknown; use 'refuse' or 'largest'")
+
+
+def refuse_nan(data: Magnitudes, indices: Array) -> None:
+    """Raise if there is a NaN among chosen entries: it would be the largest of all."""
+    broken = np.flatnonzero((data.bits[indices] & data.mask) > data.infinity)
+    if len(broken):
+        raise UsageError(
+            f"element {int(indices[broken[0]])} is NaN; repair the gradient, or count it largest with nan='largest'"
+        )
+
+
+def select(data: Magnitudes, k: int) -> Array:
+    """Indices of the k largest keys, ascending."""
+    size = data.bits.size
+    if k == 0:
+        return np.zeros(0, index_type(size))
+    if k == size:
+        return np.arange(size, dtype=index_type(size))
+    threshold = sampled_threshold(data, k)
+    if threshold is not None:
+        from collectives.selection.passes import gather
+
+        buffer = candidate_buffer(size, k)
+        count = gather(data.bits, data.mask, threshold, buffer)
+        if count >= k:
+            return largest_of(data, buffer[:count], k)
+    return select_in_two_reads(data, k)
+
+
+def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
+    """A key that probably k entries reach and not many more; None where a sample is of no use."""
+    size = data.bits.size
+    if size < SMALL or k > LARGEST_SHARE * size:
+        return None
+    return threshold_of_sample(data.bits[sample_places(size)] & data.mask, k, size)
+
+
+def sample_places(size: int) -> Array:
+    """Where the sample is taken: runs of neighbours, one in each of equal parts, at places that follow no period."""
+    runs = min(SAMPLE_RUNS, size // (4 * RUN))
+    part = size // runs
+    # the golden ratio spreads the offsets evenly whatever their number
+    offsets = (np.arange(runs) * 0.6180339887498949 % 1 * (part - RUN)).astype(np.int64)
+    places: Array = ((np.arange(runs) * part + offsets)[:, None] + np.arange(RUN)).reshape(-1)
+    return places
+
+
+def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
+    """The key of a sample that leaves room for its chance: four standard deviations, and four entries."""
+    expected = k / size * len(sample)
+    rank = min(len(sample), int(expected + 4 * math.sqrt(expected) + 4))
+    place = len(sample) - rank
+    return np.partition(sample, place)[place]
+
+
+def candidate_buffer(size: int, k: int) -> Array:
+    """Room for the entries that reach a sampled threshold."""
+    from collectives.selection.passes import BLOCK
+
+    return np.empty(2 * k + 4 * BLOCK, index_type(size))
+
+
+def largest_of(data: Magnitudes, candidates: Array, k: int) -> Array:
+    """The k largest of some entries, given and returned in ascending order; of equal ones the first."""
+    surplus = len(candidates) - k
+    if not surplus:
+        return candidates.copy()
+    keys = data.bits[candidates] & data.mask
+    border = np.partition(keys, surplus)[surplus]
+    chosen = keys > border
+    ties = np.flatnonzero(keys == border)
+    chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
+    kept: Array = candidates[chosen]
+    return kept
+
+
+def select_in_two_reads(data: Magnitudes, k: int) -> Array:
+    """As `select`, by a histogram of the leading bits."""
+    from collectives.selection.passes import divide, histogram
+
+    shift = data.width - HISTOGRAM_BITS
+    counts = np.zeros((2, 1 << HISTOGRAM_BITS), np.int64)
+    histogram(data.bits, data.mask, shift, counts)
+    reached = np.cumsum(counts.sum(axis=0)[::-1])
+    above = int(np.searchsorted(reached, k))
+    border = len(reached) - 1 - above
+    sure = int(reached[above - 1]) if above else 0
+    index = index_type(data.bits.size)
+    certain, candidates = np.empty(sure, index), np.empty(int(reached[above]) - sure, index)
+    divide(data.bits, data.mask, shift, border, certain, candidates)
+    chosen = largest_of(data, candidates, k - sure)
+    return np.sort(np.concatenate((certain, chosen)), kind="stable")
+
+
+def index_type(size: int) -> type[np.signedinteger[Any]]:
+    """The integers that indices below a size are kept in."""
+    return np.int32 if size < 1 << 31 else np.int64
