@@ -102,7 +102,8 @@ def one_round(what: Round) -> tuple[list[str], list[float]]:
         assert launcher.stdout is not None
         timer = threading.Timer(LIMIT_SECONDS, launcher.kill)
         timer.start()
-        noise = threading.Thread(target=launcher.stderr.read) if launcher.stderr else threading.Thread()
+        said: list[str] = []
+        noise = threading.Thread(target=lambda: said.extend(launcher.stderr or ()))
         noise.start()
         started = [json.loads(launcher.stdout.readline()) for _ in range(RANKS)]
         pids = {one["rank"]: one["pid"] for one in started}
@@ -126,7 +127,7 @@ def one_round(what: Round) -> tuple[list[str], list[float]]:
     for rank in survivors:
         own = [report for report in reports if report["reporter"] == rank]
         if len(own) != 1:
-            complaints.append(f"rank {rank} reported {len(own)} times")
+            complaints.append(f"rank {rank} reported {len(own)} times; {' | '.join(said[-20:])}")
         for report in own:
             if (report.get("rank"), report.get("peer")) != (rank, what.victim) or report.get("step") is None:
                 complaints.append(f"rank {rank}: {report['message']}")

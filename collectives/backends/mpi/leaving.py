@@ -23,6 +23,10 @@ PATIENCE = 5.0
 STRANGERS = 0.5
 """Seconds that it gives those of other hosts."""
 
+LAST_WORDS = 0.3
+"""Seconds in which a launcher passes on what the processes have printed; what it has not by then is lost when MPI ends
+the job."""
+
 _open: dict[int, tuple[Control, Placement]] = {}
 
 
@@ -68,6 +72,7 @@ def _leave_without_farewell(control: Control, placement: Placement, peer: int) -
     if placement.strangers:
         time.sleep(STRANGERS)
     if _may_live(placement, peer) and others[0] == placement.rank:
+        time.sleep(LAST_WORDS)
         MPI.COMM_WORLD.Abort(1)
     os._exit(1)
 
