@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -13,6 +14,9 @@ from collectives.execution import Execution
 from collectives.handle import Handle, InOrder
 from collectives.plan_store import PlanStore
 from collectives.request import request
+from collectives.sparse.explanation import Explanation
+from collectives.sparse.sparse_collective import SparseCollective
+from collectives.sparse.sparse_request import sparse_request
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -124,6 +128,7 @@ class Communicator:
         if self._chunk_file is not None and self._chunk_file.exists():
             chunks.load(self._chunk_file)
         self._execution: Execution | None = Execution(store, opened, chunks)
+        self._sparse: SparseCollective | None = None
         self._in_order = InOrder()
 
     @property
@@ -321,6 +326,88 @@ class Communicator:
 
         return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
+    def sparse_all_reduce(
+        self,
+        gradients: Any,
+        *,
+        density: float,
+        op: str = "sum",
+        key: str = "",
+        momentum: float = 0.0,
+        exchange: str = "auto",
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Add up the largest entries of every rank's gradient; what a rank does not give it keeps for the next call.
+
+        Parameters
+        ----------
+        gradients : float array of any shape; with several ranks in this process a list of one per rank
+        density : float
+            Share of the entries that every rank gives, above 0 and at most 1.
+        op : str
+            sum or avg.
+        key : str
+            Names the gradient: every key has a residual of its own (see `collectives.ErrorFeedback`).
+        momentum : float
+            Of the momentum correction; 0 for none.
+        exchange : str
+            "auto" takes what is quicker by the model (see `explain`): "pairs" gathers the chosen entries, "dense" adds
+            up everything, the residual too.
+        out : as ``gradients``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks.
+
+        Raises
+        ------
+        UsageError
+            An argument does not fit, or a gradient holds NaN. The residuals are what they were.
+        BackendError
+            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too.
+        """
+        execution, sparse = self._open(), self._sparse_collective()
+        try:
+            asked = sparse_request(execution.backend, gradients, out=out, op=op)
+            chosen = sparse.explain(asked, density=density, exchange=exchange)
+            feedback = sparse.prepare(asked, key=key, momentum=momentum)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+
+        def run() -> Any:
+            try:
+                return sparse.run(asked, feedback, chosen)
+            except UsageError as error:
+                if execution.backend.one_rank:
+                    execution.refuse(str(error))
+                raise
+
+        return self._in_order.submit(run) if async_op else self._in_order.run(run)
+
+    def explain(self, gradients: Any, *, density: float, exchange: str = "auto") -> Explanation:
+        """What `sparse_all_reduce` would exchange for such gradients, and why; nothing is exchanged."""
+        asked = sparse_request(self._open().backend, gradients, out=None, op="sum")
+        return self._sparse_collective().explain(asked, density=density, exchange=exchange)
+
+    def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
+        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
+        return self._in_order.run(self._sparse_collective().state)
+
+    def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from what `sparse_state` gave, instead of what is kept now.
+
+        Raises
+        ------
+        UsageError
+            It is of another number of ranks.
+        """
+        sparse = self._sparse_collective()
+        self._in_order.run(lambda: sparse.restore(state))
+
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
         if self._execution is not None:
@@ -357,13 +444,22 @@ class Communicator:
         try:
             checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
         except UsageError as error:
-            reason = str(error)
-            if execution.backend.one_rank:
-                self._in_order.run(lambda: execution.refuse(reason))
+            self._refuse(str(error))
             raise
         if async_op:
             return self._in_order.submit(lambda: execution.run(checked))
         return self._in_order.run(lambda: execution.run(checked))
+
+    def _refuse(self, reason: str) -> None:
+        """Tell the other ranks that this one will not take part."""
+        execution = self._open()
+        if execution.backend.one_rank:
+            self._in_order.run(lambda: execution.refuse(reason))
+
+    def _sparse_collective(self) -> SparseCollective:
+        if self._sparse is None:
+            self._sparse = SparseCollective(self._open())
+        return self._sparse
 
     def _open(self) -> Execution:
         if self._execution is None:

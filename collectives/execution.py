@@ -17,6 +17,7 @@ from collectives.lowering import lower
 from collectives.plan_store import PlanStore
 from collectives.request import Request
 from topoplan.errors import BackendError
+from topoplan.simulation.model import simulate
 
 
 class Execution:
@@ -62,7 +63,7 @@ class Execution:
             plan=digest[:16],
             collective=request.collective,
             root=request.root,
-            op=request.op,
+            op=request.op if request.about is None else request.about,
             dtype=library.dtype(first),
             count=request.count,
             chunk=table.chunk_elements,
@@ -85,6 +86,10 @@ class Execution:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""
         plan = self._store.plan(collective, root, nbytes)
         return self.chunks.settled(self._store.digest(plan), nbytes)
+
+    def model_seconds(self, collective: str, nbytes: int) -> float:
+        """Model time of a collective on a buffer of so many bytes, on the machine of the plan."""
+        return simulate(self._store.plan(collective, None, nbytes), nbytes=nbytes).seconds
 
     def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
         """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""

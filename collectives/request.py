@@ -37,6 +37,8 @@ class Request:
         Of a result.
     count : int
         Elements of the buffer.
+    about : str or None
+        What the elements mean, where ranks that differ in it must not exchange them.
     """
 
     collective: str
@@ -49,6 +51,7 @@ class Request:
     holders: Sequence[int]
     shape: tuple[int, ...]
     count: int
+    about: str | None = None
 
 
 def request(

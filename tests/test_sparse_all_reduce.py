@@ -1,0 +1,212 @@
+"""The sparse allreduce: sums of chosen entries, the same on all ranks, and nothing that is lost."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hand_plans import forest_plan, three_phase_plan
+from numpy.typing import NDArray
+from tcp_jobs import in_threads
+
+import topoplan
+from collectives import Communicator, ErrorFeedback, topk
+from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Plan
+
+Array = NDArray[Any]
+
+SIZE = 3001
+DGX = topoplan.load("dgx-1v")
+
+
+def whole_numbers(ranks: int, step: int, dtype: str = "float32") -> list[Array]:
+    return [
+        np.random.default_rng([rank, step]).integers(-99, 100, SIZE).astype(dtype) for rank in range(ranks)
+    ]
+
+
+def residuals(comm: Communicator, key: str = "") -> Array:
+    """The residuals of all ranks, added up."""
+    total: Array = sum(one["residual"].astype(np.float64) for one in comm.sparse_state()[key])
+    return total
+
+
+@pytest.mark.parametrize("exchange", ["pairs", "dense", "auto"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        topoplan.plan(DGX, "allreduce", gpus=[1, 4, 5, 7]),
+        topoplan.plan(DGX, "allreduce"),
+        topoplan.plan(DGX, "allreduce", gpus=[3]),
+        three_phase_plan([[0, 1], [2, 3, 4]]),
+    ],
+    ids=["4 GPUs", "8 GPUs", "1 GPU", "2 servers"],
+)
+def test_what_was_summed_and_what_is_kept_are_what_was_given_over_many_steps(
+    plan: Plan, exchange: str
+) -> None:
+    ranks = len(plan.ranks)
+    with Communicator(plan) as comm:
+        given, summed = np.zeros(SIZE), np.zeros(SIZE)
+        for step in range(30):
+            gradients = whole_numbers(ranks, step)
+            given += np.sum(gradients, axis=0)
+            results = comm.sparse_all_reduce(gradients, density=0.01, exchange=exchange)
+            assert all(np.array_equal(results[0], one) for one in results)
+            summed += results[0]
+            assert np.array_equal(summed + residuals(comm), given)
+
+
+def test_each_rank_gives_the_largest_entries_of_residual_and_gradient() -> None:
+    with Communicator(forest_plan(3, "allreduce", "chain")) as comm:
+        feedback = [ErrorFeedback(SIZE) for _ in range(3)]
+        for step in range(5):
+            gradients = whole_numbers(3, step)
+            wanted = np.zeros(SIZE, np.float32)
+            for kept, gradient in zip(feedback, gradients, strict=True):
+                indices, values = kept.feed(gradient, 30)
+                wanted[indices] += values
+            result = comm.sparse_all_reduce(gradients, density=30 / SIZE, exchange="pairs")
+            assert np.array_equal(result[2], wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("servers", [[1], [8], [2, 2], [1, 3, 2], [4, 1, 8]], ids=str)
+def test_density_one_is_the_dense_allreduce_bit_for_bit(servers: list[int], dtype: str) -> None:
+    first = np.cumsum([0, *servers])
+    plan = three_phase_plan([list(range(a, b)) for a, b in itertools.pairwise(first)])
+    ranks = len(plan.ranks)
+    gradients = [np.random.default_rng(rank).standard_normal(SIZE).astype(dtype) for rank in range(ranks)]
+    with Communicator(plan) as comm:
+        sparse = comm.sparse_all_reduce(gradients, density=1.0, op="avg")
+        dense = comm.all_reduce(gradients, op="avg")
+        assert all(np.array_equal(a, b) for a, b in zip(sparse, dense, strict=True))
+        assert not residuals(comm).any()
+
+
+def test_keys_keep_residuals_apart_and_states_can_be_restored() -> None:
+    plan = forest_plan(2, "allreduce", "chain")
+    with Communicator(plan) as one, Communicator(plan) as other:
+        for step in range(3):
+            one.sparse_all_reduce(whole_numbers(2, step), density=0.05, key="a", momentum=0.9)
+            one.sparse_all_reduce(
+                [gradient[:100] for gradient in whole_numbers(2, step)],
+                density=0.05,
+                key="b",
+                exchange="pairs",
+            )
+        other.restore_sparse_state(one.sparse_state())
+        for key, momentum, length in (("a", 0.9, SIZE), ("b", 0.0, 100)):
+            given = [gradient[:length] for gradient in whole_numbers(2, 9)]
+            results = [
+                comm.sparse_all_reduce(given, density=0.05, key=key, momentum=momentum, exchange="pairs")
+                for comm in (one, other)
+            ]
+            assert np.array_equal(results[0][1], results[1][1])
+
+
+def test_handles_finish_in_order_and_results_go_where_they_are_asked_to() -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        gradients = whole_numbers(2, 0)
+        out = [np.full(SIZE, np.nan, np.float32) for _ in range(2)]
+        handles = [
+            comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs", out=out, async_op=True)
+            for _ in range(3)
+        ]
+        last = handles[-1].wait()
+        assert last[0] is out[0]
+        again = ErrorFeedback(SIZE)
+        for _ in range(3):
+            indices, _ = again.feed(gradients[0], 30)
+        assert out[0][indices].all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (7,), (3, 5)])
+def test_small_gradients_of_any_shape_give_at_least_one_entry(shape: tuple[int, ...]) -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        given = [np.full(shape, rank + 1, np.float16) for rank in range(2)]
+        result = comm.sparse_all_reduce(given, density=0.01, exchange="pairs")
+        assert result[0].shape == shape
+        assert result[0].dtype == np.float16
+        assert np.count_nonzero(result[0]) == min(1, given[0].size)
+        assert result[0].reshape(-1)[:1].tolist() == [3.0][: given[0].size]
+
+
+def test_the_model_gathers_few_entries_and_adds_up_many() -> None:
+    with Communicator(topoplan.plan(DGX, "allreduce")) as comm:
+        gradients = [np.zeros(1 << 20, np.float32)] * 8
+        few, many = (comm.explain(gradients, density=density) for density in (0.001, 0.9))
+        assert (few.exchange, many.exchange) == ("pairs", "dense")
+        assert few.pairs_seconds < few.dense_seconds
+        assert many.pairs_seconds > many.dense_seconds
+        assert few.entries == round(0.001 * (1 << 20))
+        assert "1049 of 1048576 entries of each of 8 ranks" in str(few)
+
+
+def test_ranks_of_other_processes_agree_and_a_rank_that_means_another_gradient_is_refused_by_all() -> None:
+    plan = forest_plan(3, "allreduce", "star")
+
+    def body(comm: Communicator, rank: int) -> Array:
+        total = np.zeros(SIZE)
+        for step in range(3):
+            gradient = whole_numbers(3, step)[rank]
+            total += comm.sparse_all_reduce(gradient, density=0.02, exchange="pairs")
+        with pytest.raises(BackendError, match="sparse sum"):
+            comm.sparse_all_reduce(
+                np.ones(SIZE - (rank == 1)), density=1 / SIZE, key="other", exchange="pairs"
+            )
+        kept = comm.sparse_state()["other"][0]["residual"]
+        assert np.array_equal(kept, np.ones(SIZE - (rank == 1))), "what was not given is kept"
+        return total
+
+    results = in_threads(plan, body)
+    assert not any(isinstance(one, BaseException) for one in results), results
+    assert all(np.array_equal(results[0], one) for one in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"density": 0.0}, "density of 0.0"),
+        ({"density": 1.5}, "density of 1.5"),
+        ({"density": 0.1, "exchange": "telepathy"}, "exchange 'telepathy' is unknown"),
+        ({"density": 0.1, "op": "max"}, "sparse 'max' is not defined"),
+        ({"density": 0.1, "momentum": 1.0}, "momentum of 1.0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], told: str) -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        with pytest.raises(UsageError, match=told):
+            comm.sparse_all_reduce(whole_numbers(2, 0), **options)
+        assert comm.sparse_state() == {}
+
+
+def test_gradients_that_do_not_fit_are_refused_and_leave_the_residuals_alone() -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        comm.sparse_all_reduce(whole_numbers(2, 0), density=0.01, exchange="pairs")
+        before = residuals(comm)
+        broken = whole_numbers(2, 1)
+        broken[1][5] = np.nan
+        for gradients, told in (
+            ([np.zeros(SIZE, np.int32)] * 2, "int32 cannot be made sparse"),
+            ([one[:7] for one in broken], "give every gradient a key of its own"),
+            (broken, "element 5 of the gradient is NaN"),
+        ):
+            with pytest.raises(UsageError, match=told):
+                comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs")
+        assert np.array_equal(residuals(comm), before)
+        with pytest.raises(UsageError, match="does not fit a process with 2"):
+            comm.restore_sparse_state({"": [ErrorFeedback(3).state()]})
+
+
+def test_an_entry_that_was_chosen_is_that_of_topk_on_the_gradient_alone_in_the_first_step() -> None:
+    with Communicator(forest_plan(2, "allreduce", "chain")) as comm:
+        gradients = [
+            np.random.default_rng(rank).standard_normal(SIZE).astype(np.float32) for rank in range(2)
+        ]
+        result = comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs")
+        chosen = np.union1d(*(topk(gradient, 30)[0] for gradient in gradients))
+        assert np.flatnonzero(result[0]).tolist() == chosen.tolist()
