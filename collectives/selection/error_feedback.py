@@ -20,7 +20,8 @@ from collectives.selection.magnitudes import Magnitudes, magnitudes
 from collectives.selection.topk import (
     LARGEST_SHARE,
     SMALL,
-    candidate_buffer,
+    Entries,
+    candidates,
     check_arguments,
     largest_of,
     refuse_nan,
@@ -107,16 +108,15 @@ class ErrorFeedback:
         """
         added = self._checked(gradient, k)
         data = magnitudes(self.residual)
-        buffer, count = self._accumulate(data, added, k)
+        room, count = self._accumulate(data, added, k)
         certified = count >= k > 0
-        indices = largest_of(data, buffer[:count], k) if certified else select(data, k)
-        refuse_nan(data, indices)
-        values = self.residual[indices]
-        self.residual[indices] = 0
+        chosen = largest_of(room.first(count), k, data.mask) if certified else select(data, k)
+        refuse_nan(data, chosen)
+        self.residual[chosen.indices] = 0
         if self.velocity is not None:
-            self.velocity[indices] = 0
+            self.velocity[chosen.indices] = 0
         self.step += 1
-        return indices, values
+        return chosen.indices, chosen.bits.view(self.residual.dtype)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as copies."""
@@ -166,17 +166,17 @@ class ErrorFeedback:
         check_arguments(k, self.residual.size, "refuse")
         return np.ascontiguousarray(gradient, self.residual.dtype).reshape(-1)
 
-    def _accumulate(self, data: Magnitudes, added: Array, k: int) -> tuple[Array, int]:
+    def _accumulate(self, data: Magnitudes, added: Array, k: int) -> tuple[Entries, int]:
         """Add the gradient; entries that may be the largest, and their number, -1 if that is not known."""
         from collectives.selection.passes import accumulate, accumulate_with_momentum
 
         threshold = self._threshold(data, added, k)
         wanted = threshold is not None
-        buffer = candidate_buffer(added.size, k if wanted else 0)
+        room = candidates(data, k if wanted else 0)
         border = threshold if wanted else data.mask
         if self.velocity is None:
             count, stopped = accumulate(
-                self.residual, added, data.bits, data.mask, data.infinity, border, buffer
+                self.residual, added, data.bits, data.mask, border, room.indices, room.bits
             )
         else:
             momentum = self.residual.dtype.type(self.momentum)
@@ -187,15 +187,15 @@ class ErrorFeedback:
                 added,
                 data.bits,
                 data.mask,
-                data.infinity,
                 border,
-                buffer,
+                room.indices,
+                room.bits,
             )
         if stopped >= 0:
             self._take_back(added, stopped)
             place = stopped + int(np.flatnonzero(np.isnan(added[stopped:]))[0])
             raise UsageError(f"element {place} of the gradient is NaN; leave this step out, or repair it")
-        return buffer, count if wanted else -1
+        return room, count if wanted else -1
 
     def _threshold(self, data: Magnitudes, added: Array, k: int) -> Any | None:
         """A key that probably k entries of the sum will reach."""

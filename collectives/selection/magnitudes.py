@@ -33,13 +33,13 @@ class Magnitudes:
         The floats' own memory.
     mask : integer of that type
         ``bits & mask`` are the keys.
-    infinity : int
+    infinity : integer of that type
         The key of infinity; those above it are NaN.
     """
 
     bits: NDArray[Any]
     mask: Any
-    infinity: int
+    infinity: Any
 
     @property
     def width(self) -> int:
@@ -73,4 +73,4 @@ def magnitudes(array: NDArray[Any]) -> Magnitudes:
     if not array.flags.c_contiguous:
         raise UsageError("the array is not contiguous; give numpy.ascontiguousarray of it")
     integer, infinity = INTEGERS[array.dtype.name]
-    return Magnitudes(array.reshape(-1).view(integer), integer(np.iinfo(integer).max), infinity)
+    return Magnitudes(array.reshape(-1).view(integer), integer(np.iinfo(integer).max), integer(infinity))

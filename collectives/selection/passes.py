@@ -23,10 +23,10 @@ Array = NDArray[Any]
 
 
 @compiled
-def gather(bits: Array, mask: Any, threshold: Any, indices: Array) -> int:
-    """Indices of all keys that are at least a threshold, ascending; how many, or `OVERFLOW`.
+def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array) -> int:
+    """Indices and bits of all keys that are at least a threshold, ascending; how many, or `OVERFLOW`.
 
-    ``indices`` must have `BLOCK` places more than may be filled.
+    ``indices`` and ``found`` must have `BLOCK` places more than may be filled.
     """
     count = 0
     flags = np.zeros(BLOCK, np.uint8)
@@ -38,13 +38,19 @@ def gather(bits: Array, mask: Any, threshold: Any, indices: Array) -> int:
             flags[:] = 0
         for j in range(block.size):
             flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), start, indices, count)
+        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
     return count
 
 
 @compiled
 def accumulate(
-    residual: Array, gradient: Array, bits: Array, mask: Any, infinity: Any, threshold: Any, indices: Array
+    residual: Array,
+    gradient: Array,
+    bits: Array,
+    mask: Any,
+    threshold: Any,
+    indices: Array,
+    found: Array,
 ) -> tuple[int, int]:
     """Add a gradient to a residual, and gather from the sum as `gather` does, in the same read.
 
@@ -53,13 +59,17 @@ def accumulate(
     """
     count = 0
     flags = np.zeros(BLOCK, np.uint8)
-    given = gradient.view(bits.dtype)
+    sums = np.empty(BLOCK, residual.dtype)
     for start in range(0, residual.size, BLOCK):
         kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
-        if _has_nan(given[start : start + BLOCK], mask, infinity):
+        broken: Any = np.int32(0)
+        for j in range(kept.size):
+            broken += np.int32(added[j] != added[j])
+            sums[j] = kept[j] + added[j]
+        if broken:
             return count, start
         for j in range(kept.size):
-            kept[j] += added[j]
+            kept[j] = sums[j]
         if count == OVERFLOW or count + BLOCK > indices.size:
             count = OVERFLOW
             continue
@@ -68,7 +78,7 @@ def accumulate(
             flags[:] = 0
         for j in range(block.size):
             flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), start, indices, count)
+        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
     return count, -1
 
 
@@ -80,22 +90,26 @@ def accumulate_with_momentum(
     gradient: Array,
     bits: Array,
     mask: Any,
-    infinity: Any,
     threshold: Any,
     indices: Array,
+    found: Array,
 ) -> tuple[int, int]:
     """As `accumulate`, but what is added is the velocity, which takes in the gradient first."""
     count = 0
     flags = np.zeros(BLOCK, np.uint8)
-    given = gradient.view(bits.dtype)
+    speeds = np.empty(BLOCK, residual.dtype)
     for start in range(0, residual.size, BLOCK):
         kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
         moving = velocity[start : start + BLOCK]
-        if _has_nan(given[start : start + BLOCK], mask, infinity):
+        broken: Any = np.int32(0)
+        for j in range(kept.size):
+            broken += np.int32(added[j] != added[j])
+            speeds[j] = momentum * moving[j] + added[j]
+        if broken:
             return count, start
         for j in range(kept.size):
-            moving[j] = momentum * moving[j] + added[j]
-            kept[j] += moving[j]
+            moving[j] = speeds[j]
+            kept[j] += speeds[j]
         if count == OVERFLOW or count + BLOCK > indices.size:
             count = OVERFLOW
             continue
@@ -104,7 +118,7 @@ def accumulate_with_momentum(
             flags[:] = 0
         for j in range(block.size):
             flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), start, indices, count)
+        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
     return count, -1
 
 
@@ -136,20 +150,14 @@ def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, cand
 
 
 @compiled
-def _has_nan(bits: Array, mask: Any, infinity: Any) -> bool:
-    found = False
-    for j in range(bits.size):
-        found |= (bits[j] & mask) > infinity
-    return found
-
-
-@compiled
-def _pick(words: Array, start: int, indices: Array, count: int) -> int:
-    """Add the positions of the bytes that are 1 to the indices; the new count."""
+def _pick(words: Array, block: Array, start: int, indices: Array, found: Array, count: int) -> int:
+    """Take the elements of a block where bytes are 1, while it is in the cache; the new count."""
     for q in range(words.size):
         word = words[q]
         while word != 0:
-            indices[count] = start + q * 8 + np.int64(trailing_zeros(word) >> np.uint64(3))
+            place = q * 8 + np.int64(trailing_zeros(word) >> np.uint64(3))
+            indices[count] = start + place
+            found[count] = block[place]
             count += 1
             word &= word - np.uint64(1)
     return count

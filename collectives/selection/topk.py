@@ -9,6 +9,7 @@ in two reads. Either way the result is the same: it depends on the data alone.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,25 @@ SAMPLE_RUNS, RUN = 1024, 64
 HISTOGRAM_BITS = 11
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """Some entries of an array, by ascending index.
+
+    Parameters
+    ----------
+    indices : (n,) int32 or int64
+    bits : (n,) integers
+        The entries themselves, as the integers that `Magnitudes` sees.
+    """
+
+    indices: Array
+    bits: Array
+
+    def first(self, count: int) -> Entries:
+        """The first so many, the same memory."""
+        return Entries(self.indices[:count], self.bits[:count])
 
 
 def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
@@ -70,11 +90,10 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
     """
     data = magnitudes(x)
     check_arguments(k, data.bits.size, nan)
-    indices = select(data, k)
-    values = x.reshape(-1)[indices]
+    chosen = select(data, k)
     if nan == "refuse":
-        refuse_nan(data, indices)
-    return indices, values
+        refuse_nan(data, chosen)
+    return chosen.indices, chosen.bits.view(x.dtype)
 
 
 def check_arguments(k: int, size: int, nan: str) -> None:
@@ -85,30 +104,31 @@ def check_arguments(k: int, size: int, nan: str) -> None:
         raise UsageError(f"nan={nan!r} is unknown; use 'refuse' or 'largest'")
 
 
-def refuse_nan(data: Magnitudes, indices: Array) -> None:
+def refuse_nan(data: Magnitudes, chosen: Entries) -> None:
     """Raise if there is a NaN among chosen entries: it would be the largest of all."""
-    broken = np.flatnonzero((data.bits[indices] & data.mask) > data.infinity)
+    broken = np.flatnonzero((chosen.bits & data.mask) > data.infinity)
     if len(broken):
         raise UsageError(
-            f"element {int(indices[broken[0]])} is NaN; repair the gradient, or count it largest with nan='largest'"
+            f"element {int(chosen.indices[broken[0]])} is NaN; repair the gradient, or count it largest with "
+            "nan='largest'"
         )
 
 
-def select(data: Magnitudes, k: int) -> Array:
-    """Indices of the k largest keys, ascending."""
+def select(data: Magnitudes, k: int) -> Entries:
+    """The entries with the k largest keys."""
     size = data.bits.size
     if k == 0:
-        return np.zeros(0, index_type(size))
+        return Entries(np.zeros(0, index_type(size)), data.bits[:0].copy())
     if k == size:
-        return np.arange(size, dtype=index_type(size))
+        return Entries(np.arange(size, dtype=index_type(size)), data.bits.copy())
     threshold = sampled_threshold(data, k)
     if threshold is not None:
         from collectives.selection.passes import gather
 
-        buffer = candidate_buffer(size, k)
-        count = gather(data.bits, data.mask, threshold, buffer)
+        room = candidates(data, k)
+        count = gather(data.bits, data.mask, threshold, room.indices, room.bits)
         if count >= k:
-            return largest_of(data, buffer[:count], k)
+            return largest_of(room.first(count), k, data.mask)
     return select_in_two_reads(data, k)
 
 
@@ -138,28 +158,28 @@ def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
     return np.partition(sample, place)[place]
 
 
-def candidate_buffer(size: int, k: int) -> Array:
+def candidates(data: Magnitudes, k: int) -> Entries:
     """Room for the entries that reach a sampled threshold."""
     from collectives.selection.passes import BLOCK
 
-    return np.empty(2 * k + 4 * BLOCK, index_type(size))
+    places = 2 * k + 4 * BLOCK
+    return Entries(np.empty(places, index_type(data.bits.size)), np.empty(places, data.bits.dtype))
 
 
-def largest_of(data: Magnitudes, candidates: Array, k: int) -> Array:
-    """The k largest of some entries, given and returned in ascending order; of equal ones the first."""
-    surplus = len(candidates) - k
+def largest_of(entries: Entries, k: int, mask: Any) -> Entries:
+    """The k largest of some entries, in the same order; of equal ones the first."""
+    surplus = len(entries.indices) - k
     if not surplus:
-        return candidates.copy()
-    keys = data.bits[candidates] & data.mask
+        return Entries(entries.indices.copy(), entries.bits.copy())
+    keys = entries.bits & mask
     border = np.partition(keys, surplus)[surplus]
     chosen = keys > border
     ties = np.flatnonzero(keys == border)
     chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
-    kept: Array = candidates[chosen]
-    return kept
+    return Entries(entries.indices[chosen], entries.bits[chosen])
 
 
-def select_in_two_reads(data: Magnitudes, k: int) -> Array:
+def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
     """As `select`, by a histogram of the leading bits."""
     from collectives.selection.passes import divide, histogram
 
@@ -171,10 +191,11 @@ def select_in_two_reads(data: Magnitudes, k: int) -> Array:
     border = len(reached) - 1 - above
     sure = int(reached[above - 1]) if above else 0
     index = index_type(data.bits.size)
-    certain, candidates = np.empty(sure, index), np.empty(int(reached[above]) - sure, index)
-    divide(data.bits, data.mask, shift, border, certain, candidates)
-    chosen = largest_of(data, candidates, k - sure)
-    return np.sort(np.concatenate((certain, chosen)), kind="stable")
+    certain, maybe = np.empty(sure, index), np.empty(int(reached[above]) - sure, index)
+    divide(data.bits, data.mask, shift, border, certain, maybe)
+    rest = largest_of(Entries(maybe, data.bits[maybe]), k - sure, data.mask)
+    indices = np.sort(np.concatenate((certain, rest.indices)), kind="stable")
+    return Entries(indices, data.bits[indices])
 
 
 def index_type(size: int) -> type[np.signedinteger[Any]]:
