@@ -1,6 +1,6 @@
 // What kernels need beyond kernel_shim.h whose threads wait for each other: the threads of a block are fibers, blocks run
-// one after another. Between two meetings the threads run now in one order, now in the other, and blocks come in either
-// order, so what depends on an order differs. A block whose threads wait at different places is given up.
+// one after another. A warp runs as far ahead of the others as it may, now the first and now the last, and blocks come in
+// either order, so what depends on an order differs. A block whose threads wait at different places is given up.
 
 #include <ucontext.h>
 
@@ -66,14 +66,18 @@ static bool block(int threads) {
         fiber.meetings = 0;
         makecontext(&fiber.context, run, 0);
     }
+    const int warps = threads / 32;
     for (int pass = blockIdx.x;; ++pass) {
-        for (int i = 0; i < threads; ++i) {
-            threadIdx.x = pass % 2 ? threads - 1 - i : i;
-            if (all[threadIdx.x].at == At::READY) swapcontext(&scheduler, &all[threadIdx.x].context);
+        for (int i = 0; i < warps; ++i) {
+            const int first = 32 * (pass % 2 ? warps - 1 - i : i);
+            do {
+                for (int lane = 0; lane < 32; ++lane) {
+                    threadIdx.x = first + (pass % 2 ? 31 - lane : lane);
+                    if (all[threadIdx.x].at == At::READY) swapcontext(&scheduler, &all[threadIdx.x].context);
+                }
+            } while (released(first, 32, At::WARP));
         }
-        bool moved = released(0, threads, At::BLOCK);
-        for (int first = 0; first < threads; first += 32) moved |= released(first, 32, At::WARP);
-        if (moved) continue;
+        if (released(0, threads, At::BLOCK)) continue;
         for (Fiber& fiber : all)
             if (fiber.at != At::END) return false;
         return true;
