@@ -43,7 +43,9 @@ DATA = {
     "few values": lambda generator, count: generator.integers(-2, 3, count).astype(float),
     "equal": lambda generator, count: np.full(count, -3.0),
     "zeros": lambda generator, count: np.zeros(count),
-    "any bits": lambda generator, count: generator.integers(0, 2**64, count, dtype=np.uint64).view(np.float64),
+    "any bits": lambda generator, count: generator.integers(0, 2**64, count, dtype=np.uint64).view(
+        np.float64
+    ),
 }
 """How the values of each kind are drawn."""
 

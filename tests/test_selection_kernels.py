@@ -33,9 +33,7 @@ WHOLE_VECTOR = r"(?:v4\.[buf]32|v2\.[buf]64)\b"
 
 
 def names_for(architecture: int) -> list[str]:
-    return [
-        name for name in selection_kernel_names() if architecture in WHOLE or name.endswith("float32")
-    ]
+    return [name for name in selection_kernel_names() if architecture in WHOLE or name.endswith("float32")]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +130,11 @@ def test_topk_takes_the_largest_and_of_equal_ones_the_first(fake: Fake, kind: st
 
 
 @given(
-    st.sampled_from(DTYPES), st.sampled_from(sorted(DATA)), st.integers(1, 9000), st.floats(0, 1), st.integers()
+    st.sampled_from(DTYPES),
+    st.sampled_from(sorted(DATA)),
+    st.integers(1, 9000),
+    st.floats(0, 1),
+    st.integers(),
 )
 @settings(max_examples=20, deadline=None)
 def test_the_order_of_blocks_and_their_number_change_nothing(
