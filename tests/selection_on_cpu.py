@@ -1,7 +1,7 @@
 """The selection kernels compiled for this processor, and a fake CuPy that runs them there.
 
-What is compiled is the very source that goes to a GPU, behind ``block_shim.h``. What only a GPU shows stays open: the two
-half conversions, blocks that really run at once, and speed.
+What is compiled is the very source that goes to a GPU, behind ``block_shim.h``. What only a GPU shows stays open: the
+two half conversions, blocks that really run at once, and speed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class Launches:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.backwards = False
+
+    def forms(self) -> list[str]:
+        """What was launched since the last call, without dtypes."""
+        found = [name.rpartition("_")[0] for name in self.names]
+        self.names.clear()
+        return found
 
 
 def install_selection(patch: pytest.MonkeyPatch, machine: Machine) -> tuple[Any, Launches]:

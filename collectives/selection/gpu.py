@@ -20,7 +20,7 @@ from topoplan.errors import UsageError
 
 
 def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
-    """The k elements of largest magnitude, exactly, in two reads of the data.
+    """The k elements of largest magnitude, exactly, in two reads of the data; in one where a sample gives a good bound.
 
     Everything runs on the current stream of the array's GPU, which has come to its end when the call returns.
 
@@ -53,7 +53,7 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
     with cupy.cuda.Device(x.device.id):
         line = cupy.ascontiguousarray(x).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=False)
-        if line.size and not passes.two_reads():
+        if line.size and not (passes.samples and passes.sampled()) and not passes.two_reads():
             passes.all_reads()
         return passes.indices, passes.values
 
@@ -63,8 +63,9 @@ def feed_gpu(
 ) -> tuple[Any, Any, Any]:
     """Error feedback: add the gradient to the residual, take out the k entries of largest magnitude.
 
-    Moves 16 bytes per float32 element, and 12 where the previous step's threshold still finds k entries; the result is
-    the same. Conserves: what is returned and what stays in the residual add up to residual + gradient.
+    Moves 16 bytes per float32 element, and 12 where a sample or the previous step's threshold gives a bound that at
+    least k entries, and not far more, are above; the result is the same. Conserves: what is returned and what stays in
+    the residual add up to residual + gradient.
 
     Parameters
     ----------
@@ -115,13 +116,20 @@ def feed_gpu(
         line, more = residual.reshape(-1), cupy.ascontiguousarray(gradient).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=True)
         if line.size:
-            guessed = count > 0 and bound is not None
-            held = passes.certified(more, bound) if guessed else passes.two_reads(more)
-            if guessed and not held:
-                held = passes.two_reads()
-            if not held:
-                passes.all_reads()
+            _feed(passes, more, bound if count else None)
         return passes.indices, passes.values, passes.threshold if count else None
+
+
+def _feed(passes: Passes, gradient: Any, bound: Any) -> None:
+    """Add the gradient once, on the first road, and take roads until one holds."""
+    if bound is not None:
+        held = passes.certified(gradient, bound) or passes.two_reads()
+    elif passes.samples:
+        held = passes.sampled(gradient) or passes.two_reads()
+    else:
+        held = passes.two_reads(gradient)
+    if not held:
+        passes.all_reads()
 
 
 def _dtype(cupy: ModuleType, array: Any, what: str) -> str:

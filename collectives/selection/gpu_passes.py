@@ -2,20 +2,21 @@
 
 There are three roads to the same result, d elements of b bytes each:
 
-- *certified*: a gradient is added, and all entries at or above a guessed bound are gathered in the same read (3 d b
-  bytes). It holds if at least k were found.
+- *one read*: all entries at or above a guessed bound are gathered (d b bytes; with a gradient that is added in the same
+  pass 3 d b). It holds if at least k were found. The guess is an earlier threshold, or comes from a sample.
 - *two reads*: a histogram of the top 11 bits gives the bound, then the entries are gathered (2 d b; with a gradient
   that is added 4 d b).
 - *all reads*: the whole key is found on the data itself, then it is read to count and to write (5 d b in float32,
   4 d b in the half types, 8 d b in float64). For data of which more than the list's room share the border's 11 bits.
 
-The first two keep the gathered entries in a list of at most ``4 k + d / 16`` entries of b + 2 bytes and find the rest
-of the key on it. They run through without asking the host; one copy of 40 bytes at their end tells whether they hold,
-and where they do not nothing is zeroed in the residual.
+The first two keep the gathered entries in a list with room for ``min(4 k, k + d / 8) + d / 16`` entries of b + 2 bytes
+and find the rest of the key on it. They run through without asking the host; one copy of 40 bytes at their end tells
+whether they hold, and where they do not nothing is zeroed in the residual.
 """
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,12 @@ from topoplan.errors import UsageError
 
 NOWHERE = np.int64(0)
 """The address that kernels take for an array that is not given."""
+
+SAMPLE = 1 << 16
+"""Elements of a sample, at least."""
+
+SPARSEST = 64
+"""A sample takes at most one of so many elements."""
 
 WORDS = STATE.itemsize // 8
 
@@ -63,7 +70,7 @@ class Passes:
         self._x, self._dtype, self._k, self._refuses = x, dtype, k, refuses
         self._residual = x if clears else NOWHERE
         self._itemsize = int(x.dtype.itemsize)
-        self._room = min(x.size, 4 * k + x.size // 16)
+        self._room = min(x.size, min(4 * k, k + x.size // 8) + x.size // 16)
         self._tiles = -(-x.nbytes // TILE_BYTES)
         self._blocks = self._kernels.blocks(x.size, self._itemsize)
         self._index = "int32" if x.size < 2**31 else "int64"
@@ -71,16 +78,31 @@ class Passes:
         self.values: Any = cupy.empty(k, dtype=x.dtype)
         self.threshold: Any = None
 
-    def certified(self, gradient: Any, threshold: Any) -> bool:
-        """Add the gradient to x and select from what is hardly below a threshold; whether that was enough.
+    @property
+    def samples(self) -> bool:
+        """Whether a sample is cheap beside a read of all elements, and few enough of them are wanted."""
+        return bool(self._x.size >= SPARSEST * SAMPLE and 0 < 4 * self._k <= self._x.size)
 
-        The bound lies an eighth of an octave below the threshold, since values shrink from step to step as well.
+    def sampled(self, gradient: Any = None) -> bool:
+        """One read with a bound from a sample of evenly spaced elements; whether that was enough.
+
+        The bound is the key in the sample whose rank there exceeds the expected one by four standard deviations of a
+        random sample. Its top 22 bits are enough.
         """
-        work = self._workspace()
-        mantissa = KEY_BITS[self._dtype][1]
-        run = self._gathered(work, gradient, threshold, 1 << mantissa - 3)
-        self._select_from(work, run, digits(self._dtype), self._k)
-        return self._ended(work)
+        step = self._x.size // SAMPLE
+        x = self._cupy.ascontiguousarray(self._x[::step])
+        more = None if gradient is None else self._cupy.ascontiguousarray(gradient[::step])
+        expected = self._k * x.size / self._x.size
+        rank = min(x.size, math.ceil(expected + 4 * math.sqrt(expected) + 8))
+        guess = self._workspace()
+        first, second = digits(self._dtype)[:2]
+        self._histogram(guess, x, more, x.size, NOWHERE, first, rank)
+        self._histogram(guess, x, None, x.size, NOWHERE, second, 0)
+        return self._one_read(gradient, guess[1:2], 0)
+
+    def certified(self, gradient: Any, threshold: Any) -> bool:
+        """One read with a bound an eighth of an octave below an earlier threshold; whether that was enough."""
+        return self._one_read(gradient, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
 
     def two_reads(self, gradient: Any = None) -> bool:
         """Add the gradient to x if there is one, and select; whether the list had room."""
@@ -100,6 +122,12 @@ class Passes:
             self._histogram(work, self._x, None, self._x.size, NOWHERE, digit, 0 if number else self._k)
         self._emit("all", work, (self._x, NOWHERE, np.int64(self._x.size), NOWHERE, NOWHERE))
         self.threshold = work[1:2]
+
+    def _one_read(self, gradient: Any, bound: Any, lower: int) -> bool:
+        work = self._workspace()
+        run = self._gathered(work, gradient, bound, lower)
+        self._select_from(work, run, digits(self._dtype), self._k)
+        return self._ended(work)
 
     def _workspace(self) -> Any:
         """A `STATE` and the counters behind it, all zero."""
