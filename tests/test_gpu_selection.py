@@ -27,9 +27,9 @@ def cupy() -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", sorted(DATA))
 def test_topk_on_the_gpu_is_numpys(cupy: Any, kind: str, dtype: str) -> None:
-    for count in (1, 4097, 3000001):
+    for count, several in ((1, (0, 1)), (70001, (0, 1, 700, 20000, 70001)), (5000001, (5000, 1500000))):
         x = drawn(kind, dtype, count, np.random.default_rng(count))
-        for k in sorted({0, 1, count // 1000, count // 100, count // 3, count}):
+        for k in several:
             indices, values = topk_gpu(cupy.asarray(x), k, nan="largest")
             assert same((indices.get(), values.get()), reference(x, k)), (count, k)
 
@@ -47,12 +47,12 @@ def test_repeated_runs_on_a_busy_gpu_give_the_same_bits(cupy: Any, dtype: str) -
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_error_feedback_on_the_gpu_is_numpys(cupy: Any, dtype: str) -> None:
     generator = np.random.default_rng(7)
-    count, k = 1000003, 10000
+    count, k = 4300003, 10000
     room = cupy.zeros(count + 1, dtype=dtype)
     for residual in (room[:count], room[1:]):
         residual[...] = 0
         total, threshold = np.zeros(count, dtype=dtype), None
-        for _ in range(8):
+        for _ in range(4):
             gradient = drawn("normal", dtype, count, generator)
             total = total + gradient
             expected = reference(total, k)
