@@ -72,7 +72,7 @@ def copy_bandwidth(cupy: Any) -> float:
         stream = cupy.cuda.get_current_stream().ptr
         runtime.memcpyAsync(target.data.ptr, source.data.ptr, BYTES, runtime.memcpyDeviceToDevice, stream)
 
-    return 2 * BYTES / _gpu_seconds(cupy, copy) / 1e9
+    return 2 * BYTES / gpu_seconds(cupy, copy) / 1e9
 
 
 def join_bandwidth(cupy: Any, dtype: str, op: str | None, siblings: int) -> float:
@@ -101,7 +101,7 @@ def join_bandwidth(cupy: Any, dtype: str, op: str | None, siblings: int) -> floa
     done = kernels.upload(work, len(buffers))
     done.bases.set(np.array([one.data.ptr for one in buffers], dtype=np.int64))
     kernel = kernels.compiled(op, dtype, itemsize)
-    seconds = _gpu_seconds(cupy, lambda: kernels.launch(kernel, done, 0))
+    seconds = gpu_seconds(cupy, lambda: kernels.launch(kernel, done, 0))
     return work.traffic(itemsize) / seconds / 1e9
 
 
@@ -153,7 +153,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _gpu_seconds(cupy: Any, call: Callable[[], None]) -> float:
+def gpu_seconds(cupy: Any, call: Callable[[], object]) -> float:
     """Median time of a call by the GPU's own clock."""
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

@@ -1,0 +1,117 @@
+"""Selection and error feedback on the GPU against the copy engine's best, `torch.topk` and a pass of CuPy's.
+
+The share of copy bandwidth counts the bytes that each road must move for a float32 element: 8 in two reads and 4 in
+one, with a gradient that is added 16 and 12. Rivals that do not fit into memory are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.cupy_arrays import load_cupy
+from collectives.selection.gpu import feed_gpu, topk_gpu
+from collectives.selection.gpu_passes import Passes
+from tests.bench.gpu import copy_bandwidth, gpu_seconds
+from topoplan.errors import UsageError
+
+SIZES = (26, 28, 30)
+"""Logarithms of the numbers of elements."""
+
+DENSITIES = (0.001, 0.01)
+
+BYTES_FOR_EACH = 24
+"""Of free memory that an element needs: two arrays, lists, and the rivals' copies."""
+
+
+def main() -> None:
+    """Print all figures, or why there are none."""
+    try:
+        cupy: Any = load_cupy("gpu selection")
+    except UsageError as error:
+        print(f"gpu_selection: skipped: {error}")
+        return
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    copied = copy_bandwidth(cupy)
+    print(f"{name}: device copy {copied:.0f} GB/s (read and written)")
+    for size in SIZES:
+        if BYTES_FOR_EACH << size > cupy.cuda.runtime.memGetInfo()[0]:
+            print(f"  2^{size}: skipped: needs {BYTES_FOR_EACH << size >> 30} GiB of free memory")
+            continue
+        for density in DENSITIES:
+            measure(cupy, 1 << size, round(density * 2**size), copied)
+            cupy.get_default_memory_pool().free_all_blocks()
+
+
+def measure(cupy: Any, count: int, k: int, copied: float) -> None:
+    """Print a line for k of so many normal values."""
+    x, gradient = (cupy.random.RandomState(seed).standard_normal(count, dtype=np.float32) for seed in (1, 2))
+    own = gpu_seconds(cupy, lambda: topk_gpu(x, k))
+    twice = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=False).two_reads())
+    figures = [f"topk {share(4 * count, own, copied)}, two reads {share(8 * count, twice, copied)}"]
+    for rival, call in rivals(cupy, x, k):
+        seconds = rival_seconds(cupy, call)
+        figures.append(f"{rival} {'no memory' if seconds is None else f'{seconds / own:.1f}x its time'}")
+    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(gradient))
+    sampled = gpu_seconds(cupy, lambda: feed_gpu(x, gradient, k))
+    found = [None]
+
+    def certified() -> None:
+        found[0] = feed_gpu(x, gradient, k, threshold=found[0])[2]
+
+    guessed = gpu_seconds(cupy, certified)
+    figures.append(
+        f"feed {share(12 * count, sampled, copied)}, with the last threshold {share(12 * count, guessed, copied)}, "
+        f"two reads {share(16 * count, plain, copied)}"
+    )
+    print(f"  {count} elements, k {k}: {'; '.join(figures)}")
+
+
+def roads(cupy: Any, x: Any, k: int, *, clears: bool) -> Passes:
+    """A selection whose road can be chosen."""
+    return Passes(cupy, x, "float32", k, refuses=True, clears=clears)
+
+
+def share(nbytes: int, seconds: float, copied: float) -> str:
+    """Milliseconds, and bandwidth as a share of the copy's."""
+    return f"{seconds * 1e3:.3f} ms ({nbytes / seconds / 1e9 / copied:.0%} of copy)"
+
+
+def rivals(cupy: Any, x: Any, k: int) -> list[tuple[str, Callable[[], object]]]:
+    """What else selects, where it is installed."""
+    found: list[tuple[str, Callable[[], object]]] = [
+        ("cupy abs and argpartition", lambda: cupy.argpartition(cupy.abs(x), x.size - k)[x.size - k :])
+    ]
+    torch = _torch()
+    if torch is not None:
+        same = torch.from_dlpack(x)
+        stream = torch.cuda.ExternalStream
+
+        def topk() -> None:
+            with torch.cuda.stream(stream(cupy.cuda.get_current_stream().ptr)):
+                torch.topk(same.abs(), k, sorted=False)
+
+        found.append(("torch.topk", topk))
+    return found
+
+
+def rival_seconds(cupy: Any, call: Callable[[], object]) -> float | None:
+    """Median time, or None where memory does not suffice."""
+    try:
+        return gpu_seconds(cupy, call)
+    except Exception as error:  # each library has a class of its own
+        if "OutOfMemory" not in type(error).__name__:
+            raise
+        return None
+
+
+def _torch() -> ModuleType | None:
+    try:
+        torch = import_module("torch")
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
