@@ -106,11 +106,9 @@ class WireFormat:
             Of the indices as given; without it int32 up to 2^31 elements, int64 beyond.
         """
         check_given(self.values, np.dtype(dtype))
-        if self.indices == "packed":
-            index_bytes = packed_bytes_at_most(count, universe)
-        else:
-            width = np.dtype(index_dtype).itemsize if index_dtype else 4 if universe <= 1 << 31 else 8
-            index_bytes = count * width
+        width = np.dtype(index_dtype).itemsize if index_dtype else 4 if universe <= 1 << 31 else 8
+        packed = self.indices == "packed"
+        index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
         return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
 
     def encode(
@@ -151,7 +149,7 @@ class WireFormat:
                 f"indices of shape {indices.shape} and values of shape {values.shape}; give one value per index"
             )
         digest = None if keys is None else keys.digest_of(indices, universe)
-        call = 0 if keys is None else keys.calls
+        call = 0 if keys is None else keys.calls + 1
         if digest is not None:
             index_format, index_section = 2, np.frombuffer(digest, dtype=np.uint8)
         elif self.indices == "packed":
@@ -213,7 +211,7 @@ class WireFormat:
         header, index_section, value_section = unframe(message)
         self._check_header(header, universe)
         if keys is not None:
-            keys.check_turn(header.call)
+            keys.check_turn(header.call - 1)
         values = values_from_section(
             self.values, value_section, VALUE_DTYPES[header.value_dtype], header.count, self.block
         )
@@ -265,12 +263,13 @@ class WireFormat:
         if (
             header.value_format != VALUE_FORMATS.index(self.values)
             or header.index_format not in expected
+            or (header.call > 0) != self.cache_keys
             or header.value_dtype >= len(VALUE_DTYPES)
             or header.block != (self.block if self.values in FIXED_BITS else 0)
         ):
             raise UsageError(
-                f"a message of value format {header.value_format}, index format {header.index_format} and block "
-                f"{header.block} came to {self}; give both ends the same wire format"
+                f"a message of value format {header.value_format}, index format {header.index_format} block "
+                f"{header.block} and cache number {header.call} came to {self}; give both ends the same wire format"
             )
         if universe is not None and header.universe != universe:
             raise UsageError(

@@ -85,7 +85,7 @@ def to_fixed_point(
         raise UsageError(
             f"fixed point of {bits} bits in blocks of {block}; choose 8 or 16 bits and at least 1 value"
         )
-    key = _random_key(seed, step, stream)
+    key = random_key(seed, step, stream)
     # Machine code knows no float16; every float16 is a float32.
     given = np.ascontiguousarray(values, dtype=np.float32 if values.dtype == np.float16 else values.dtype)
     codes = np.empty(len(given), dtype=CODE_DTYPES[bits])
@@ -140,8 +140,19 @@ def uniform_at(key: Word, position: Word) -> float:
     ) * (1.0 / 9007199254740992.0)
 
 
-def _random_key(seed: int, step: int, stream: int) -> int:
-    """One number of 64 bits from three, mixed in between so that seed 1 step 2 is not seed 2 step 1."""
+def random_key(seed: int, step: int, stream: int) -> int:
+    """One number of 64 bits from three, mixed in between so that seed 1 step 2 is not seed 2 step 1.
+
+    Raises
+    ------
+    UsageError
+        A number is not in 0 to 2^64 - 1.
+
+    Examples
+    --------
+    >>> random_key(0, 0, 0) == random_key(0, 0, 0) != random_key(0, 1, 0)
+    True
+    """
     key = 0
     for name, number in (("seed", seed), ("step", step), ("stream", stream)):
         if not 0 <= number < 1 << 64:
@@ -197,7 +208,8 @@ def _scale_of(largest: float, levels: int, scale_bits: int) -> float:
         return 0.0
     step = largest / levels
     exponent = max(math.frexp(step)[1] - scale_bits, -149)
-    return math.ldexp(math.ceil(math.ldexp(step, -exponent)), exponent)
+    # A float64 so small that the division gives 0 is not 0, and keeps its chance of being rounded up.
+    return max(math.ldexp(math.ceil(math.ldexp(step, -exponent)), exponent), 2.0**-149)
 
 
 @compiled

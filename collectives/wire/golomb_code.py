@@ -69,6 +69,8 @@ def bits_at_most(count: int, universe: int) -> int:
     9.526
     """
     count, universe = int(count), int(universe)
+    if not count:
+        return 0
     modulus = modulus_of(count, universe)
     remainder = (modulus - 1).bit_length()
     quotients = (universe - count) // modulus

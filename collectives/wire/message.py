@@ -22,6 +22,9 @@ HEADER = struct.Struct("<2sBBBBBxIIQQQQQ")
 
 _MAGIC, _VERSION = b"TW", 1
 
+_CHECK_AT = 8
+"""Where the CRC-32 lies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -40,7 +43,7 @@ class Header:
     index_bytes, value_bytes : int
         Of the two sections, without their filling.
     call : int
-        Number of the message between two key caches; 0 without.
+        Number of the message between two key caches, from 1 on; 0 without caches.
     """
 
     value_format: int
@@ -84,15 +87,14 @@ def unframe(message: NDArray[np.uint8]) -> tuple[Header, NDArray[np.uint8], NDAr
     """
     if len(message) < HEADER.size:
         raise corrupt(f"{len(message)} bytes are less than a header")
-    fields = list(HEADER.unpack(message[: HEADER.size].tobytes()))
-    magic, version, *formats = fields[:6]
-    check, *numbers = fields[6:]
+    raw = message[: HEADER.size].tobytes()
+    fields = HEADER.unpack(raw)
+    magic, version, check = fields[0], fields[1], fields[6]
     if magic != _MAGIC or version != _VERSION:
         raise corrupt(f"it begins with {message[:3].tobytes()!r}")
-    fields[6] = 0
-    if check != zlib.crc32(HEADER.pack(*fields)):
+    if check != zlib.crc32(raw[:_CHECK_AT] + bytes(4) + raw[_CHECK_AT + 4 :]):
         raise corrupt("the header does not match its checksum")
-    header = Header(*formats, *numbers)
+    header = Header(*fields[2:6], *fields[7:])
     first = HEADER.size + framed_length(header.index_bytes)
     if first + framed_length(header.value_bytes) > len(message):
         raise corrupt(

@@ -35,7 +35,9 @@ _KEPT_BY = {"float32": ("float16", "float32"), "float16": ("float16",)}
 
 
 def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
-    """Whether every value of the dtype comes back as it was, infinities and NaN included.
+    """Whether every value of the dtype comes back as it was.
+
+    Infinities do, and NaN as NaN; where a format is wider than the dtype, a signalling NaN comes back quiet.
 
     Examples
     --------
