@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import log2
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from collectives.wire import KeyCache, WireFormat
 from collectives.wire.fixed_point import from_fixed_point, to_fixed_point
-from collectives.wire.message import HEADER
+from collectives.wire.message import HEADER, frame, unframe
 from collectives.wire.value_formats import narrow, widen
 from collectives.wire.value_section import VALUE_DTYPES, VALUE_FORMATS
 from topoplan.errors import UsageError
@@ -118,6 +119,8 @@ def test_an_entry_takes_its_value_bits_and_1_5_bits_beyond_the_density(
     message = WireFormat(values=form).encode(indices, values, universe)
     spare = 8 * (HEADER.size + 8 + 4)
     assert 8 * len(message) - spare <= 40_000 * (value_bits + log2(one_in) + 1.5)
+    expected = WireFormat(values=form).encoded_bytes_expected(40_000, universe, np.float32)
+    assert len(message) == pytest.approx(expected, rel=2e-3)
 
 
 def test_plain_messages_have_exactly_the_stated_size() -> None:
@@ -125,9 +128,9 @@ def test_plain_messages_have_exactly_the_stated_size() -> None:
         indices, values = gaussian(7, count, 100)
         for form in VALUE_FORMATS:
             wire = WireFormat(values=form, indices="plain", block=16)
-            assert len(wire.encode(indices, values, 100)) == wire.encoded_bytes_at_most(
-                count, 100, np.float32
-            )
+            size = len(wire.encode(indices, values, 100))
+            assert size == wire.encoded_bytes_at_most(count, 100, np.float32)
+            assert size == wire.encoded_bytes_expected(count, 100, np.float32)
 
 
 def test_the_same_call_gives_the_same_bytes() -> None:
@@ -167,6 +170,27 @@ def test_corrupt_plain_indices_are_refused_where_they_leave_their_order() -> Non
     message[HEADER.size + 4 : HEADER.size + 8] = message[HEADER.size : HEADER.size + 4]
     with pytest.raises(UsageError, match="at position 1"):
         wire.decode(message)
+
+
+@pytest.mark.parametrize("indices", ["plain", "packed"])
+@pytest.mark.parametrize("values", ["as given", "fixed8"])
+def test_sections_that_do_not_fit_a_valid_header_are_refused(values: Any, indices: Any) -> None:
+    places, numbers = gaussian(15, 25, 9000)
+    wire = WireFormat(values=values, indices=indices)
+    header, index_section, value_section = unframe(wire.encode(places, numbers, 9000))
+    fewer_indices = unframe(wire.encode(places[1:], numbers[1:], 9000))[1]
+    for changed, index_bytes, value_bytes in (
+        (replace(header, count=24), index_section, value_section),
+        (replace(header, count=2**60), index_section, value_section),
+        (replace(header, value_dtype=99), index_section, value_section),
+        (replace(header, index_width=16 - header.index_width), index_section, value_section),
+        (replace(header, universe=9001 if indices == "packed" else 20), index_section, value_section),
+        (replace(header, index_bytes=len(fewer_indices)), fewer_indices, value_section),
+        (replace(header, value_bytes=len(value_section) - 1), index_section, value_section[:-1]),
+    ):
+        with pytest.raises(UsageError):
+            wire.decode(frame(changed, index_bytes, value_bytes))
+    assert np.array_equal(wire.decode(frame(header, index_section, value_section))[0], places)
 
 
 def test_bytes_behind_a_message_are_ignored() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from math import log2
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -225,6 +226,30 @@ def test_constant_payloads_are_refused(byte: int, words: str) -> None:
     packed[HEADER.size :] = byte
     with pytest.raises(UsageError, match=words):
         unpack_indices(packed)
+
+
+def forged(packed: NDArray[np.uint8], **changes: int) -> NDArray[np.uint8]:
+    """The same payload under a changed header whose checksum holds."""
+    names = ("magic", "version", "width", "check", "count", "universe", "payload")
+    fields = dict(zip(names, HEADER.unpack(packed[: HEADER.size].tobytes()), strict=True)) | changes
+    fields["check"] = crc32(HEADER.pack(*(fields | {"check": 0}).values()))
+    header = np.frombuffer(HEADER.pack(*fields.values()), dtype=np.uint8)
+    return np.concatenate([header, packed[HEADER.size :]])
+
+
+def test_forged_headers_are_refused_before_memory_is_set_aside() -> None:
+    packed = pack_indices(np.array([3, 100, 2**31, 2**31 + 9, 2**32 - 1]), 2**32)
+    for changes, words in (
+        ({"universe": 2**32 - 1}, "outside the universe"),
+        ({"width": 4}, "outside the universe"),
+        ({"width": 2}, "begins with"),
+        ({"count": 2**40, "universe": 2**48}, "tells of 1099511627776 indices in"),
+        ({"universe": 2**50}, "at most 2\\^48 elements"),
+        ({"universe": 4}, "5 indices of a universe of 4"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            unpack_indices(forged(packed, **changes))
+    assert np.array_equal(unpack_indices(forged(packed)), unpack_indices(packed))
 
 
 def test_bytes_behind_the_payload_are_ignored() -> None:

@@ -1,7 +1,8 @@
 """Compilation of loops by numba, with the types kept for the checker, and the bit counts that numba has no name for.
 
 The machine code is kept between processes (`cache=True`), so that only the first rank of the first run waits for it.
-Compiled loops let go of the interpreter lock: the threads of a back end run on.
+What is kept is renewed when the file of a loop changes, so loops call only loops of their own file. They let go of the
+interpreter lock: the threads of a back end run on.
 """
 
 from __future__ import annotations

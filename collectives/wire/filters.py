@@ -13,7 +13,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.wire.index_packing import check_indices, pack_indices, packed_bytes_at_most, unpack_indices
+from collectives.wire.index_packing import (
+    check_indices,
+    pack_indices,
+    packed_bytes_at_most,
+    packed_bytes_expected,
+    unpack_indices,
+)
 from collectives.wire.key_caching import KeyCache
 from collectives.wire.message import Header, as_bytes, corrupt, frame, framed_bytes, unframe
 from collectives.wire.value_section import (
@@ -110,6 +116,13 @@ class WireFormat:
         packed = self.indices == "packed"
         index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
         return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
+
+    def encoded_bytes_expected(self, count: int, universe: int, dtype: Any) -> float:
+        """The mean length over random selections, for a cost model; a repeated set is shorter."""
+        most = self.encoded_bytes_at_most(count, universe, dtype)
+        if self.indices == "plain":
+            return most
+        return most - packed_bytes_at_most(count, universe) + packed_bytes_expected(count, universe)
 
     def encode(
         self,
@@ -215,21 +228,9 @@ class WireFormat:
         values = values_from_section(
             self.values, value_section, VALUE_DTYPES[header.value_dtype], header.count, self.block
         )
-        if header.index_format == 2 and keys is not None:
-            known = keys.peek(index_section.tobytes())
-            indices, sent_for = known.indices, known.universe
-        elif header.index_format == 1:
-            indices, sent_for = unpack_indices(index_section), header.universe
-        else:
-            indices, sent_for = self._plain(index_section, header), header.universe
-        if (
-            len(indices) != header.count
-            or indices.dtype.itemsize != header.index_width
-            or sent_for != header.universe
-        ):
-            raise corrupt(
-                f"its indices are {len(indices)} of {indices.dtype}, its header tells of {header.count}"
-            )
+        indices = self._indices(header, index_section, keys)
+        if len(indices) != header.count or indices.dtype.itemsize != header.index_width:
+            raise corrupt(f"{len(indices)} indices of {indices.dtype} came, {header.count} were sent")
         if keys is not None:
             if header.index_format == 2:
                 keys.recall(index_section.tobytes())
@@ -238,14 +239,19 @@ class WireFormat:
                 keys.remember(index_section.data, indices, header.universe)
         return indices, values
 
-    def _plain(self, section: NDArray[np.uint8], header: Header) -> NDArray[Any]:
+    def _indices(self, header: Header, section: NDArray[np.uint8], keys: KeyCache | None) -> NDArray[Any]:
+        """The set that a section packs, names or spells out, for the header's universe."""
+        if header.index_format == 1:
+            return unpack_indices(section, expected_universe=header.universe)
+        if keys is not None and header.index_format == 2:
+            known = keys.peek(section.tobytes())
+            if known.universe != header.universe:
+                raise corrupt(f"its set is of {known.universe} elements, its values are of {header.universe}")
+            return known.indices
         if header.index_width not in (4, 8) or len(section) != header.count * header.index_width:
-            raise corrupt(
-                f"{header.count} indices of {header.index_width} bytes do not take {len(section)} bytes"
-            )
-        indices = np.frombuffer(section.tobytes(), dtype=f"<i{header.index_width}").astype(
-            np.int32 if header.index_width == 4 else np.int64
-        )
+            raise corrupt(f"{header.count} indices do not take {len(section)} bytes")
+        received = np.frombuffer(section.tobytes(), dtype=f"<i{header.index_width}")
+        indices = received.astype(np.int32 if header.index_width == 4 else np.int64)
         check_indices(indices, header.universe)
         return indices
 

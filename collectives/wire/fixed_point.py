@@ -195,15 +195,17 @@ def _round_blocks(
             codes[start:stop] = 0
             continue
         for position in range(start, stop):
-            # The division may round the block's largest up past the last level.
-            level = min(max(float(values[position]) / scale, -float(levels)), float(levels))
-            codes[position] = round_at_random(level, uniform_at(key, position))
+            codes[position] = round_at_random(float(values[position]) / scale, uniform_at(key, position))
     return -1
 
 
 @compiled
 def _scale_of(largest: float, levels: int, scale_bits: int) -> float:
-    """`largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones included."""
+    """`largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones included.
+
+    Never below the exact quotient, so no code exceeds the levels: the division rounds down to a number of so few bits
+    only from where `largest` is `levels` times that number, because neighbours of that product lie further apart.
+    """
     if largest == 0.0:
         return 0.0
     step = largest / levels

@@ -125,18 +125,21 @@ def packed_bytes_expected(count: int, universe: int) -> float:
     return HEADER.size + (count * (1 / (1 - beyond) + floor + longer) + 8 * -(-count // BLOCK)) / 8
 
 
-def unpack_indices(packed: NDArray[np.uint8]) -> NDArray[Any]:
+def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None = None) -> NDArray[Any]:
     """The indices that `pack_indices` packed, in the dtype in which they were given.
 
     Parameters
     ----------
     packed : ndarray of uint8
         Its result; bytes behind it are ignored, so the whole of a larger receive buffer will do.
+    expected_universe : int, optional
+        What the receiver knows of; another is refused.
 
     Raises
     ------
     UsageError
-        Truncated, or no packed indices, or corrupt where the header, the lengths or the universe show it.
+        Truncated, for another universe, no packed indices, or corrupt where the header, the lengths or the universe
+        show it.
     """
     packed = np.ascontiguousarray(packed, dtype=np.uint8).reshape(-1)
     if len(packed) < HEADER.size:
@@ -147,6 +150,8 @@ def unpack_indices(packed: NDArray[np.uint8]) -> NDArray[Any]:
     if check != zlib.crc32(HEADER.pack(magic, version, width, 0, count, universe, payload)):
         raise _corrupt("the header does not match its checksum")
     _check_size(count, universe)
+    if expected_universe is not None and universe != expected_universe:
+        raise _corrupt(f"they are of {universe} elements where {expected_universe} are expected")
     # Each index takes a bit at least: no header makes the receiver set more aside than was sent.
     if payload > len(packed) - HEADER.size or count > 8 * payload:
         raise _corrupt(
