@@ -252,6 +252,31 @@ def test_forged_headers_are_refused_before_memory_is_set_aside() -> None:
     assert np.array_equal(unpack_indices(forged(packed)), unpack_indices(packed))
 
 
+def of_bits(bits: int, words: int) -> NDArray[np.uint8]:
+    """Two indices below 2^40 in a payload of these words, under a header that fits."""
+    payload = np.frombuffer(bits.to_bytes(8 * words, "little"), dtype=np.uint8)
+    empty = pack_indices(np.empty(0, dtype=np.int64), 2**40)
+    return forged(np.concatenate([empty, payload]), count=2, payload=8 * words)
+
+
+def test_payloads_are_read_to_their_last_bit_and_no_further() -> None:
+    # The modulus of the set lies between 2^38 and 2^39: a gap of 0 is a one and 38 zeros.
+    both = 1 << 8 | 1 << 47
+    assert unpack_indices(of_bits(both, 2)).tolist() == [0, 1]
+    for bits, words, fault in (
+        (both, 1, "past the end"),
+        (both, 3, "left over"),
+        (both | 1 << 86, 2, "left over"),
+        (both | 1 << 127, 2, "left over"),
+        (1 << 8, 2, "outside the universe"),
+        # Gamma codes too wide for any universe, and one whose product with the modulus is 0 modulo 2^64.
+        (1 << 8 + 16 + 49, 5, "outside the universe"),
+        (1 << 8 + 16 + 47 | 2**47 - 15 << 8 + 16 + 48 | 1 << 157, 5, "outside the universe"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            unpack_indices(of_bits(bits, words))
+
+
 def test_bytes_behind_the_payload_are_ignored() -> None:
     indices = random_set(13, 500, 70_000)
     buffer = np.full(packed_bytes_at_most(500, 70_000) + 5, 255, dtype=np.uint8)

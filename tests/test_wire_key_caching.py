@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from collectives.wire import KeyCache, WireFormat
-from collectives.wire.message import framed_bytes
+from collectives.wire.message import frame, framed_bytes, unframe
 from topoplan.errors import UsageError
 
 UNIVERSE = 5000
@@ -131,6 +133,20 @@ def test_a_digest_that_the_receiver_does_not_hold_is_refused_and_changes_nothing
     with pytest.raises(UsageError, match="give both ends caches of the same size"):
         WIRE.decode(message, keys=receiver)
     assert (receiver.digests, receiver.calls) == before
+
+
+def test_a_digest_that_comes_with_another_universe_or_count_is_refused() -> None:
+    sender, receiver = KeyCache(), KeyCache()
+    send(SETS[0], sender, receiver)
+    header, digest, values = unframe(WIRE.encode(SETS[0], np.zeros(100), UNIVERSE, keys=sender))
+    for changed, section in (
+        (replace(header, universe=UNIVERSE + 1), values),
+        (replace(header, count=99, value_bytes=len(values) - 8), values[8:]),
+    ):
+        with pytest.raises(UsageError, match="corrupt"):
+            WIRE.decode(frame(changed, digest, section), keys=receiver)
+    assert receiver.calls == 1
+    assert np.array_equal(WIRE.decode(frame(header, digest, values), keys=receiver)[0], SETS[0])
 
 
 def test_sets_no_larger_than_a_digest_travel_as_they_are() -> None:
