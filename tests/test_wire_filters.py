@@ -1,0 +1,252 @@
+"""Wire formats: what is lossless comes back bit for bit, sizes keep their bounds, and a wrong message is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import log2
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from collectives.wire import KeyCache, WireFormat
+from collectives.wire.fixed_point import from_fixed_point, to_fixed_point
+from collectives.wire.message import HEADER, frame, unframe
+from collectives.wire.value_formats import narrow, widen
+from collectives.wire.value_section import VALUE_DTYPES, VALUE_FORMATS
+from topoplan.errors import UsageError
+
+FORMATS = [
+    WireFormat(values=values, indices=indices, cache_keys=cached, seed=17, block=32)
+    for values, indices, cached in product(VALUE_FORMATS, ("plain", "packed"), (False, True))
+]
+
+LOSSLESS = [(wire, dtype) for wire in FORMATS for dtype in VALUE_DTYPES if wire.lossless_for(dtype)]
+
+
+def caches(wire: WireFormat, **bounds: int) -> tuple[KeyCache | None, KeyCache | None]:
+    """The caches of both ends, where the format has them."""
+    return (KeyCache(**bounds), KeyCache(**bounds)) if wire.cache_keys else (None, None)
+
+
+def contribution(
+    seed: int, count: int, universe: int, dtype: Any = np.float32
+) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """A random selection with values of any bits, NaN and infinities included."""
+    generator = np.random.default_rng(seed)
+    indices = np.sort(generator.choice(universe, count, replace=False, shuffle=False)).astype(np.int32)
+    return indices, generator.integers(0, 256, count * np.dtype(dtype).itemsize, np.uint8).view(dtype)
+
+
+def gaussian(seed: int, count: int, universe: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """A random selection with values that every format carries."""
+    indices, _ = contribution(seed, count, universe)
+    return indices, np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def test_only_values_as_given_are_lossless_for_every_dtype() -> None:
+    assert {wire.values for wire in FORMATS if wire.lossless} == {"as given"}
+    kept = {(wire.values, dtype.name) for wire, dtype in LOSSLESS if not wire.lossless}
+    assert kept == {("float32", "float32"), ("float32", "float16"), ("float16", "float16")}
+
+
+@pytest.mark.parametrize(("wire", "dtype"), LOSSLESS, ids=str)
+def test_lossless_formats_bring_back_every_bit(wire: WireFormat, dtype: np.dtype[Any]) -> None:
+    sender, receiver = caches(wire)
+    for seed, count in ((1, 300), (2, 0), (3, 1), (1, 300), (4, 1000)):
+        indices, values = contribution(seed, count, 1000, dtype)
+        message = wire.encode(indices, values, 1000, keys=sender)
+        assert len(message) <= wire.encoded_bytes_at_most(count, 1000, dtype)
+        got_indices, got_values = wire.decode(message, universe=1000, keys=receiver)
+        assert got_indices.dtype == indices.dtype
+        assert got_values.dtype == dtype
+        assert np.array_equal(got_indices, indices)
+        # Widening makes signalling NaN quiet; apart from these, bits are compared.
+        nan = np.isnan(values) if dtype.kind in "fc" else np.zeros(count, dtype=bool)
+        assert np.array_equal(got_values[~nan].view(np.uint8), values[~nan].view(np.uint8))
+        assert np.all(np.isnan(got_values[nan]))
+        if wire.lossless:
+            assert got_values.tobytes() == values.tobytes()
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_sequence_of_sets_comes_back_through_lossless_formats(data: st.DataObject) -> None:
+    wire, dtype = data.draw(st.sampled_from(LOSSLESS))
+    universe = data.draw(st.integers(1, 2**48))
+    some_sets = data.draw(
+        st.lists(st.sets(st.integers(0, universe - 1), max_size=60), min_size=1, max_size=3)
+    )
+    sender, receiver = caches(wire, sets=2)
+    for chosen in data.draw(st.lists(st.sampled_from(some_sets), max_size=6)):
+        indices = np.array(sorted(chosen), dtype=np.int64)
+        values = np.arange(len(indices)).astype(dtype)
+        message = wire.encode(indices, values, universe, keys=sender)
+        assert len(message) <= wire.encoded_bytes_at_most(len(indices), universe, dtype, index_dtype=np.int64)
+        got_indices, got_values = wire.decode(message, keys=receiver)
+        assert np.array_equal(got_indices, indices)
+        assert np.array_equal(got_values, values)
+
+
+@pytest.mark.parametrize("indices", ["plain", "packed"])
+def test_rounded_values_are_those_of_their_format(indices: Any) -> None:
+    places, values = gaussian(5, 700, 60_000)
+    for form in ("float32", "float16", "bfloat16"):
+        wire = WireFormat(values=form, indices=indices)
+        got = wire.decode(wire.encode(places, values.astype(np.float64), 60_000))[1]
+        assert got.dtype == np.float64
+        assert np.array_equal(got, widen(narrow(values.astype(np.float64), form), form, got.dtype))
+    for form, bits in (("fixed8", 8), ("fixed16", 16)):
+        wire = WireFormat(values=form, indices=indices, seed=3, block=100)
+        got = wire.decode(wire.encode(places, values, 60_000, step=8, stream=2))[1]
+        fixed = to_fixed_point(values, bits=bits, seed=3, step=8, stream=2, block=100)
+        assert np.array_equal(got, from_fixed_point(fixed))
+
+
+@pytest.mark.parametrize(
+    ("form", "value_bits"), [("as given", 32), ("bfloat16", 16), ("fixed16", 16.125), ("fixed8", 8.125)]
+)
+@pytest.mark.parametrize("one_in", [100, 1000])
+def test_an_entry_takes_its_value_bits_and_1_5_bits_beyond_the_density(
+    form: Any, value_bits: float, one_in: int
+) -> None:
+    universe = 40_000 * one_in
+    indices, values = gaussian(6, 40_000, universe)
+    message = WireFormat(values=form).encode(indices, values, universe)
+    spare = 8 * (HEADER.size + 8 + 4)
+    assert 8 * len(message) - spare <= 40_000 * (value_bits + log2(one_in) + 1.5)
+    expected = WireFormat(values=form).encoded_bytes_expected(40_000, universe, np.float32)
+    assert len(message) == pytest.approx(expected, rel=2e-3)
+
+
+def test_plain_messages_have_exactly_the_stated_size() -> None:
+    for count in (0, 1, 7, 33):
+        indices, values = gaussian(7, count, 100)
+        for form in VALUE_FORMATS:
+            wire = WireFormat(values=form, indices="plain", block=16)
+            size = len(wire.encode(indices, values, 100))
+            assert size == wire.encoded_bytes_at_most(count, 100, np.float32)
+            assert size == wire.encoded_bytes_expected(count, 100, np.float32)
+
+
+def test_the_same_call_gives_the_same_bytes() -> None:
+    indices, values = gaussian(8, 500, 9000)
+    for wire in FORMATS:
+        one = wire.encode(indices, values, 9000, step=1, keys=caches(wire)[0])
+        two = wire.encode(
+            np.repeat(indices, 3)[::3], np.repeat(values, 2)[::2], 9000, step=1, keys=caches(wire)[0]
+        )
+        assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=str)
+def test_every_truncation_and_every_flipped_bit_of_the_header_is_refused(wire: WireFormat) -> None:
+    indices, values = gaussian(9, 25, 9000)
+    message = wire.encode(indices, values, 9000, keys=caches(wire)[0])
+    for length in range(len(message)):
+        with pytest.raises(UsageError, match="corrupt"):
+            wire.decode(message[:length], keys=caches(wire)[1])
+    for bit in range(8 * HEADER.size):
+        broken = message.copy()
+        broken[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(UsageError, match="corrupt"):
+            wire.decode(broken, keys=caches(wire)[1])
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_message_are_refused(noise: bytes) -> None:
+    with pytest.raises(UsageError, match="a sparse message is corrupt"):
+        WireFormat().decode(np.frombuffer(noise, dtype=np.uint8))
+
+
+def test_corrupt_plain_indices_are_refused_where_they_leave_their_order() -> None:
+    indices, values = gaussian(10, 25, 9000)
+    wire = WireFormat(indices="plain")
+    message = wire.encode(indices, values, 9000)
+    message[HEADER.size + 4 : HEADER.size + 8] = message[HEADER.size : HEADER.size + 4]
+    with pytest.raises(UsageError, match="at position 1"):
+        wire.decode(message)
+
+
+@pytest.mark.parametrize("indices", ["plain", "packed"])
+@pytest.mark.parametrize("values", ["as given", "fixed8"])
+def test_sections_that_do_not_fit_a_valid_header_are_refused(values: Any, indices: Any) -> None:
+    places, numbers = gaussian(15, 25, 9000)
+    wire = WireFormat(values=values, indices=indices)
+    header, index_section, value_section = unframe(wire.encode(places, numbers, 9000))
+    fewer_indices = unframe(wire.encode(places[1:], numbers[1:], 9000))[1]
+    for changed, index_bytes, value_bytes in (
+        (replace(header, count=24), index_section, value_section),
+        (replace(header, count=2**60), index_section, value_section),
+        (replace(header, value_dtype=99), index_section, value_section),
+        (replace(header, index_width=16 - header.index_width), index_section, value_section),
+        (replace(header, universe=9001 if indices == "packed" else 20), index_section, value_section),
+        (replace(header, index_bytes=len(fewer_indices)), fewer_indices, value_section),
+        (replace(header, value_bytes=len(value_section) - 1), index_section, value_section[:-1]),
+    ):
+        with pytest.raises(UsageError):
+            wire.decode(frame(changed, index_bytes, value_bytes))
+    assert np.array_equal(wire.decode(frame(header, index_section, value_section))[0], places)
+
+
+def test_bytes_behind_a_message_are_ignored() -> None:
+    indices, values = gaussian(11, 25, 9000)
+    for wire in FORMATS:
+        sender, receiver = caches(wire)
+        buffer = np.full(wire.encoded_bytes_at_most(25, 9000, np.float32) + 3, 7, dtype=np.uint8)
+        message = wire.encode(indices, values, 9000, keys=sender)
+        buffer[: len(message)] = message
+        assert np.array_equal(wire.decode(buffer, keys=receiver)[0], indices)
+
+
+def test_a_message_of_another_format_or_universe_is_refused() -> None:
+    indices, values = gaussian(12, 25, 9000)
+    for sent, expected in product(FORMATS, FORMATS):
+        if sent == expected:
+            continue
+        message = sent.encode(indices, values, 9000, keys=caches(sent)[0])
+        with pytest.raises(UsageError, match="give both ends the same wire format"):
+            expected.decode(message, keys=caches(expected)[1])
+    wire = WireFormat()
+    with pytest.raises(UsageError, match="9000 elements came where 9001 are expected"):
+        wire.decode(wire.encode(indices, values, 9000), universe=9001)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"values": "float8"}, "values 'float8' on the wire; choose one of as given, float32"),
+        ({"indices": "bitmap"}, "indices 'bitmap' on the wire; choose one of plain, packed"),
+        ({"seed": -1}, "seed -1"),
+        ({"block": 0}, "block 0"),
+    ],
+)
+def test_unknown_formats_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        WireFormat(**options)
+
+
+def test_what_cannot_travel_is_refused_and_leaves_the_cache_as_it_was() -> None:
+    indices, values = gaussian(13, 25, 9000)
+    wire = WireFormat(values="fixed8", cache_keys=True)
+    keys = KeyCache()
+    wire.encode(indices, values, 9000, keys=keys)
+    before = (keys.digests, keys.calls, keys.held_bytes)
+    for wrong_indices, wrong_values, words in (
+        (indices, values[1:], "one value per index"),
+        (indices[::-1], values, "at position 1"),
+        (indices, values * np.float32(np.nan), "no fixed-point form"),
+        (indices, indices, "send them as given"),
+        (indices, values.astype("U8"), "cannot be sent"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wire.encode(wrong_indices, wrong_values, 9000, keys=keys)
+        assert (keys.digests, keys.calls, keys.held_bytes) == before
+    with pytest.raises(UsageError, match="give the cache of this peer"):
+        wire.encode(indices, values, 9000)
+    with pytest.raises(UsageError, match="caches no keys"):
+        WireFormat().encode(indices, values, 9000, keys=keys)
