@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_backend
@@ -20,6 +20,9 @@ from collectives.sparse.sparse_request import sparse_request
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
@@ -335,6 +338,7 @@ class Communicator:
         key: str = "",
         momentum: float = 0.0,
         exchange: str = "auto",
+        wire: WireFormat | None = None,
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
@@ -354,6 +358,9 @@ class Communicator:
         exchange : str
             "auto" takes what is quicker by the model (see `explain`): "pairs" gathers the chosen entries, "dense" adds
             up everything, the residual too.
+        wire : WireFormat, optional
+            How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
+            they are.
         out : as ``gradients``
         async_op : bool
             Return at once, with a `Handle`.
@@ -372,7 +379,7 @@ class Communicator:
         execution, sparse = self._open(), self._sparse_collective()
         try:
             asked = sparse_request(execution.backend, gradients, out=out, op=op)
-            chosen = sparse.explain(asked, density=density, exchange=exchange)
+            chosen = sparse.explain(asked, density=density, exchange=exchange, wire=wire)
             feedback = sparse.prepare(asked, key=key, momentum=momentum)
         except UsageError as error:
             self._refuse(str(error))
@@ -380,7 +387,7 @@ class Communicator:
 
         def run() -> Any:
             try:
-                return sparse.run(asked, feedback, chosen)
+                return sparse.run(asked, feedback, chosen, wire)
             except UsageError as error:
                 if execution.backend.one_rank:
                     execution.refuse(str(error))
@@ -388,10 +395,12 @@ class Communicator:
 
         return self._in_order.submit(run) if async_op else self._in_order.run(run)
 
-    def explain(self, gradients: Any, *, density: float, exchange: str = "auto") -> Explanation:
+    def explain(
+        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
+    ) -> Explanation:
         """What `sparse_all_reduce` would exchange for such gradients, and why; nothing is exchanged."""
         asked = sparse_request(self._open().backend, gradients, out=None, op="sum")
-        return self._sparse_collective().explain(asked, density=density, exchange=exchange)
+        return self._sparse_collective().explain(asked, density=density, exchange=exchange, wire=wire)
 
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
         """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""

@@ -13,6 +13,7 @@ from tcp_jobs import in_threads
 
 import topoplan
 from collectives import Communicator, ErrorFeedback, topk
+from collectives.wire import WireFormat
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plan
 
@@ -210,3 +211,49 @@ def test_an_entry_that_was_chosen_is_that_of_topk_on_the_gradient_alone_in_the_f
         result = comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs")
         chosen = np.union1d(*(topk(gradient, 30)[0] for gradient in gradients))
         assert np.flatnonzero(result[0]).tolist() == chosen.tolist()
+
+
+@pytest.mark.parametrize("values", ["as given", "float16", "bfloat16", "fixed8", "fixed16"])
+def test_what_rounding_on_the_wire_takes_away_is_kept(values: Any) -> None:
+    wire = WireFormat(values=values, seed=5)
+    with Communicator(forest_plan(3, "allreduce", "chain")) as comm:
+        given, summed = np.zeros(SIZE), np.zeros(SIZE)
+        for step in range(10):
+            gradients = whole_numbers(3, step, "float64")
+            given += np.sum(gradients, axis=0)
+            results = comm.sparse_all_reduce(gradients, density=0.05, exchange="pairs", wire=wire)
+            assert all(np.array_equal(results[0], one) for one in results)
+            summed += results[0]
+            np.testing.assert_allclose(summed + residuals(comm), given, rtol=0, atol=1e-9)
+
+
+def test_a_lossless_wire_format_changes_no_bit_and_takes_fewer_bytes() -> None:
+    plan = forest_plan(2, "allreduce", "chain")
+    gradients = [np.random.default_rng(rank).standard_normal(100_000).astype(np.float32) for rank in range(2)]
+    with Communicator(plan) as one, Communicator(plan) as other:
+        plain = one.sparse_all_reduce(gradients, density=0.01, exchange="pairs")
+        packed = other.sparse_all_reduce(gradients, density=0.01, exchange="pairs", wire=WireFormat())
+        assert np.array_equal(plain[1], packed[1])
+        few, many = (one.explain(gradients, density=0.01, wire=wire) for wire in (WireFormat(), None))
+        assert few.pairs_bytes < 0.7 * many.pairs_bytes
+
+
+def test_ranks_with_different_wire_formats_refuse_each_other() -> None:
+    def body(comm: Communicator, rank: int) -> None:
+        comm.sparse_all_reduce(
+            np.ones(SIZE),
+            density=0.1,
+            exchange="pairs",
+            wire=WireFormat() if rank else WireFormat(values="float16"),
+        )
+
+    errors = in_threads(forest_plan(2, "allreduce", "chain"), body)
+    assert all(isinstance(error, BackendError) for error in errors), errors
+
+
+def test_a_format_that_caches_keys_is_refused() -> None:
+    with (
+        Communicator(forest_plan(2, "allreduce", "chain")) as comm,
+        pytest.raises(UsageError, match="without cache_keys"),
+    ):
+        comm.sparse_all_reduce(whole_numbers(2, 0), density=0.1, wire=WireFormat(cache_keys=True))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.selection.compiled import compiled, trailing_zeros
+from collectives.compiled import compiled, trailing_zeros
 
 BLOCK = 1024
 """Elements that are looked at together; buffers for indices need so many places more."""
@@ -155,7 +155,7 @@ def _pick(words: Array, block: Array, start: int, indices: Array, found: Array, 
     for q in range(words.size):
         word = words[q]
         while word != 0:
-            place = q * 8 + np.int64(trailing_zeros(word) >> np.uint64(3))
+            place = q * 8 + (trailing_zeros(word) >> 3)
             indices[count] = start + place
             found[count] = block[place]
             count += 1

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.selection.compiled import compiled
+from collectives.compiled import compiled
 
 LANES = 64
 """Elements that are looked at together."""

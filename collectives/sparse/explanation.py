@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from collectives.sparse.pairs import pair_bytes
+from collectives.sparse.pairs import message_bytes
 from topoplan.errors import UsageError
 from topoplan.units import format_size
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
 
 EXCHANGES = ("auto", "dense", "pairs")
 
@@ -54,6 +58,7 @@ def explain(
     density: float,
     ranks: int,
     exchange: str,
+    wire: WireFormat | None,
     model: Callable[[str, int], float],
 ) -> Explanation:
     """Decide.
@@ -67,6 +72,8 @@ def explain(
     ranks : int
     exchange : str
         "auto", or the one that is wanted.
+    wire : WireFormat or None
+        Of the entries.
     model : callable
         Seconds of a collective on a buffer of so many bytes.
 
@@ -78,7 +85,7 @@ def explain(
     entries = entries_of(size, density)
     if exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
-    gathered = ranks * entries * pair_bytes(size, dtype)
+    gathered = ranks * message_bytes(entries, size=size, dtype=dtype, wire=wire)
     dense, pairs = model("allreduce", size * itemsize), model("allgather", gathered)
     chosen = exchange if exchange != "auto" else "pairs" if pairs < dense and entries < size else "dense"
     compared = (

@@ -1,38 +1,68 @@
-"""Chosen entries as bytes: all indices, then all values, so that every rank's message has one length."""
+"""Chosen entries as bytes, in messages of one length on all ranks: they are gathered by an allgather.
+
+Without a wire format a message is all indices and then all values. With one it is what `WireFormat` makes of them,
+padded to the most that so many entries can take; so a format that caches keys gains nothing, and is refused.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.topk import index_type
+from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
 
 Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
 
 
-def pair_bytes(size: int, dtype: str) -> int:
-    """Bytes of an entry of a gradient with so many elements: index and value."""
-    return np.dtype(index_type(size)).itemsize + np.dtype(dtype).itemsize
+def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
+    """Bytes of a message with entries of a gradient of so many elements.
+
+    Raises
+    ------
+    UsageError
+        The wire format caches keys.
+    """
+    if wire is None:
+        return entries * (np.dtype(index_type(size)).itemsize + np.dtype(dtype).itemsize)
+    if wire.cache_keys:
+        raise UsageError(
+            "messages of a sparse allreduce have one length, which cached keys could not shorten; "
+            "use a wire format without cache_keys"
+        )
+    return wire.encoded_bytes_at_most(entries, size, dtype)
 
 
-def encode_pairs(indices: Array, values: Array) -> NDArray[np.uint8]:
-    """Indices and values as bytes, in the machine's byte order."""
-    return np.concatenate((indices.view(np.uint8), values.view(np.uint8)))
+def encode_entries(
+    indices: Array, values: Array, *, size: int, wire: WireFormat | None, rank: int, step: int
+) -> Bytes:
+    """A message; rank and step are those of random rounding."""
+    if wire is None:
+        return np.concatenate((indices.view(np.uint8), values.view(np.uint8)))
+    message = np.zeros(message_bytes(len(indices), size=size, dtype=values.dtype.name, wire=wire), np.uint8)
+    encoded = wire.encode(indices, values, size, step=step, stream=rank)
+    message[: len(encoded)] = encoded
+    return message
 
 
-def decode_pairs(message: NDArray[np.uint8], *, size: int, dtype: str) -> tuple[Array, Array]:
-    """What `encode_pairs` made of entries of a gradient with so many elements.
+def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:
+    """Indices and values of a message.
 
     Examples
     --------
-    >>> message = encode_pairs(np.array([2, 5], np.int32), np.array([0.5, -1.0], np.float32))
-    >>> indices, values = decode_pairs(message, size=9, dtype="float32")
+    >>> message = encode_entries(np.int32([2, 5]), np.float32([0.5, -1]), size=9, wire=None, rank=0, step=0)
+    >>> indices, values = decode_entries(message, size=9, dtype="float32", wire=None)
     >>> len(message), indices.tolist(), values.tolist()
     (16, [2, 5], [0.5, -1.0])
     """
+    if wire is not None:
+        return wire.decode(message, universe=size)
     index = np.dtype(index_type(size))
-    count = len(message) // pair_bytes(size, dtype)
-    border = count * index.itemsize
+    border = len(message) // (index.itemsize + np.dtype(dtype).itemsize) * index.itemsize
     return message[:border].view(index), message[border:].view(dtype)

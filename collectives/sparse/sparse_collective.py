@@ -1,16 +1,16 @@
 """The sparse allreduce: every rank gives the largest entries of what it has, and all add them up.
 
-What a rank does not give stays in its residual (`ErrorFeedback`), one for each key. Chosen entries are gathered as
-pairs of index and value by the allgather plan of the allocation; every rank adds all contributions in the order of
-the ranks, so the sums are bit-identical everywhere. Where the model finds the allreduce of the whole gradient quicker,
-that runs instead and leaves no residual.
+What a rank does not give stays in its residual (`ErrorFeedback`), one for each key, and so does what rounding on the
+wire takes away. Chosen entries are gathered as pairs of index and value by the allgather plan of the allocation; every
+rank adds all contributions in the order of the ranks, so the sums are bit-identical everywhere. Where the model finds
+the allreduce of the whole gradient quicker, that runs instead and leaves no residual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,12 @@ from collectives.execution import Execution
 from collectives.request import request
 from collectives.selection.error_feedback import ErrorFeedback
 from collectives.sparse.explanation import Explanation, explain
-from collectives.sparse.pairs import decode_pairs, encode_pairs
+from collectives.sparse.pairs import decode_entries, encode_entries
 from collectives.sparse.sparse_request import SparseRequest
 from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
 
 Array = NDArray[Any]
 
@@ -38,7 +41,9 @@ class SparseCollective:
         self._execution = execution
         self._feedback: dict[str, list[ErrorFeedback]] = {}
 
-    def explain(self, asked: SparseRequest, *, density: float, exchange: str) -> Explanation:
+    def explain(
+        self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
+    ) -> Explanation:
         """What would be exchanged for a gradient, and why."""
         return explain(
             size=asked.size,
@@ -47,6 +52,7 @@ class SparseCollective:
             density=density,
             ranks=self._execution.backend.size,
             exchange=exchange,
+            wire=wire,
             model=self._execution.model_seconds,
         )
 
@@ -71,17 +77,25 @@ class SparseCollective:
             )
         return kept
 
-    def run(self, asked: SparseRequest, feedback: list[ErrorFeedback], chosen: Explanation) -> Any:
+    def run(
+        self,
+        asked: SparseRequest,
+        feedback: list[ErrorFeedback],
+        chosen: Explanation,
+        wire: WireFormat | None,
+    ) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
         library = self._execution.backend.arrays
         gradients = [library.values(one) for one in asked.inputs]
         if len(gradients) > 1:  # one rank would notice its own before anything has happened
             _refuse_nan(gradients)
         about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {chosen.exchange}"
+        if wire is not None:
+            about += f", {wire.values} {wire.indices}"
         if chosen.exchange == "dense":
             totals = self._add_up(asked, feedback, gradients, about)
         else:
-            totals = self._gather(asked, feedback, gradients, chosen.entries, about)
+            totals = self._gather(asked, feedback, gradients, chosen.entries, wire, about)
         results = [self._finished(asked, place, total) for place, total in enumerate(totals)]
         return results[0] if self._execution.backend.one_rank else results
 
@@ -119,27 +133,40 @@ class SparseCollective:
         feedback: list[ErrorFeedback],
         gradients: list[Array],
         entries: int,
+        wire: WireFormat | None,
         about: str,
     ) -> list[Array]:
         sent: list[tuple[Array, Array]] = []
+        messages = []
         try:
-            for kept, gradient in zip(feedback, gradients, strict=True):
-                sent.append(kept.feed(gradient, entries))
-            messages = [encode_pairs(*one) for one in sent]
+            for rank, kept, gradient in zip(self._execution.backend.ranks, feedback, gradients, strict=True):
+                indices, values = kept.feed(gradient, entries)
+                sent.append((indices, values))
+                message = encode_entries(
+                    indices, values, size=asked.size, wire=wire, rank=rank, step=kept.step
+                )
+                messages.append(message)
+                if wire is not None and not wire.lossless_for(asked.dtype):
+                    arriving = self._decode(asked, message, wire)[1]
+                    kept.residual[indices] = values - arriving
+                    sent[-1] = (indices, arriving)
             gathered = self._exchange("allgather", messages, None, about)
         except BaseException:
             for kept, (indices, values) in zip(feedback, sent, strict=False):
                 kept.residual[indices] += values
             raise
-        return [self._sum(asked, message) for message in gathered]
+        return [self._sum(asked, message, wire) for message in gathered]
 
-    def _sum(self, asked: SparseRequest, message: Array) -> Array:
+    def _sum(self, asked: SparseRequest, gathered: Array, wire: WireFormat | None) -> Array:
         """The contributions of all ranks, added up in their order."""
         total = np.zeros(asked.size, asked.dtype)
-        for part in np.split(message, self._execution.backend.size):
-            indices, values = decode_pairs(part, size=asked.size, dtype=asked.dtype)
+        for message in np.split(gathered, self._execution.backend.size):
+            indices, values = self._decode(asked, message, wire)
             total[indices] += values
         return total
+
+    def _decode(self, asked: SparseRequest, message: Array, wire: WireFormat | None) -> tuple[Array, Array]:
+        return decode_entries(message, size=asked.size, dtype=asked.dtype, wire=wire)
 
     def _add_up(
         self, asked: SparseRequest, feedback: list[ErrorFeedback], gradients: list[Array], about: str

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.wire.compiled import Word, compiled
+from collectives.compiled import Word, compiled
 from collectives.wire.value_formats import check_floats
 from topoplan.errors import UsageError
 

@@ -16,7 +16,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.wire.compiled import Word, compiled, leading_zeros, trailing_zeros
+from collectives.compiled import Word, compiled, leading_zeros, trailing_zeros
 
 BLOCK = 1024
 """Gaps that share one modulus: the byte that names it costs 0.008 bits per gap."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.wire.compiled import compiled
+from collectives.compiled import compiled
 from topoplan.errors import UsageError
 
 FloatFormat = Literal["float32", "float16", "bfloat16"]

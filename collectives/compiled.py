@@ -1,8 +1,8 @@
 """Compilation of loops by numba, with the types kept for the checker, and the bit counts that numba has no name for.
 
-The machine code is kept between processes (`cache=True`), so that only the first rank of the first run waits for it.
-What is kept is renewed when the file of a loop changes, so loops call only loops of their own file. They let go of the
-interpreter lock: the threads of a back end run on.
+The machine code is kept between processes where there is a place for it, so that only the first rank of the first run
+waits for it. What is kept is renewed when the file of a loop changes, so loops call only loops of their own file.
+They let go of the interpreter lock: the threads of a back end run on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def compiled(loop: Loop) -> Loop:
     >>> first_out_of_order(np.array([2, 5, 5, 9]), 10)
     2
     """
-    return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+    try:
+        kept = numba.njit(cache=True, nogil=True)(loop)
+    except RuntimeError:  # neither the package nor the user's cache can be written
+        kept = numba.njit(nogil=True)(loop)
+    return cast(Loop, kept)
 
 
 def _trailing_zeros(context: Any, bits: Any) -> Any:
