@@ -10,6 +10,7 @@ from fake_streams import Machine
 from selection_data import DTYPES, drawn, key_of, reference, same
 from selection_on_cpu import Launches, install_selection
 
+import collectives
 from collectives.kernels.selection_launching import digits
 from collectives.selection import gpu_passes
 from collectives.selection.gpu import feed_gpu, topk_gpu
@@ -167,6 +168,15 @@ def test_a_nan_is_refused_and_nothing_is_taken(fake: Fake, dtype: str) -> None:
             feed_gpu(residual, cupy.asarray(x), 9, threshold=threshold)
         assert (key_of(residual.get()) == key_of(x)).all()
     assert 4321 in topk_gpu(cupy.asarray(x), 1, nan="largest")[0].get()
+
+
+def test_topk_takes_arrays_on_a_gpu_too(fake: Fake) -> None:
+    cupy, _ = fake
+    x = np.random.default_rng(4).standard_normal(30000)
+    indices, values = collectives.topk(cupy.asarray(x), 200)
+    wanted = collectives.topk(x, 200)
+    assert np.array_equal(indices.get(), wanted[0])
+    assert np.array_equal(values.get(), wanted[1])
 
 
 def test_infinity_is_no_nan(fake: Fake) -> None:

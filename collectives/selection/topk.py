@@ -9,6 +9,7 @@ in two reads. Either way the result is the same: it depends on the data alone.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
     Parameters
     ----------
     x : contiguous array of float16, bfloat16, float32 or float64, any shape
+        Of numpy, or of CuPy: then see `collectives.selection.gpu.topk_gpu`.
     k : int
         Between 0 and the number of elements d.
     nan : str
@@ -88,6 +90,11 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
     >>> indices.tolist(), values.tolist()
     ([1, 3], [-7.0, 7.0])
     """
+    cupy = sys.modules.get("cupy")  # whoever has such an array has imported it
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        from collectives.selection.gpu import topk_gpu
+
+        return topk_gpu(x, k, nan=nan)
     data = magnitudes(x)
     check_arguments(k, data.bits.size, nan)
     chosen = select(data, k)
