@@ -86,6 +86,7 @@ class ErrorFeedback:
         self.velocity = np.zeros(size, dtype) if momentum else None
         self.momentum = momentum
         self.step = 0
+        self._room: tuple[int, Entries] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
         """Take in a gradient, and give out the k largest entries of what is there now.
@@ -172,7 +173,7 @@ class ErrorFeedback:
 
         threshold = self._threshold(data, added, k)
         wanted = threshold is not None
-        room = candidates(data, k if wanted else 0)
+        room = self._room_for(data, k if wanted else 0)
         border = threshold if wanted else data.mask
         if self.velocity is None:
             count, stopped = accumulate(
@@ -196,6 +197,12 @@ class ErrorFeedback:
             place = stopped + int(np.flatnonzero(np.isnan(added[stopped:]))[0])
             raise UsageError(f"element {place} of the gradient is NaN; leave this step out, or repair it")
         return room, count if wanted else -1
+
+    def _room_for(self, data: Magnitudes, k: int) -> Entries:
+        """Room for candidates, kept from step to step: new memory costs a page fault every 4096 bytes."""
+        if self._room is None or self._room[0] != k:
+            self._room = (k, candidates(data, k))
+        return self._room[1]
 
     def _threshold(self, data: Magnitudes, added: Array, k: int) -> Any | None:
         """A key that probably k entries of the sum will reach."""

@@ -123,6 +123,21 @@ def accumulate_with_momentum(
 
 
 @compiled
+def keep_largest(
+    indices: Array, bits: Array, mask: Any, border: Any, ties: int, kept: Array, kept_bits: Array
+) -> None:
+    """Of gathered entries those above a key, and the first so many that equal it; the results have one place more."""
+    count = 0
+    for i in range(indices.size):
+        key = bits[i] & mask
+        tie = (key == border) & (ties > 0)
+        kept[count] = indices[i]
+        kept_bits[count] = bits[i]
+        count += (key > border) | tie
+        ties -= tie
+
+
+@compiled
 def histogram(bits: Array, mask: Any, shift: Any, counts: Array) -> None:
     """Count the keys by what is left of them after a shift to the right; ``counts`` (2, bins) is added to."""
     even = bits.size - bits.size % 2

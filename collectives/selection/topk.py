@@ -178,12 +178,14 @@ def largest_of(entries: Entries, k: int, mask: Any) -> Entries:
     surplus = len(entries.indices) - k
     if not surplus:
         return Entries(entries.indices.copy(), entries.bits.copy())
+    from collectives.selection.passes import keep_largest
+
     keys = entries.bits & mask
     border = np.partition(keys, surplus)[surplus]
-    chosen = keys > border
-    ties = np.flatnonzero(keys == border)
-    chosen[ties[: k - int(np.count_nonzero(chosen))]] = True
-    return Entries(entries.indices[chosen], entries.bits[chosen])
+    ties = k - int(np.count_nonzero(keys > border))
+    kept = Entries(np.empty(k + 1, entries.indices.dtype), np.empty(k + 1, entries.bits.dtype))
+    keep_largest(entries.indices, entries.bits, mask, border, ties, kept.indices, kept.bits)
+    return kept.first(k)
 
 
 def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
