@@ -60,6 +60,7 @@ def accumulate(
     count = 0
     flags = np.zeros(BLOCK, np.uint8)
     sums = np.empty(BLOCK, residual.dtype)
+    sum_bits = sums.view(bits.dtype)
     for start in range(0, residual.size, BLOCK):
         kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
         broken: Any = np.int32(0)
@@ -68,17 +69,11 @@ def accumulate(
             sums[j] = kept[j] + added[j]
         if broken:
             return count, start
+        flags[kept.size :] = 0
         for j in range(kept.size):
             kept[j] = sums[j]
-        if count == OVERFLOW or count + BLOCK > indices.size:
-            count = OVERFLOW
-            continue
-        block = bits[start : start + BLOCK]
-        if block.size < BLOCK:
-            flags[:] = 0
-        for j in range(block.size):
-            flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
+            flags[j] = (sum_bits[j] & mask) >= threshold
+        count = _pick_with_room(flags, sum_bits, start, indices, found, count)
     return count, -1
 
 
@@ -98,6 +93,8 @@ def accumulate_with_momentum(
     count = 0
     flags = np.zeros(BLOCK, np.uint8)
     speeds = np.empty(BLOCK, residual.dtype)
+    sums = np.empty(BLOCK, residual.dtype)
+    sum_bits = sums.view(bits.dtype)
     for start in range(0, residual.size, BLOCK):
         kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
         moving = velocity[start : start + BLOCK]
@@ -105,20 +102,15 @@ def accumulate_with_momentum(
         for j in range(kept.size):
             broken += np.int32(added[j] != added[j])
             speeds[j] = momentum * moving[j] + added[j]
+            sums[j] = kept[j] + speeds[j]
         if broken:
             return count, start
+        flags[kept.size :] = 0
         for j in range(kept.size):
             moving[j] = speeds[j]
-            kept[j] += speeds[j]
-        if count == OVERFLOW or count + BLOCK > indices.size:
-            count = OVERFLOW
-            continue
-        block = bits[start : start + BLOCK]
-        if block.size < BLOCK:
-            flags[:] = 0
-        for j in range(block.size):
-            flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
+            kept[j] = sums[j]
+            flags[j] = (sum_bits[j] & mask) >= threshold
+        count = _pick_with_room(flags, sum_bits, start, indices, found, count)
     return count, -1
 
 
@@ -162,6 +154,14 @@ def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, cand
             else:
                 candidates[maybe] = i
                 maybe += 1
+
+
+@compiled
+def _pick_with_room(flags: Array, block: Array, start: int, indices: Array, found: Array, count: int) -> int:
+    """As `_pick`; `OVERFLOW` where there may not be room for all of a block, or was not before."""
+    if count == OVERFLOW or count + BLOCK > indices.size:
+        return OVERFLOW
+    return _pick(flags.view(np.uint64), block, start, indices, found, count)
 
 
 @compiled

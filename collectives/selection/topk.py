@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,7 @@ def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
     return threshold_of_sample(data.bits[sample_places(size)] & data.mask, k, size)
 
 
+@lru_cache(maxsize=16)
 def sample_places(size: int) -> Array:
     """Where the sample is taken: runs of neighbours, one in each of equal parts, at places that follow no period."""
     runs = min(SAMPLE_RUNS, size // (4 * RUN))
@@ -154,6 +156,7 @@ def sample_places(size: int) -> Array:
     # the golden ratio spreads the offsets evenly whatever their number
     offsets = (np.arange(runs) * 0.6180339887498949 % 1 * (part - RUN)).astype(np.int64)
     places: Array = ((np.arange(runs) * part + offsets)[:, None] + np.arange(RUN)).reshape(-1)
+    places.flags.writeable = False
     return places
 
 
