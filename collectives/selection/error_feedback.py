@@ -35,6 +35,9 @@ Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
 
+FEWEST, MOST = 1.05, 1.6
+"""Times k: if so many entries reached a threshold, it is used for the next gradient too, without another sample."""
+
 
 class ErrorFeedback:
     """A residual, and the selection from it.
@@ -87,6 +90,7 @@ class ErrorFeedback:
         self.momentum = momentum
         self.step = 0
         self._room: tuple[int, Entries] | None = None
+        self._guess: tuple[int, Any] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
         """Take in a gradient, and give out the k largest entries of what is there now.
@@ -111,6 +115,8 @@ class ErrorFeedback:
         data = magnitudes(self.residual)
         room, count = self._accumulate(data, added, k)
         certified = count >= k > 0
+        if not FEWEST * k <= count <= MOST * k:
+            self._guess = None
         chosen = largest_of(room.first(count), k, data.mask) if certified else select(data, k)
         refuse_nan(data, chosen)
         self.residual[chosen.indices] = 0
@@ -205,7 +211,12 @@ class ErrorFeedback:
         return self._room[1]
 
     def _threshold(self, data: Magnitudes, added: Array, k: int) -> Any | None:
-        """A key that probably k entries of the sum will reach."""
+        """A key that probably k entries of the sum will reach: that of the last step, as long as it did well."""
+        if self._guess is None or self._guess[0] != k:
+            self._guess = (k, self._sampled(data, added, k))
+        return self._guess[1]
+
+    def _sampled(self, data: Magnitudes, added: Array, k: int) -> Any | None:
         size = added.size
         if not 0 < k <= LARGEST_SHARE * size or size < SMALL:
             return None
