@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS
 from small_fabrics import COLLECTIVES, ROOTED
 
 import topoplan
+from conftest import ANSWERS
 from topoplan.packing.columns import Packing
 from topoplan.packing.mwu import pack_mwu
 from topoplan.plans import Fabric, Partition

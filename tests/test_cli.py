@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MACHINES, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import topoplan
 from collectives.benchmark import count_wrong
+from conftest import MACHINES, ROOT
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
 from topoplan.plans.plan import COLLECTIVES

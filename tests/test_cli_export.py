@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Run
 from nccl_rules import nccl_channels, nccl_links, read_as_nccl
 
 import topoplan
+from conftest import Run
 from topoplan.export.known_formats import FORMATS
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import Run
 
 import topoplan
+from conftest import Run
 from topoplan.choice import candidates
 from topoplan.cli.plan_sizes import describe
 

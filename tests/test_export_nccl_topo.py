@@ -9,12 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from conftest import MACHINES
 from hypothesis import given
 from hypothesis import strategies as st
 from nccl_rules import Rejected, nccl_links, read_as_nccl
 
 import topoplan
+from conftest import MACHINES
 from topoplan.errors import UsageError
 from topoplan.export.cpu_identity import cpu_identity
 from topoplan.export.exported import Exported

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hand_plans import SHAPES, forest_plan, full_mesh, three_phase_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator, check_table, lower
 from collectives.reduction import divide
+from conftest import ROOT
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.build import trivial_plan
 from topoplan.plans.fabric import Fabric

@@ -10,7 +10,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hand_plans import SHAPES, chain, forest_plan, full_mesh, plan_of, stage, star, three_phase_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ import topoplan
 from collectives import TransferTable, check_table, lower
 from collectives.backends.loopback.backend import execute
 from collectives.transfer_table import PER_ROW
+from conftest import ROOT
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.build import trivial_plan
 from topoplan.plans.fabric import Fabric

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ANSWERS, MACHINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from conftest import ANSWERS, MACHINES
 from topoplan.degraded import slow_links, without_devices, without_links
 from topoplan.formats.load import library
 from topoplan.formats.machine_warnings import machine_warnings

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import MACHINES
 from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
+from conftest import MACHINES
 from topoplan.formats.load import library
 from topoplan.formats.matrix import affinity_columns, nvlink_counts, relation_matrix
 from topoplan.topology import Device, Link, Topology, facts

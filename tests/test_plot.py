@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
-from conftest import MACHINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from conftest import MACHINES
 from topoplan.degraded import without_links
 from topoplan.errors import UsageError
 from topoplan.plans.build import trivial_plan

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import MACHINES
 
 import topoplan
+from conftest import MACHINES
 from topoplan.cli.device_tree import told_by_tree, tree_text
 from topoplan.cli.machine_matrix import WIDEST, matrix_text
 from topoplan.cli.main import main

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from hand_plans import forest_plan
 from torch_ranks import cases, expected
 
 from collectives import Communicator
+from conftest import ROOT
 from topoplan.errors import BackendError, UsageError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
