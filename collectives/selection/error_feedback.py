@@ -35,9 +35,6 @@ Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
 
-FEWEST, MOST = 1.05, 1.6
-"""Times k: if so many entries reached a threshold, it is used for the next gradient too, without another sample."""
-
 
 class ErrorFeedback:
     """A residual, and the selection from it.
@@ -90,7 +87,6 @@ class ErrorFeedback:
         self.momentum = momentum
         self.step = 0
         self._room: tuple[int, Entries] | None = None
-        self._guess: tuple[int, Any] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
         """Take in a gradient, and give out the k largest entries of what is there now.
@@ -115,8 +111,6 @@ class ErrorFeedback:
         data = magnitudes(self.residual)
         room, count = self._accumulate(data, added, k)
         certified = count >= k > 0
-        if not FEWEST * k <= count <= MOST * k:
-            self._guess = None
         chosen = largest_of(room.first(count), k, data.mask) if certified else select(data, k)
         refuse_nan(data, chosen)
         self.residual[chosen.indices] = 0
@@ -211,12 +205,7 @@ class ErrorFeedback:
         return self._room[1]
 
     def _threshold(self, data: Magnitudes, added: Array, k: int) -> Any | None:
-        """A key that probably k entries of the sum will reach: that of the last step, as long as it did well."""
-        if self._guess is None or self._guess[0] != k:
-            self._guess = (k, self._sampled(data, added, k))
-        return self._guess[1]
-
-    def _sampled(self, data: Magnitudes, added: Array, k: int) -> Any | None:
+        """A key that probably k entries of the sum will reach."""
         size = added.size
         if not 0 < k <= LARGEST_SHARE * size or size < SMALL:
             return None
