@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
     from topoplan.schedules.ring import ring
+    from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
     from topoplan.simulation.model import simulate
     from topoplan.topology import Device, Link, Topology
@@ -69,6 +70,7 @@ _HOME = {
     "ring": "topoplan.schedules.ring",
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
+    "sparse_plan": "topoplan.schedules.sparse_plan",
     "three_phase": "topoplan.schedules.three_phase",
     "verify": "topoplan.plans.verify",
     "without_devices": "topoplan.degraded",
@@ -105,6 +107,7 @@ __all__ = [
     "ring",
     "simulate",
     "slow_links",
+    "sparse_plan",
     "three_phase",
     "verify",
     "without_devices",

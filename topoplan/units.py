@@ -44,6 +44,36 @@ def nearest_float(value: Fraction) -> float:
         return math.inf
 
 
+def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 32) -> Fraction:
+    """Bytes of entries for each byte of elements.
+
+    Parameters
+    ----------
+    density : float
+        Share of the elements that are chosen, above 0 and at most 1.
+    entry_bits : float
+        Of an index and a value, as they travel.
+    element_bits : int
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range.
+
+    Examples
+    --------
+    >>> entry_share(0.01)
+    Fraction(1, 50)
+    """
+    if not 0 < density <= 1:
+        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
+    if not (entry_bits > 0 and element_bits > 0):
+        raise UsageError(
+            f"entries of {entry_bits} bits and elements of {element_bits} need more than 0 bits each"
+        )
+    return exact(density) * exact(entry_bits) / element_bits
+
+
 def gigabytes_from_gigabits(gigabits: float) -> float:
     """Convert Gb/s, as NICs are sold, to GB/s.
 

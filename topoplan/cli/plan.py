@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments, plan_sizes
@@ -14,6 +15,7 @@ from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.phase_table import phase_table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
+from topoplan.cli.sparse_options import add_sparse, asked_for, plan_sparse
 from topoplan.cli.tree_table import named_ranks, tree_table
 from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
@@ -65,6 +67,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="S",
         help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
     )
+    add_sparse(parser)
     parser.add_argument(
         "-o",
         dest="output",
@@ -96,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
+    sparse = asked_for(options)
     check_target(options.output, "-o")
     check_plot(options.plot)
     if options.explain and (options.bound_only or options.sizes is not None):
@@ -105,21 +109,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sizes is not None:
         return plan_sizes.run(options)
     with progress_line("planning") as progress:
-        machine = read_machine(options)
-        made = make_plan(
-            machine.whole,
-            options.collective,
-            gpus=machine.allocation(options.gpus),
-            root=options.root,
-            method=options.method,
-            channels=options.channels,
-            order=options.order or "height",
-            epsilon=0.05 if options.epsilon is None else options.epsilon,
-            threshold=0.05 if options.threshold is None else options.threshold,
-            nbytes=options.size,
-            time_limit=options.time_limit,
-            progress=progress,
-        )
+        made = plan_sparse(options) if sparse else _plan(options, progress)
     explained = _explained(made) if options.explain else None
     if options.plot:
         from topoplan.plot.canvas import save_figure
@@ -146,6 +136,25 @@ def _explained(plan: Plan) -> Footprint:
     from collectives.footprint import footprint
 
     return footprint(plan)
+
+
+def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
+    """The plan of elements that is asked for."""
+    machine = read_machine(options)
+    return make_plan(
+        machine.whole,
+        options.collective,
+        gpus=machine.allocation(options.gpus),
+        root=options.root,
+        method=options.method,
+        channels=options.channels,
+        order=options.order or "height",
+        epsilon=0.05 if options.epsilon is None else options.epsilon,
+        threshold=0.05 if options.threshold is None else options.threshold,
+        nbytes=options.size,
+        time_limit=options.time_limit,
+        progress=progress,
+    )
 
 
 def print_footprint(plan: Plan, found: Footprint) -> None:

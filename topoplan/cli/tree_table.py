@@ -50,7 +50,7 @@ def tree_table(plan: Plan) -> str:
     alike = isinstance(plan.shards, ImageShards)
     rows = []
     for number, (shard, count) in enumerate(listed):
-        stage = shard.stages[-1]
+        stage = _shown_stage(shard)
         weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
         rows.append(
             (
@@ -70,13 +70,19 @@ def tree_table(plan: Plan) -> str:
     return f"{text}\n… and {counted(more, 'shard')} more: -o and --json write all" if more else text
 
 
+def _shown_stage(shard: Shard) -> Stage:
+    """The last one, which of a pair up and down is the way down; of an exchange its first."""
+    gathers = [stage for stage in shard.stages if stage.op == "gather"]
+    return gathers[0] if gathers else shard.stages[-1]
+
+
 def _channels(plan: Plan, shard: Shard) -> str:
     crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
     return "+".join(channel for channel in plan.channels if channel in crossed)
 
 
 def _edges(plan: Plan, stage: Stage) -> str:
-    arrow = ">" if stage.op == "broadcast" else "<"
+    arrow = "<" if stage.op == "reduce" else ">"
     edges = stage.top_down()
     shown = edges if len(edges) <= MOST_EDGES else edges[:FIRST_EDGES]
     text = " ".join(f"{plan.ranks[edge.parent]}{arrow}{plan.ranks[edge.child]}" for edge in shown)

@@ -18,7 +18,7 @@ import numpy as np
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.channel_split import channel_split, split_shares
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificate import Channels
+from topoplan.plans.certificate import Channels, OneFabric
 from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import forest_rate
@@ -130,7 +130,7 @@ def _join(parts: Sequence[Plan], shares: Sequence[Fraction]) -> Plan:
         shards.sort(key=lambda shard: shard.stages[position].root)
     certificates = []
     for part in parts:
-        assert not isinstance(part.certificate, Channels), "a part runs over one channel"
+        assert isinstance(part.certificate, OneFabric), "a part runs over one channel"
         certificates.append((part.channels[0], part.certificate))
     return build_plan(
         Fabric(first.topology, tuple(part.channels[0] for part in parts)),

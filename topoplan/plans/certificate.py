@@ -12,6 +12,12 @@ Whatever the trees, one byte of the buffer uses at least L of length, so rate <=
 - `Channels`: one of the above for each channel of a plan that splits the buffer between them. A shard keeps to one
   channel (`topoplan.plans.channel_check`), so the bounds add up.
 
+Where entries move instead of elements (`topoplan.plans.sparse_check` holds what these take for granted):
+
+- `Entries`: each stage moves entries of one size, so the bound of elements, divided by it.
+- `InsideServer`: elements are summed inside servers, and none sums faster than its own links allow.
+- `BetweenServers`: what every server chooses must leave any set of servers, once for each server in it.
+
 A certificate is never trusted: its figures are recomputed here, in exact arithmetic, without the solver.
 """
 
@@ -25,6 +31,7 @@ from math import lcm
 from topoplan.errors import PlanError
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.forest_length import forest_length, zero_parts
+from topoplan.plans.servers import Servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,34 @@ class Channels:
     parts: tuple[tuple[str, OneFabric], ...]
 
 
-Certificate = OneFabric | Channels
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A certificate for elements, of a plan on which only entries move: so many bytes for a byte of the shard."""
+
+    entries: Fraction
+    certificate: OneFabric
+
+
+@dataclass(frozen=True, slots=True)
+class InsideServer:
+    """A server, and a certificate for the allreduce of its own ranks over its own links."""
+
+    server: str
+    certificate: OneFabric
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenServers:
+    """Devices, among them all ranks of some servers and none of the others, that the chosen entries have to leave."""
+
+    entries: Fraction
+    side: tuple[str, ...]
+
+
+Sparse = Entries | InsideServer | BetweenServers
+"""What bounds a plan that moves entries."""
+
+Certificate = OneFabric | Channels | Sparse
 
 
 def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, root: int | None) -> Fraction:
@@ -97,6 +131,14 @@ def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, r
         return _lengths_bound(certificate, fabric, collective, root)
     if isinstance(certificate, Channels):
         return _channels_bound(certificate, fabric, collective, root)
+    if isinstance(certificate, Entries):
+        return certified_bound(certificate.certificate, fabric, collective, root) / certificate.entries
+    if isinstance(certificate, InsideServer):
+        return certified_bound(
+            certificate.certificate, _server(certificate.server, fabric), "allreduce", None
+        )
+    if isinstance(certificate, BetweenServers):
+        return _between_bound(certificate, fabric)
     if fabric.size > 1:
         raise PlanError(f"the certificate 'trivial' proves nothing for {fabric.size} ranks")
     raise PlanError("a plan of one rank moves nothing and has no bound")
@@ -163,6 +205,41 @@ def _channels_bound(certificate: Channels, fabric: Fabric, collective: str, root
         )
     alone = ((Fabric(fabric.topology, (channel,)), part) for channel, part in certificate.parts)
     return sum((certified_bound(part, one, collective, root) for one, part in alone), Fraction(0))
+
+
+def inside_channels(fabric: Fabric) -> tuple[str, ...]:
+    """The channels of a fabric over which elements of sparse plans may move."""
+    return tuple(channel for channel in fabric.channels if channel != "network")
+
+
+def _server(name: str, fabric: Fabric) -> Fabric:
+    """The fabric of one server."""
+    for server, alone in Servers(fabric).alone():
+        if server == name:
+            return Fabric(alone.topology, inside_channels(fabric))
+    raise PlanError(f"the certificate names server {name!r}, which has no two ranks of this plan")
+
+
+def _between_bound(certificate: BetweenServers, fabric: Fabric) -> Fraction:
+    """Every server on the side sends what it has chosen to the others: once for each it must cross the border."""
+    side = _node_set(certificate.side, fabric)
+    servers = Servers(fabric)
+    inside = 0
+    for name, members in zip(servers.names, servers.members, strict=True):
+        within = sum(rank in side for rank in members.tolist())
+        if 0 < within < len(members):
+            raise PlanError(f"the certificate's side holds {within} of the {len(members)} ranks of {name}")
+        inside += within > 0
+    if not 0 < inside < len(servers.names):
+        raise PlanError("the certificate's side must hold at least one server and leave out at least one")
+    crossing = (
+        capacity for ends, capacity in zip(fabric.ends, fabric.capacity, strict=True) if _leaves(ends, side)
+    )
+    return sum(crossing, Fraction(0)) / (certificate.entries * inside)
+
+
+def _leaves(ends: tuple[int, int], side: set[int]) -> bool:
+    return ends[0] in side and ends[1] not in side
 
 
 def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> None:

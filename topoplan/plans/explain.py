@@ -9,8 +9,20 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Protocol
 
-from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, certified_bound
+from topoplan.plans.certificate import (
+    BetweenServers,
+    Certificate,
+    Channels,
+    Cut,
+    Entries,
+    InsideServer,
+    Lengths,
+    Partition,
+    certified_bound,
+    inside_channels,
+)
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.servers import Servers
 from topoplan.topology import Link, Topology
 
 _LISTED = 8
@@ -74,6 +86,15 @@ def _explain(certificate: Certificate, fabric: Fabric, collective: str, root: in
             bound = certified_bound(part, alone, collective, root)
             sums.append(f"{_number(bound)} GB/s over {channel} ({_explain(part, alone, collective, root)})")
         return f"{' and '.join(sums)}, since every shard keeps to one of them"
+    if isinstance(certificate, Entries):
+        told = _explain(certificate.certificate, fabric, collective, root)
+        return f"a byte of the buffer is {_number(certificate.entries)} bytes of entries, and of these {told}"
+    if isinstance(certificate, InsideServer):
+        machine = dict(Servers(fabric).alone())[certificate.server].topology
+        alone = Fabric(machine, inside_channels(fabric))
+        return f"inside {certificate.server} {_explain(certificate.certificate, alone, 'allreduce', None)}"
+    if isinstance(certificate, BetweenServers):
+        return _explain_between(certificate, fabric)
     return "one rank moves nothing"
 
 
@@ -92,6 +113,19 @@ def _explain_cut(cut: Cut, fabric: Fabric, collective: str) -> str:
     if collective in ("allgather", "reduce_scatter"):
         part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
     return f"only {_number(leaving if outwards else entering)} GB/s {verb} {_braced(names)}, and {part} must"
+
+
+def _explain_between(certificate: BetweenServers, fabric: Fabric) -> str:
+    side = set(certificate.side)
+    leaving = _capacity(fabric, lambda link: link.src in side and link.dst not in side)
+    home = {device.name: device.server for device in fabric.topology.devices}
+    within = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name in side))
+    others = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name not in side))
+    verb, names = ("leave", within) if len(within) <= len(others) else ("enter", others)
+    return (
+        f"only {_number(leaving)} GB/s {verb} {_braced(names)}, and the entries of {len(within)} servers must, "
+        f"{_number(certificate.entries)} bytes each for a byte of the buffer"
+    )
 
 
 def _explain_partition(partition: Partition, fabric: Fabric) -> str:

@@ -181,7 +181,8 @@ class ImageShards(Sequence[Shard]):
 
         stages = []
         for stage in shard.stages:
-            there = Stage(stage.op, image[stage.root], tuple(moved(edge) for edge in stage.edges))
+            edges = tuple(moved(edge) for edge in stage.edges)
+            there = Stage(stage.op, image[stage.root], edges, stage.entries)
             stages.append(replace(there, edges=there.top_down()))
         return Shard(shard.share, tuple(stages))
 

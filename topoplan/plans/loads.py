@@ -1,7 +1,7 @@
 """Link loads and rate of a finished forest.
 
 The rate is never taken from a solver: rate = min over directed links of c(e) / load(e), where load(e) is the
-sum over stages of share x number of times the stage crosses e.
+sum over stages of share x number of times the stage crosses e, times the stage's weight where entries cross it.
 
 Where the routes from a parent to its children part at a switch that can copy (`multicast`), a broadcast crosses the
 links before it once for all of them; where they meet at a switch that can add (`reduce`), so does a reduce.
@@ -46,7 +46,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
             f"{', '.join(fabric.channels)}",
             rank=edge.child,
         )
-    devices = edge.route if op == "broadcast" else edge.route[::-1]
+    devices = edge.route[::-1] if op == "reduce" else edge.route
     crossed = []
     for src, dst in pairwise(devices):
         number = fabric.link_on.get((src, dst, edge.channel))
@@ -61,7 +61,9 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
     """Indices of all links that a stage crosses, one entry for each crossing."""
-    merging = fabric.copying if stage.op == "broadcast" else fabric.adding
+    merging = fabric.adding if stage.op == "reduce" else fabric.copying
+    if stage.op == "reduce" and stage.entries is not None:
+        merging = frozenset()  # a switch adds elements, and chooses no entries
     if not merging:
         return [number for edge in stage.edges for number in edge_links(edge, stage.op, fabric)]
     crossed: list[int] = []
@@ -73,7 +75,7 @@ def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
         routes = []
         for edge in edges:
             links = edge_links(edge, stage.op, fabric)
-            routes.append((links if stage.op == "broadcast" else links[::-1], edge.route[1:]))
+            routes.append((links[::-1] if stage.op == "reduce" else links, edge.route[1:]))
         _cross(routes, 0, merging, crossed)
     return crossed
 
@@ -109,8 +111,8 @@ def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
     # Many shards have one share, so whole numbers are added first.
     crossings: dict[Fraction, Counter[int]] = {}
     for index, (shard, count) in enumerate(shard_counts(shards)):
-        crossed_by = crossings.setdefault(shard.share * count, Counter())
         for position, stage in enumerate(shard.stages):
+            crossed_by = crossings.setdefault(shard.share * count * stage.weight, Counter())
             try:
                 crossed_by.update(stage_links(stage, fabric))
             except PlanError as error:

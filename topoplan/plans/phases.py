@@ -122,7 +122,7 @@ def _loads(shards: Sequence[Shard], servers: Servers) -> Mapping[str, list[Fract
             for name, edges in parts.items():
                 crossed = stage_links(replace(stage, edges=tuple(edges)), fabric)
                 for link, times in Counter(crossed).items():
-                    load[name][link] += shard.share * count * times
+                    load[name][link] += shard.share * count * times * stage.weight
     if generators:
         return {name: spread_evenly(loads, fabric, generators) for name, loads in load.items()}
     return load

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificate import Certificate
@@ -24,6 +25,9 @@ from topoplan.topology import Topology
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
+
+OPERATIONS = ("reduce", "broadcast", "gather")
+"""What a stage does; data runs towards the root in a reduce, and away from it in the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,30 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One tree: ``op`` is reduce (data runs from child to parent) or broadcast (from parent to child)."""
+    """One tree, on which the shard's elements move, or the largest of them as entries of index and value.
+
+    Parameters
+    ----------
+    op : str
+        reduce (data runs from child to parent), broadcast (from parent to child), or gather: the entries that the root
+        has chosen run to all ranks of the tree, which add them to their own. Gathers that follow one another in a shard
+        are one exchange: every root chooses before anything arrives.
+    root : int
+    edges : tuple of Edge
+    entries : Fraction or None
+        Bytes of entries that cross an edge for each byte of the shard; None where the elements themselves do. Where
+        entries are reduced, every parent adds up what arrives and sends on as many, the largest.
+    """
 
     op: str
     root: int
     edges: tuple[Edge, ...]
+    entries: Fraction | None = None
+
+    @property
+    def weight(self) -> Fraction:
+        """Bytes that cross an edge for each byte of the shard."""
+        return Fraction(1) if self.entries is None else self.entries
 
     @property
     def height(self) -> int:
@@ -190,7 +213,12 @@ class Plan:
     @property
     def depth(self) -> int:
         """Tree edges that the slowest byte crosses one after another; a relayed edge counts once."""
-        return max((sum(stage.height for stage in shard.stages) for shard, _ in self.shard_counts), default=0)
+        return max((_steps(shard) for shard, _ in self.shard_counts), default=0)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether entries move in any stage, and not only elements."""
+        return any(stage.entries is not None for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
@@ -226,6 +254,14 @@ class Plan:
     def timed(self, seconds: float) -> Plan:
         """The same plan with the time it took to make."""
         return replace(self, seconds=seconds)
+
+
+def _steps(shard: Shard) -> int:
+    """Tree edges one after another: stages of one operation that are trees of a sparse exchange run side by side."""
+    runs = groupby(shard.stages, key=lambda stage: (stage.op, stage.entries))
+    heights = [[stage.height for stage in run] for _, run in runs]
+    sparse = any(stage.entries is not None for stage in shard.stages)
+    return sum(max(run) if sparse else sum(run) for run in heights)
 
 
 def check_collective(collective: str) -> str:

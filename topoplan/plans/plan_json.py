@@ -16,7 +16,18 @@ from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.formats.topology_json import topology_from_object, topology_to_object
-from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.plans.certificate import (
+    BetweenServers,
+    Certificate,
+    Channels,
+    Cut,
+    Entries,
+    InsideServer,
+    Lengths,
+    OneFabric,
+    Partition,
+    Trivial,
+)
 from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
@@ -79,6 +90,7 @@ def plan_to_object(plan: Plan) -> dict[str, object]:
                     {
                         "op": stage.op,
                         "root": stage.root,
+                        **({} if stage.entries is None else {"entries": str(stage.entries)}),
                         "edges": [[e.parent, e.child, list(e.route), e.channel] for e in stage.edges],
                     }
                     for stage in shard.stages
@@ -116,6 +128,18 @@ def certificate_to_object(certificate: Certificate) -> dict[str, object]:
             for channel, part in certificate.parts
         ]
         return {"kind": "channels", "parts": parts}
+    if isinstance(certificate, Entries):
+        inner = certificate_to_object(certificate.certificate)
+        return {"kind": "entries", "entries": str(certificate.entries), "certificate": inner}
+    if isinstance(certificate, InsideServer):
+        inner = certificate_to_object(certificate.certificate)
+        return {"kind": "inside server", "server": certificate.server, "certificate": inner}
+    if isinstance(certificate, BetweenServers):
+        return {
+            "kind": "between servers",
+            "entries": str(certificate.entries),
+            "side": list(certificate.side),
+        }
     return {"kind": "trivial"}
 
 
@@ -232,7 +256,10 @@ def _stage(item: object, number: int, position: int) -> Stage:
             )
         )
     return Stage(
-        _text(value.get("op"), f"{where}: op"), _whole(value.get("root"), f"{where}: root"), tuple(edges)
+        _text(value.get("op"), f"{where}: op"),
+        _whole(value.get("root"), f"{where}: root"),
+        tuple(edges),
+        _fraction(value["entries"], f"{where}: entries") if "entries" in value else None,
     )
 
 
@@ -258,18 +285,37 @@ def _certificate(item: object) -> Certificate:
         return Channels(
             tuple(_certified_channel(part) for part in _list(value.get("parts"), "certificate: parts"))
         )
+    if kind == "entries":
+        return Entries(_entries(value), _one_fabric(value, "entries"))
+    if kind == "inside server":
+        return InsideServer(_text(value.get("server"), "certificate: server"), _one_fabric(value, "a server"))
+    if kind == "between servers":
+        return BetweenServers(_entries(value), _names(value.get("side"), "certificate: side"))
     raise PlanError(
-        f"certificate kind {repr(kind)[:60]} is unknown; use cut, partition, lengths, trivial or channels"
+        f"certificate kind {repr(kind)[:60]} is unknown; use cut, partition, lengths, trivial, channels, entries, "
+        "inside server or between servers"
     )
 
 
 def _certified_channel(item: object) -> tuple[str, OneFabric]:
     value = _dict(item, "certificate: part")
-    inner = _dict(value.get("certificate"), "certificate: certificate of a channel")
-    part = None if inner.get("kind") == "channels" else _certificate(inner)
-    if part is None or isinstance(part, Channels):
-        raise PlanError("certificate: a channel's certificate cannot itself be one of channels")
-    return _text(value.get("channel"), "certificate: channel"), part
+    return _text(value.get("channel"), "certificate: channel"), _one_fabric(value, "a channel")
+
+
+def _one_fabric(value: dict[str, object], of: str) -> OneFabric:
+    """The certificate inside one that is made of others."""
+    inner = _dict(value.get("certificate"), f"certificate: certificate of {of}")
+    part = _certificate(inner) if inner.get("kind") in ("cut", "partition", "lengths", "trivial") else None
+    if not isinstance(part, OneFabric):
+        raise PlanError(f"certificate: that of {of} must be a cut, a partition, lengths or trivial")
+    return part
+
+
+def _entries(value: dict[str, object]) -> Fraction:
+    entries = _fraction(value.get("entries"), "certificate: entries")
+    if entries <= 0:
+        raise PlanError(f"certificate: entries of {entries} must be above zero")
+    return entries
 
 
 def _channels(item: object) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class Servers:
                 f"three phases need GPUs on two servers or more, and all {self.fabric.size} {where}; "
                 "plan trees instead (method exact)"
             )
-        for name, inside in self._alone():
+        for name, inside in self.alone():
             cut = inside.unreachable()
             if cut:
                 near = [rank for rank in cut if rank in inside.ranks]
@@ -104,7 +104,7 @@ class Servers:
                     cut=cut,
                 )
 
-    def _alone(self) -> Iterator[tuple[str, Fabric]]:
+    def alone(self) -> Iterator[tuple[str, Fabric]]:
         """Every server with several ranks, without what lies outside it."""
         fabric = self.fabric
         devices: dict[str, list[Device]] = {}

@@ -3,7 +3,8 @@
 From the plan alone it recomputes the trees, the postcondition (every rank ends with each contribution exactly
 once), the link loads, the rate, and the bound that the certificate proves. Contributions are counted: rank r
 starts with one of its own, which is what its buffer holds even where a collective has no use for it; a reduce edge
-adds the child's counts to the parent's, a broadcast edge replaces the child's by the parent's.
+adds the child's counts to the parent's, a broadcast edge replaces the child's by the parent's, and a gather adds what
+its root had chosen, before any of the exchange, to every rank of its tree. Entries count as what they stand for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from topoplan.plans.channel_check import check_channels
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards, owner_of
 from topoplan.plans.loads import full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Shard, Stage
+from topoplan.plans.plan import COLLECTIVES, OPERATIONS, ROOTED, Plan, Shard, Stage
+from topoplan.plans.sparse_check import check_sparse
 from topoplan.plans.symmetry import is_automorphism, orbits
 from topoplan.units import TOLERANCE, nearest_float
 
@@ -86,6 +88,7 @@ def verify(plan: Plan) -> Verification:
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
     check_channels(plan, fabric)
+    check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
     bound = certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
@@ -204,8 +207,18 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
     if not shard.stages:
         raise PlanError("has no stage", shard=number)
     for position, stage in enumerate(shard.stages):
-        if stage.op not in ("reduce", "broadcast"):
-            raise PlanError(f"op {stage.op!r} is neither reduce nor broadcast", shard=number, stage=position)
+        if stage.op not in OPERATIONS:
+            raise PlanError(
+                f"op {stage.op!r} is none of {', '.join(OPERATIONS)}", shard=number, stage=position
+            )
+        if stage.entries is None and stage.op == "gather":
+            raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
+        if stage.entries is not None and stage.entries <= 0:
+            raise PlanError(
+                f"{_shown(stage.entries)} bytes of entries for a byte of the shard must be above zero",
+                shard=number,
+                stage=position,
+            )
         for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
             if not 0 <= rank < size:
                 raise PlanError(f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank)
@@ -229,8 +242,15 @@ def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArra
         Counts above `MANY` are `MANY`.
     """
     held = start.copy()
+    chosen: NDArray[np.int64] | None = None
     for stage in stages:
         edges = stage.top_down()
+        if stage.op == "gather":
+            chosen = held.copy() if chosen is None else chosen
+            for edge in edges:
+                held[edge.child] = np.minimum(held[edge.child] + chosen[stage.root], MANY)
+            continue
+        chosen = None
         if stage.op == "broadcast":
             for edge in edges:
                 held[edge.child] = held[edge.parent]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from topoplan.errors import UsageError
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
+from topoplan.plans.rounds import rounds
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import Dataflow, dataflow
 from topoplan.simulation.latency import LAUNCH
@@ -98,6 +99,8 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     >>> round(run.seconds / topoplan.simulate(plan, nbytes=1 << 30).seconds, 2)
     1.0
     """
+    if plan.sparse:
+        return _run_rounds(plan, nbytes, chunk_bytes)
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
@@ -115,6 +118,28 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     transfers, seconds = _serve(flow, sizes, chunks)
     starts = tuple((name, LAUNCH + start) for name, start in flow.lanes if start)
     return Run(seconds=seconds, chunks=chunks, transfers=tuple(transfers), fabric=flow.fabric, starts=starts)
+
+
+def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> Run:
+    """The rounds of a sparse plan, each launched when the one before has ended; stages are numbers of rounds."""
+    end = 0.0
+    chunks: list[int] = []
+    transfers: list[Transfer] = []
+    for number, one in enumerate(rounds(plan)):
+        run = run_events(one.plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+        chunks += run.chunks
+        transfers += [
+            replace(
+                each,
+                start=each.start + end,
+                end=each.end + end,
+                shard=one.shards[each.shard],
+                stage=number,
+            )
+            for each in run.transfers
+        ]
+        end += run.seconds
+    return Run(end, tuple(chunks), tuple(transfers), Fabric(plan.topology, plan.channels))
 
 
 def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tuple[list[Transfer], float]:

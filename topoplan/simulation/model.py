@@ -2,20 +2,24 @@
 
 Everything comes from the alpha-beta closed form (`topoplan.simulation.alpha_beta`); the event simulation
 (`topoplan.simulation.events`) is the second road to the same number. Both are a model: they reproduce the
-law of measured curves, not their last digit (Blink figure 27 within 15 % at every size from 1 KB to 1 GB).
+law of measured curves, not their last digit (Blink figure 27 within 15 % at every size from 1 KB to 1 GB). The rounds
+of a sparse plan run one after another; choosing and adding entries takes no time in the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from topoplan.plans.plan import Plan
+from topoplan.plans.rounds import rounds
 from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.latency import LAUNCH
+from topoplan.units import TOLERANCE
 
 LinkName = tuple[str, str]
 
@@ -52,7 +56,8 @@ class Timeline:
     seconds : float
         From the call until the last byte is in place.
     chunks : tuple of int
-        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`).
+        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, those of
+        all rounds.
     latency_seconds : float
         What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
         buffer is split, the start of a later channel too.
@@ -148,11 +153,46 @@ def simulate(plan: Plan | SizePlans, *, nbytes: int, chunk_bytes: int | None = N
     (80, 150)
     """
     chosen = plan_at(plan, nbytes)
-    return timeline(chosen, pipeline(dataflow(chosen)), nbytes=nbytes, chunk_bytes=chunk_bytes)
+    return timeline(chosen, arrange(chosen), nbytes=nbytes, chunk_bytes=chunk_bytes)
 
 
-def timeline(plan: Plan, schedule: Pipeline, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
-    """As `simulate`, for a plan whose dataflow is already arranged: a sweep arranges it once."""
+def arrange(plan: Plan) -> tuple[tuple[Plan, Pipeline], ...]:
+    """The pipelines of a plan that run one after another: one, or of a sparse plan one for each round."""
+    parts = [one.plan for one in rounds(plan)] if plan.sparse else [plan]
+    return tuple((part, pipeline(dataflow(part))) for part in parts)
+
+
+def timeline(
+    plan: Plan, arranged: Sequence[tuple[Plan, Pipeline]], *, nbytes: int, chunk_bytes: int | None = None
+) -> Timeline:
+    """As `simulate`, for a plan that is already arranged: a sweep arranges it once."""
+    times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged]
+    if len(times) == 1:
+        return times[0]
+    link_bytes: dict[LinkName, float] = {}
+    link_seconds: dict[LinkName, float] = {}
+    for time in times:
+        for link, moved in time.link_bytes.items():
+            link_bytes[link] = link_bytes.get(link, 0.0) + moved
+            link_seconds[link] = link_seconds.get(link, 0.0) + time.link_seconds[link]
+    longest = max(link_seconds.values(), default=0.0)
+    seconds = sum(time.seconds for time in times)
+    return Timeline(
+        collective=plan.collective,
+        ranks=len(plan.ranks),
+        nbytes=nbytes,
+        seconds=seconds,
+        chunks=tuple(count for time in times for count in time.chunks),
+        latency_seconds=sum(time.latency_seconds for time in times),
+        bandwidth_seconds=sum(time.bandwidth_seconds for time in times),
+        link_bytes=link_bytes,
+        link_seconds=link_seconds,
+        bottleneck=tuple(link for link, busy in link_seconds.items() if busy >= longest * (1 - TOLERANCE)),
+        channels=(ChannelTime("+".join(plan.channels), 1.0, LAUNCH, seconds),),
+    )
+
+
+def _timeline(plan: Plan, schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> Timeline:
     chunks = chunk_counts(schedule, nbytes, chunk_bytes)
     flow = schedule.flow
     names = [(link.src, link.dst) for link in flow.fabric.links]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at
-from topoplan.simulation.alpha_beta import Pipeline, pipeline
-from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.model import Timeline, timeline
+from topoplan.simulation.alpha_beta import Pipeline
+from topoplan.simulation.model import Timeline, arrange, timeline
 
 FLOAT32_BYTES = 4
 
@@ -159,12 +158,12 @@ def clock(plan: Plan | SizePlans, chunk_bytes: int | None = None) -> Callable[[i
 
     Plans by size are arranged when a size first needs them.
     """
-    arranged: dict[int, Pipeline] = {}
+    arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
 
     def time(nbytes: int) -> Timeline:
         chosen = plan_at(plan, nbytes)
         if id(chosen) not in arranged:
-            arranged[id(chosen)] = pipeline(dataflow(chosen))
+            arranged[id(chosen)] = arrange(chosen)
         return timeline(chosen, arranged[id(chosen)], nbytes=nbytes, chunk_bytes=chunk_bytes)
 
     return time

@@ -1,0 +1,227 @@
+"""Three phases with a sparse middle: sum inside servers, exchange entries between them, hand the sum out inside.
+
+HiTopKComm: each part of the buffer has one owner in every server. It collects the sum of its server, chooses the largest
+entries, keeps the rest, and sends the chosen to the owners in all other servers, which add them to what they have chosen
+themselves; then every owner hands the total out in its server. Elements cross NVLink or PCIe, entries the network.
+
+The phases run one after another, so each is to be as quick as it can be alone. Trees and owners are those of the three
+phases of elements (`topoplan.packing.composition`) on the same servers with a network that holds nothing back: the best
+trees inside, and owners that load the NICs evenly.
+
+References
+----------
+Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.packing.composition import compose
+from topoplan.packing.planner import plan
+from topoplan.plans.build import build_plan
+from topoplan.plans.certificate import (
+    BetweenServers,
+    InsideServer,
+    OneFabric,
+    Sparse,
+    certified_bound,
+    inside_channels,
+)
+from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.servers import Servers
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.topology import Topology
+
+SPARSE_SERVERS = "sparse three-phase"
+
+MOST_EDGES = 1 << 20
+"""Most edges of all exchanges: their number grows with the square of the servers."""
+
+_WIDER = 1e5
+"""Times the bandwidth of the network, for the choice of trees and owners."""
+
+
+def sparse_servers(
+    topology: Topology, *, entries: Fraction, gpus: Sequence[int] | None = None, channels: str = "auto"
+) -> Plan:
+    """The three-phase sparse allreduce of a cluster.
+
+    Parameters
+    ----------
+    topology : Topology
+        A cluster: its devices say to which server they belong.
+    entries : Fraction
+        Bytes of entries for each byte of the buffer (`topoplan.units.entry_share`).
+    gpus : sequence of int or None
+        The allocation; all GPUs for None. One server may have more of them than another.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        All GPUs are on one server, a GPU is out of range, ``entries`` not above zero, or the exchange too large.
+    InfeasibleError
+        The GPUs of a server are not connected inside it, or the servers not in one hop.
+
+    Examples
+    --------
+    Two DGX-1V with one NIC of 96 Gb/s each, where the dense allreduce reaches 12 GB/s:
+
+    >>> import topoplan
+    >>> from topoplan.units import entry_share
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=2)], nic_gbps=96, nics=1)
+    >>> made = sparse_servers(pair, entries=entry_share(0.01))
+    >>> round(made.rate, 1), round(made.bound, 1), [stage.op for stage in made.shards[0].stages]
+    (85.7, 85.7, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
+    """
+    if entries <= 0:
+        raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
+    fabric = usable_fabric(topology.subset(topology.select(gpus)), channels=channels)
+    servers = Servers(fabric)
+    servers.check()
+    count = len(servers.names)
+    composed = compose(_with_wide_network(fabric), "allreduce")
+    parts: dict[tuple[tuple[Stage, ...], tuple[Stage, ...]], Fraction] = {}
+    routes: dict[tuple[int, int], Edge] = {}
+    for shard in composed.shards:
+        parts[_inside(shard, servers)] = parts.get(_inside(shard, servers), Fraction(0)) + shard.share
+        routes.update(((edge.parent, edge.child), edge) for edge in _between(shard, servers))
+    if len(parts) * count**2 > MOST_EDGES:
+        raise UsageError(
+            f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
+        )
+    exchange = _Exchange(fabric, entries, routes)
+    shards = [
+        Shard(share, (*up, *exchange.stages([stage.root for stage in up], share), *down))
+        for (up, down), share in parts.items()
+    ]
+    made = build_plan(
+        fabric,
+        "allreduce",
+        root=None,
+        shards=shards,
+        certificate=_proof(fabric, servers, entries),
+        schedule=SPARSE_SERVERS,
+        method="three-phase",
+    )
+    if made.gap == 0:
+        return made
+    lost = f"stays {made.gap:.2%} below the bound of {made.bound:.6g} GB/s on such sparse three phases"
+    return replace(made, notes=(lost,))
+
+
+def _with_wide_network(fabric: Fabric) -> Fabric:
+    """The fabric with a network that is never full, and of which each link has its part as before."""
+    links = tuple(
+        replace(link, bandwidth=link.bandwidth * _WIDER) if link.channel == "network" else link
+        for link in fabric.topology.links
+    )
+    return Fabric(replace(fabric.topology, links=links), fabric.channels)
+
+
+def _inside(shard: Shard, servers: Servers) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The trees of one shard inside servers: a reduce to the owner of each, and a broadcast from it."""
+    up, down = shard.stages
+    reduces, broadcasts = [], []
+    for members in servers.members:
+        ranks = set(members.tolist())
+        rising, falling = (
+            tuple(edge for edge in stage.edges if {edge.parent, edge.child} <= ranks) for stage in (up, down)
+        )
+        owner = min(ranks - {edge.child for edge in rising})
+        if owner in {edge.child for edge in falling}:
+            raise PlanError(f"goes up to rank {owner} and comes down from another of its server")
+        reduces.append(Stage("reduce", owner, rising))
+        broadcasts.append(Stage("broadcast", owner, falling))
+    return tuple(reduces), tuple(broadcasts)
+
+
+def _between(shard: Shard, servers: Servers) -> Iterator[Edge]:
+    """The ways between servers that a shard takes, each from the rank that sends."""
+    up, down = shard.stages
+    for edge in up.edges:
+        if not servers.same[edge.parent, edge.child]:
+            yield Edge(edge.child, edge.parent, edge.route[::-1], edge.channel)
+    for edge in down.edges:
+        if not servers.same[edge.parent, edge.child]:
+            yield edge
+
+
+class _Exchange:
+    """Stars between owners: over the ways that the dense plan takes, or else over the least loaded ones."""
+
+    def __init__(self, fabric: Fabric, entries: Fraction, routes: dict[tuple[int, int], Edge]) -> None:
+        self.entries = entries
+        self._fabric = fabric
+        self._routes = routes
+        self._free = LeastLoaded(fabric)
+
+    def stages(self, owners: Sequence[int], share: Fraction) -> tuple[Stage, ...]:
+        """A gather from each of the owners to all others."""
+        stages = []
+        for owner in owners:
+            edges = tuple(self._edge(owner, other, share) for other in owners if other != owner)
+            stages.append(Stage("gather", owner, edges, self.entries))
+        return tuple(stages)
+
+    def _edge(self, owner: int, other: int, share: Fraction) -> Edge:
+        known = self._routes.get((owner, other))
+        if known is not None:
+            return known
+        if not self._free.joined(owner, other):
+            raise InfeasibleError(
+                f"{self._fabric.ranks[owner]} reaches {self._fabric.ranks[other]} only through another GPU; "
+                "sparse three phases need one hop between servers"
+            )
+        return self._free.edge("broadcast", (owner,), other, share * self.entries)
+
+
+def _proof(fabric: Fabric, servers: Servers, entries: Fraction) -> Sparse:
+    """The lowest bound on sparse three phases that is quickly had."""
+    proofs: list[Sparse] = [*_cuts(fabric, servers, entries), *_slowest_server(fabric, servers)]
+    bounds = [certified_bound(proof, fabric, "allreduce", None) for proof in proofs]
+    return proofs[bounds.index(min(bounds))]
+
+
+def _cuts(fabric: Fabric, servers: Servers, entries: Fraction) -> Iterator[BetweenServers]:
+    """Each server and all others; and what hangs on one switch of the network."""
+    home = {device.name: device.server for device in fabric.topology.devices}
+    groups = [{name} for name in servers.names]
+    for switch in (name for name in fabric.nodes if home[name] == ""):
+        ends = {link.src for link in fabric.links if link.dst == switch}
+        near = {home[end] for end in ends} & set(servers.names)
+        if 1 < len(near) < len(servers.names):
+            groups.append(near)
+    for group in groups:
+        inside = tuple(name for name in fabric.nodes if home[name] in group)
+        yield BetweenServers(entries, inside)
+        yield BetweenServers(entries, tuple(name for name in fabric.nodes if home[name] not in group))
+
+
+def _slowest_server(fabric: Fabric, servers: Servers) -> Iterator[InsideServer]:
+    """For servers that differ, a bound of the allreduce inside."""
+    known: set[tuple[object, ...]] = set()
+    channels = "+".join(inside_channels(fabric))
+    for name, alone in servers.alone():
+        shape = _shape(alone.topology, name)
+        if shape in known:
+            continue
+        known.add(shape)
+        proof = plan(alone.topology, "allreduce", channels=channels).certificate
+        if isinstance(proof, OneFabric):
+            yield InsideServer(name, proof)
+
+
+def _shape(topology: Topology, server: str) -> tuple[object, ...]:
+    """The links of a server, named as in any other that is built alike."""
+    prefix = f"{server}."
+    return tuple(
+        (link.src.removeprefix(prefix), link.dst.removeprefix(prefix), link.channel, link.bandwidth)
+        for link in topology.links
+    )
