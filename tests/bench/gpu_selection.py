@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.selection.gpu import feed_gpu, topk_gpu
+from collectives.selection.gpu_addend import Addend
 from collectives.selection.gpu_passes import Passes
 from tests.bench.gpu import copy_bandwidth, gpu_seconds
 from topoplan.errors import UsageError
@@ -56,7 +57,7 @@ def measure(cupy: Any, count: int, k: int, copied: float) -> None:
     for rival, call in rivals(cupy, x, k):
         seconds = rival_seconds(cupy, call)
         figures.append(f"{rival} {'no memory' if seconds is None else f'{seconds / own:.1f}x its time'}")
-    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(gradient))
+    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(Addend(gradient)))
     sampled = gpu_seconds(cupy, lambda: feed_gpu(x, gradient, k))
     found = [None]
 
