@@ -29,7 +29,7 @@ struct Feedback {
     }
 
     __device__ void add(Pack<Element> (&pack)[VECTORS], Element* x, long long first, int size) const {
-        constexpr int BATCH = MOVES ? 2 : 4;
+        constexpr int BATCH = MOVES ? 1 : 4;  // with a velocity, more would not fit into the registers
 #pragma unroll
         for (int batch = 0; batch < VECTORS; batch += BATCH) {
             Pack<Given, Element> more[BATCH];

@@ -38,16 +38,17 @@ def entries_form(what: str, index: str) -> str:
     return f"{what}_entries_{index}"
 
 
-FEEDBACK_LINES = {
-    f"{feedback_form(kind, form, given)}_{dtype}": (
-        f"{FORMS[form]}({feedback_form(kind, form, given)}_{dtype}, {ELEMENTS[dtype]}, {ELEMENTS[given]}, {KINDS[kind]})"
-    )
-    for kind, form, dtype in product(KINDS, FORMS, GIVEN)
-    for given in GIVEN[dtype]
-} | {
-    f"{entries_form(what, index)}_{dtype}": (
-        f"{what.upper()}_ENTRIES({entries_form(what, index)}_{dtype}, {ELEMENTS[dtype]}, {INDICES[index]})"
-    )
-    for what, index, dtype in product(("add", "zero"), INDICES, GIVEN)
-}
+def _lines() -> dict[str, str]:
+    lines = {}
+    for kind, form, dtype in product(KINDS, FORMS, GIVEN):
+        for given in GIVEN[dtype]:
+            name = f"{feedback_form(kind, form, given)}_{dtype}"
+            lines[name] = f"{FORMS[form]}({name}, {ELEMENTS[dtype]}, {ELEMENTS[given]}, {KINDS[kind]})"
+    for what, index, dtype in product(("add", "zero"), INDICES, GIVEN):
+        name = f"{entries_form(what, index)}_{dtype}"
+        lines[name] = f"{what.upper()}_ENTRIES({name}, {ELEMENTS[dtype]}, {INDICES[index]})"
+    return lines
+
+
+FEEDBACK_LINES = _lines()
 """The line that makes a kernel, by its name."""

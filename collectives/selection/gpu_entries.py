@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
-from collectives.kernels.feedback_source import GIVEN, INDICES, entries_form
+from collectives.kernels.feedback_source import GIVEN, entries_form
 from collectives.kernels.selection_launching import selection_kernels
+from collectives.kernels.source import INDICES
 from collectives.kernels.work import THREADS, TILE_BYTES
 from topoplan.errors import UsageError
 

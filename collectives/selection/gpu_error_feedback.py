@@ -67,6 +67,7 @@ class GpuErrorFeedback:
             self.residual: Any = cupy.zeros(size, dtype=dtype)
             self.velocity: Any = cupy.zeros(size, dtype=dtype) if momentum else None
             self._momentum: Any = cupy.asarray(np.array([momentum], dtype))
+            cupy.cuda.get_current_stream().synchronize()  # gradients may come on another stream
 
     def feed(self, gradient: Any, k: int) -> tuple[Any, Any]:
         """Take in a gradient, and give out the k largest entries of what is there now.

@@ -1,4 +1,4 @@
-"""Chosen entries on a GPU as the bytes of a message, and back: those of `collectives.sparse.pairs` without a wire format.
+"""Chosen entries on a GPU as the bytes of a message, and back: as `collectives.sparse.pairs` without a wire format.
 
 A message is all indices and then all values, as they lie in memory. Nothing leaves the GPU.
 """
