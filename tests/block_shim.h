@@ -139,6 +139,13 @@ static Number atomicExch(Number* place, Number value) {
     return before;
 }
 
+template <class Number>
+static Number atomicMin(Number* place, Number value) {
+    const Number before = *place;
+    if (value < before) *place = value;
+    return before;
+}
+
 static inline int __popc(unsigned value) { return __builtin_popcount(value); }
 static inline int __ffs(int value) { return __builtin_ffs(value); }
 

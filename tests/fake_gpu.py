@@ -189,6 +189,9 @@ def fake_cupy(machine: Machine) -> ModuleType:
             target = self.host[key]
             current().do(lambda: np.copyto(target, source))
 
+        def view(self, dtype: Any) -> ndarray:
+            return ndarray(self.host.view(dtype), self.device.id)
+
         def reshape(self, *shape: Any) -> ndarray:
             assert self.host.flags.c_contiguous
             return ndarray(self.host.reshape(*shape), self.device.id)

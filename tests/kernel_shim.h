@@ -11,6 +11,10 @@ struct uint4 {
     unsigned x, y, z, w;
 } __attribute__((aligned(16)));
 
+struct uint2 {
+    unsigned x, y;
+} __attribute__((aligned(8)));
+
 struct Dimension {
     int x;
 };

@@ -22,6 +22,7 @@ from compiled_kernels import HALVES
 from fake_gpu import install
 from fake_streams import Machine
 
+from collectives.kernels.feedback_source import FEEDBACK_LINES
 from collectives.kernels.selection_source import selection_kernel_names, selection_source
 
 
@@ -31,7 +32,7 @@ def library() -> ctypes.CDLL:
     compiler = next((found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         pytest.skip("no C++ compiler (g++, c++ or clang++) to run the kernels on this processor")
-    names = selection_kernel_names()
+    names = [*selection_kernel_names(), *FEEDBACK_LINES]
     launchers = [
         f'extern "C" bool launch_{name}(int grid, int block, bool backwards, const long long* words) '
         f"{{ return fibers::launch(grid, block, backwards, {name}, words); }}\n"

@@ -1,5 +1,4 @@
-// The last part of a selection, once the k-th largest key is known: gather.cu precedes, and lines that say which kernels
-// follow.
+// The last part of a selection, once the k-th largest key is known: gather.cu precedes, feedback.cu follows.
 //
 // It walks through the tiles in index order, either through the runs of a list of candidates or through all elements.
 // A block has neighbouring tiles, a warp one at a time. `measure` counts, `emit` writes: a place in the result depends
@@ -132,20 +131,19 @@ __device__ inline void emit(const Runs<Element, LISTED>& runs, Word k, long long
 
 // ---- kernels
 
-#define HISTOGRAM(NAME, ELEMENT, ACCUMULATES)                                                                    \
+#define HISTOGRAM(NAME, ELEMENT, ADDEND)                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                     \
         NAME(ELEMENT* x, const ELEMENT* gradient, long long most, const Word* length, int shift, int bits,       \
              long long k, Word* counts, State* state) {                                                          \
-        histogram<ELEMENT, ACCUMULATES>(x, gradient, most, length, shift, bits, (Word)k, counts, state);         \
+        histogram(x, ADDEND, most, length, shift, bits, (Word)k, counts, state);                                 \
     }
 
-#define GATHER(NAME, ELEMENT, ACCUMULATES)                                                                       \
+#define GATHER(NAME, ELEMENT, ADDEND)                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                     \
         NAME(ELEMENT* x, const ELEMENT* gradient, long long count, const Word* bound, long long lower,           \
              ELEMENT* values, unsigned short* places, long long room, Word* starts, unsigned* kept,              \
              State* state) {                                                                                     \
-        gather<ELEMENT, ACCUMULATES>(x, gradient, count, bound, (Word)lower, values, places, room, starts, kept, \
-                                     state);                                                                     \
+        gather(x, ADDEND, count, bound, (Word)lower, values, places, room, starts, kept, state);                 \
     }
 
 #define MEASURE(NAME, ELEMENT, LISTED)                                                                           \

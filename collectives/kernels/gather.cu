@@ -2,8 +2,8 @@
 
 // The list holds a run for every tile, in index order within it; `starts` and `kept` say where the run is. What exceeds
 // the room is only counted.
-template <class Element, bool ACCUMULATES>
-__device__ inline void gather(Element* x, const Element* gradient, long long count, const Word* bound, Word lower,
+template <class Element, class Addend>
+__device__ inline void gather(Element* x, Addend addend, long long count, const Word* bound, Word lower,
                               Element* values, unsigned short* places, long long room, Word* starts, unsigned* kept,
                               State* state) {
     typedef typename Format<Element>::Key Key;
@@ -11,7 +11,7 @@ __device__ inline void gather(Element* x, const Element* gradient, long long cou
     constexpr unsigned LANE_BITS = (1u << LANES) - 1;
     __shared__ Word start;
     x = in_global_memory(x);
-    gradient = ACCUMULATES ? in_global_memory(gradient) : gradient;
+    addend = addend.in_global();
     const Word lowered = *bound > lower ? *bound - lower : 0;
     const Key least = lowered < (Key)~(Key)0 ? (Key)lowered : (Key)~(Key)0;
     Key greatest = 0;
@@ -19,7 +19,7 @@ __device__ inline void gather(Element* x, const Element* gradient, long long cou
         const long long first = tile * Pack<Element>::TILE;
         const int size = size_of<Element>(tile, count);
         Pack<Element> pack[VECTORS];
-        read_tile<Element, ACCUMULATES>(pack, x + first, gradient + (ACCUMULATES ? first : 0), size);
+        read_tile(pack, x, addend, first, size);
         unsigned chosen = 0;  // a bit for each element of this thread
         Word mine = 0;        // 16 bits for each vector
 #pragma unroll

@@ -1,5 +1,5 @@
-// What finds the k largest magnitudes: keys, sums over a block, tiles, histograms. arithmetic.cu precedes, gather.cu and
-// emit.cu follow.
+// What finds the k largest magnitudes: keys, sums over a block, tiles, histograms. arithmetic.cu precedes, gather.cu,
+// emit.cu, feedback.cu and entries.cu follow.
 //
 // A key is an element's bits without the sign, so magnitudes order as keys. Bits become known from the top, 11 at a
 // time: every block counts its keys in shared memory, and the block that ends last looks where the k-th largest lies.
@@ -97,11 +97,27 @@ __device__ inline bool ends_last(State* state) {
 
 // ---- tiles: THREADS x VECTORS vectors, which a block reads at a time
 
-template <class Element>
+template <int BYTES>
+struct Raw;
+template <>
+struct Raw<16> {
+    typedef uint4 Type;
+};
+template <>
+struct Raw<8> {
+    typedef uint2 Type;
+};
+template <>
+struct Raw<4> {
+    typedef unsigned Type;
+};
+
+// A vector of elements: as many as there are wide ones in 16 bytes.
+template <class Element, class Wide = Element>
 union Pack {
-    static constexpr int LANES = VECTOR / sizeof(Element);
+    static constexpr int LANES = VECTOR / sizeof(Wide);
     static constexpr int TILE = THREADS * VECTORS * LANES;
-    uint4 raw;
+    typename Raw<LANES * sizeof(Element)>::Type raw;
     Element lane[LANES];
     __device__ Pack() : raw() {}
 };
@@ -120,18 +136,19 @@ __device__ inline int size_of(long long tile, long long count) {
 }
 
 // Vectors of a tile that begins at `from`, one element after another where they are not aligned or not all there.
-template <class Element, int COUNT>
-__device__ inline void read(Pack<Element> (&pack)[COUNT], const Element* from, int first, int size) {
-    if (size == Pack<Element>::TILE && (Word)from % VECTOR == 0) {
+template <class Element, class Wide, int COUNT>
+__device__ inline void read(Pack<Element, Wide> (&pack)[COUNT], const Element* from, int first, int size) {
+    typedef decltype(pack[0].raw) Vector;
+    if (size == Pack<Wide>::TILE && (Word)from % sizeof(Vector) == 0) {
 #pragma unroll
-        for (int u = 0; u < COUNT; ++u) pack[u].raw = *(const uint4*)(from + place_of<Element>(first + u));
+        for (int u = 0; u < COUNT; ++u) pack[u].raw = *(const Vector*)(from + place_of<Wide>(first + u));
         return;
     }
 #pragma unroll
     for (int u = 0; u < COUNT; ++u)
 #pragma unroll
-        for (int l = 0; l < Pack<Element>::LANES; ++l) {
-            const int place = place_of<Element>(first + u) + l;
+        for (int l = 0; l < Pack<Wide>::LANES; ++l) {
+            const int place = place_of<Wide>(first + u) + l;
             if (place < size) pack[u].lane[l] = from[place];
         }
 }
@@ -147,24 +164,42 @@ __device__ inline void store(Element* to, const Pack<Element>& pack, int place, 
         if (place + l < size) to[place + l] = pack.lane[l];
 }
 
-// A tile of x; where it accumulates, of x plus the gradient, which becomes x.
-template <class Element, bool ACCUMULATES>
-__device__ inline void read_tile(Pack<Element> (&pack)[VECTORS], Element* x, const Element* gradient, int size) {
-    read(pack, x, 0, size);
-    if (!ACCUMULATES) return;
-    constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;  // small elements need a register each while they are added
+// What is added to a tile when it is read, and stored there: nothing.
+template <class Element>
+struct Nothing {
+    __device__ Nothing in_global() const { return *this; }
+    __device__ void add(Pack<Element> (&)[VECTORS], Element*, long long, int) const {}
+};
+
+// A gradient.
+template <class Element>
+struct Gradient {
+    const Element* gradient;
+
+    __device__ Gradient in_global() const { return {in_global_memory(gradient)}; }
+    __device__ void add(Pack<Element> (&pack)[VECTORS], Element* x, long long first, int size) const {
+        constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;  // small elements need a register each while they are added
 #pragma unroll
-    for (int batch = 0; batch < VECTORS; batch += BATCH) {
-        Pack<Element> more[BATCH];
-        read(more, gradient, batch, size);
+        for (int batch = 0; batch < VECTORS; batch += BATCH) {
+            Pack<Element> more[BATCH];
+            read(more, gradient + first, batch, size);
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u) {
-            Pack<Element>& sum = pack[batch + u];
+            for (int u = 0; u < BATCH; ++u) {
+                Pack<Element>& sum = pack[batch + u];
 #pragma unroll
-            for (int l = 0; l < Pack<Element>::LANES; ++l) sum.lane[l] = plus(sum.lane[l], more[u].lane[l]);
-            store<Element>(x, sum, place_of<Element>(batch + u), size);
+                for (int l = 0; l < Pack<Element>::LANES; ++l) sum.lane[l] = plus(sum.lane[l], more[u].lane[l]);
+                store<Element>(x + first, sum, place_of<Element>(batch + u), size);
+            }
         }
     }
+};
+
+// A tile of x, which begins at `first`, and what is added.
+template <class Element, class Addend>
+__device__ inline void read_tile(Pack<Element> (&pack)[VECTORS], Element* x, const Addend& addend, long long first,
+                                 int size) {
+    read(pack, x + first, 0, size);
+    addend.add(pack, x, first, size);
 }
 
 // ---- histogram
@@ -189,16 +224,16 @@ __device__ inline void find(Word* counts, Word known, int shift, Word wanted, St
 
 // Makes some more bits of the k-th largest key known; k is zero where earlier ones are. Counts the first elements of x:
 // as many as `length` says where it is given, and at most `most`.
-template <class Element, bool ACCUMULATES>
-__device__ inline void histogram(Element* x, const Element* gradient, long long most, const Word* length, int shift,
-                                 int bits, Word k, Word* counts, State* state) {
+template <class Element, class Addend>
+__device__ inline void histogram(Element* x, Addend addend, long long most, const Word* length, int shift, int bits,
+                                 Word k, Word* counts, State* state) {
     typedef typename Format<Element>::Key Key;
     __shared__ unsigned bins[COPIES][BINS];
     for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
         for (int copy = 0; copy < COPIES; ++copy) bins[copy][bin] = 0;
     __syncthreads();
     x = in_global_memory(x);
-    gradient = ACCUMULATES ? in_global_memory(gradient) : gradient;
+    addend = addend.in_global();
     const long long count = length && (long long)*length < most ? (long long)*length : most;
     const Word known = k ? 0 : state->key;
     const Word wanted = k ? k : state->wanted;
@@ -211,7 +246,7 @@ __device__ inline void histogram(Element* x, const Element* gradient, long long 
         const long long first = tile * Pack<Element>::TILE;
         const int size = size_of<Element>(tile, count);
         Pack<Element> pack[VECTORS];
-        read_tile<Element, ACCUMULATES>(pack, x + first, gradient + (ACCUMULATES ? first : 0), size);
+        read_tile(pack, x, addend, first, size);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
 #pragma unroll

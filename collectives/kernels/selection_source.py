@@ -9,22 +9,21 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib.resources import files
 
-from collectives.kernels.source import ELEMENTS
+from collectives.kernels.feedback_source import FEEDBACK_LINES
+from collectives.kernels.source import ELEMENTS, INDICES
 from topoplan.errors import UsageError
 
-PARTS = ("arithmetic.cu", "select.cu", "gather.cu", "emit.cu")
+PARTS = ("arithmetic.cu", "select.cu", "gather.cu", "emit.cu", "feedback.cu", "entries.cu")
 """The files of the template, in their order."""
 
 KEY_BITS = {"bfloat16": (15, 7), "float16": (15, 10), "float32": (31, 23), "float64": (63, 52)}
 """Bits of a float without its sign, and how many of them are its mantissa's."""
 
-INDICES = {"int32": "int", "int64": "long long"}
-
 FORMS = {
-    "histogram": "HISTOGRAM({name}, {element}, false)",
-    "feed_histogram": "HISTOGRAM({name}, {element}, true)",
-    "gather": "GATHER({name}, {element}, false)",
-    "feed_gather": "GATHER({name}, {element}, true)",
+    "histogram": "HISTOGRAM({name}, {element}, Nothing<{element}>{{}})",
+    "feed_histogram": "HISTOGRAM({name}, {element}, Gradient<{element}>{{gradient}})",
+    "gather": "GATHER({name}, {element}, Nothing<{element}>{{}})",
+    "feed_gather": "GATHER({name}, {element}, Gradient<{element}>{{gradient}})",
     "measure_list": "MEASURE({name}, {element}, true)",
     "measure_all": "MEASURE({name}, {element}, false)",
     **{
@@ -48,7 +47,7 @@ def selection_kernel(form: str, dtype: str) -> str:
 
 
 def selection_kernel_names() -> tuple[str, ...]:
-    """All selection kernels that there are.
+    """All selection kernels that there are, without those of error feedback.
 
     Examples
     --------
@@ -59,7 +58,7 @@ def selection_kernel_names() -> tuple[str, ...]:
 
 
 def selection_source(names: Iterable[str]) -> str:
-    """CUDA source with these kernels.
+    """CUDA source with these kernels, of `selection_kernel_names` and of `FEEDBACK_LINES`.
 
     Raises
     ------
@@ -69,12 +68,14 @@ def selection_source(names: Iterable[str]) -> str:
     Examples
     --------
     >>> selection_source(["gather_float16"]).splitlines()[-1]
-    'GATHER(gather_float16, Half, false)'
+    'GATHER(gather_float16, Half, Nothing<Half>{})'
     """
     return "\n".join([_template(), *(_line(name) for name in names), ""])
 
 
 def _line(name: str) -> str:
+    if name in FEEDBACK_LINES:
+        return FEEDBACK_LINES[name]
     form, _, dtype = name.rpartition("_")
     if form not in FORMS or dtype not in KEY_BITS:
         raise UsageError(

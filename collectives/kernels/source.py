@@ -31,6 +31,9 @@ ELEMENTS = {
 }
 """What the kernels call each dtype; the names are numpy's."""
 
+INDICES = {"int32": "int", "int64": "long long"}
+"""What the kernels call the dtypes of indices."""
+
 BYTES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "Bytes16"}
 """Elements that are only copied, by their size."""
 

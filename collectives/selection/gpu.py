@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.kernels.selection_source import KEY_BITS
+from collectives.selection.gpu_addend import Addend
 from collectives.selection.gpu_passes import Passes
 from topoplan.errors import UsageError
 
@@ -53,8 +54,7 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
     with cupy.cuda.Device(x.device.id):
         line = cupy.ascontiguousarray(x).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=False)
-        if line.size and not (passes.samples and passes.sampled()) and not passes.two_reads():
-            passes.all_reads()
+        passes.select()
         return passes.indices, passes.values
 
 
@@ -115,21 +115,8 @@ def feed_gpu(
         bound = _bound(cupy, threshold, residual.device.id)
         line, more = residual.reshape(-1), cupy.ascontiguousarray(gradient).reshape(-1)
         passes = Passes(cupy, line, dtype, count, refuses=refuses, clears=True)
-        if line.size:
-            _feed(passes, more, bound if count else None)
+        passes.select(Addend(more), bound)
         return passes.indices, passes.values, passes.threshold if count else None
-
-
-def _feed(passes: Passes, gradient: Any, bound: Any) -> None:
-    """Add the gradient once, on the first road, and take roads until one holds."""
-    if bound is not None:
-        held = passes.certified(gradient, bound) or passes.two_reads()
-    elif passes.samples:
-        held = passes.sampled(gradient) or passes.two_reads()
-    else:
-        held = passes.two_reads(gradient)
-    if not held:
-        passes.all_reads()
 
 
 def _dtype(cupy: ModuleType, array: Any, what: str) -> str:

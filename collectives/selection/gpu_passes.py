@@ -25,10 +25,8 @@ import numpy as np
 from collectives.kernels.selection_launching import BINS, STATE, digits, selection_kernels
 from collectives.kernels.selection_source import KEY_BITS
 from collectives.kernels.work import TILE_BYTES
+from collectives.selection.gpu_addend import NOWHERE, Addend
 from topoplan.errors import UsageError
-
-NOWHERE = np.int64(0)
-"""The address that kernels take for an array that is not given."""
 
 SAMPLE = 1 << 16
 """Elements of a sample, at least."""
@@ -37,6 +35,10 @@ SPARSEST = 64
 """A sample takes at most one of so many elements."""
 
 WORDS = STATE.itemsize // 8
+
+
+class NotANumber(UsageError):
+    """There is a NaN where it is refused."""
 
 
 class Passes:
@@ -83,7 +85,20 @@ class Passes:
         """Whether a sample is cheap beside a read of all elements, and few enough of them are wanted."""
         return bool(self._x.size >= SPARSEST * SAMPLE and 0 < 4 * self._k <= self._x.size)
 
-    def sampled(self, gradient: Any = None) -> bool:
+    def select(self, addend: Addend | None = None, bound: Any = None) -> None:
+        """Add once, on the first road, and take roads until one holds; that from a bound first if there is one."""
+        if not self._x.size:
+            return
+        if bound is not None and addend is not None and self._k:
+            held = self.certified(addend, bound) or self.two_reads()
+        elif self.samples:
+            held = self.sampled(addend) or self.two_reads()
+        else:
+            held = self.two_reads(addend)
+        if not held:
+            self.all_reads()
+
+    def sampled(self, addend: Addend | None = None) -> bool:
         """One read with a bound from a sample of evenly spaced elements; whether that was enough.
 
         The bound is the key in the sample whose rank there exceeds the expected one by four standard deviations of a
@@ -91,24 +106,24 @@ class Passes:
         """
         step = self._x.size // SAMPLE
         x = self._cupy.ascontiguousarray(self._x[::step])
-        more = None if gradient is None else self._cupy.ascontiguousarray(gradient[::step])
+        more = None if addend is None else addend.every(self._cupy, step)
         expected = self._k * x.size / self._x.size
         rank = min(x.size, math.ceil(expected + 4 * math.sqrt(expected) + 8))
         guess = self._workspace()
         first, second = digits(self._dtype)[:2]
         self._histogram(guess, x, more, x.size, NOWHERE, first, rank)
         self._histogram(guess, x, None, x.size, NOWHERE, second, 0)
-        return self._one_read(gradient, guess[1:2], 0)
+        return self._one_read(addend, guess[1:2], 0)
 
-    def certified(self, gradient: Any, threshold: Any) -> bool:
+    def certified(self, addend: Addend, threshold: Any) -> bool:
         """One read with a bound an eighth of an octave below an earlier threshold; whether that was enough."""
-        return self._one_read(gradient, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
+        return self._one_read(addend, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
 
-    def two_reads(self, gradient: Any = None) -> bool:
-        """Add the gradient to x if there is one, and select; whether the list had room."""
+    def two_reads(self, addend: Addend | None = None) -> bool:
+        """Add to x if there is something, and select; whether the list had room."""
         work = self._workspace()
         first, *rest = digits(self._dtype)
-        self._histogram(work, self._x, gradient, self._x.size, NOWHERE, first, self._k)
+        self._histogram(work, self._x, addend, self._x.size, NOWHERE, first, self._k)
         if not self._k:
             return self._ended(work)
         run = self._gathered(work, None, work[1:2], 0)
@@ -123,9 +138,9 @@ class Passes:
         self._emit("all", work, (self._x, NOWHERE, np.int64(self._x.size), NOWHERE, NOWHERE))
         self.threshold = work[1:2]
 
-    def _one_read(self, gradient: Any, bound: Any, lower: int) -> bool:
+    def _one_read(self, addend: Addend | None, bound: Any, lower: int) -> bool:
         work = self._workspace()
-        run = self._gathered(work, gradient, bound, lower)
+        run = self._gathered(work, addend, bound, lower)
         self._select_from(work, run, digits(self._dtype), self._k)
         return self._ended(work)
 
@@ -134,20 +149,27 @@ class Passes:
         return self._cupy.zeros(WORDS + BINS, dtype=np.uint64)
 
     def _histogram(
-        self, work: Any, x: Any, gradient: Any, most: int, length: Any, digit: tuple[int, int], k: int
+        self,
+        work: Any,
+        x: Any,
+        addend: Addend | None,
+        most: int,
+        length: Any,
+        digit: tuple[int, int],
+        k: int,
     ) -> None:
-        form, given = ("histogram", NOWHERE) if gradient is None else ("feed_histogram", gradient)
+        form, given = _with(addend, "histogram")
         shift, bits = np.array(digit, dtype=np.int32)
         self._kernels.launch(
             form,
             self._dtype,
             self._kernels.blocks(most, self._itemsize),
-            (x, given, np.int64(most), length, shift, bits, np.int64(k), work[WORDS:], work),
+            (x, *given, np.int64(most), length, shift, bits, np.int64(k), work[WORDS:], work),
         )
 
-    def _gathered(self, work: Any, gradient: Any, bound: Any, lower: int) -> tuple[Any, ...]:
+    def _gathered(self, work: Any, addend: Addend | None, bound: Any, lower: int) -> tuple[Any, ...]:
         """Gather what is at or above the bound, and say where it is: what `Runs` in ``emit.cu`` takes."""
-        form, given = ("gather", NOWHERE) if gradient is None else ("feed_gather", gradient)
+        form, given = _with(addend, "gather")
         count = np.int64(self._x.size)
         values = self._cupy.empty(self._room, dtype=self._x.dtype)
         places = self._cupy.empty(self._room, dtype=np.uint16)
@@ -155,7 +177,7 @@ class Passes:
         kept = self._cupy.empty(self._tiles, dtype=np.uint32)
         found = (values, places, np.int64(self._room), starts, kept)
         self._kernels.launch(
-            form, self._dtype, self._blocks, (self._x, given, count, bound, np.int64(lower), *found, work)
+            form, self._dtype, self._blocks, (self._x, *given, count, bound, np.int64(lower), *found, work)
         )
         return values, places, count, starts, kept
 
@@ -186,9 +208,14 @@ class Passes:
         """Wait, and look whether the road held."""
         state = work[:WORDS].get().view(STATE)[0]
         if self._refuses and state["nan"]:
-            raise UsageError(
+            raise NotANumber(
                 f"there is a NaN among the {self._x.size} elements to select from; "
                 "remove it, or pass nan='largest' to count NaN as larger than infinity"
             )
         self.threshold = work[1:2]
         return bool(not self._k or self._k <= state["gathered"] <= self._room)
+
+
+def _with(addend: Addend | None, kernel: str) -> tuple[str, tuple[Any, ...]]:
+    """The form of a kernel, and what is added there."""
+    return (kernel, (NOWHERE,)) if addend is None else (addend.form(kernel), addend.arguments())

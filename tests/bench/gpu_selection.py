@@ -1,12 +1,15 @@
-"""Selection and error feedback on the GPU against the copy engine's best, `torch.topk` and a pass of CuPy's.
+"""Selection and error feedback on the GPU against the copy engine's best, `torch.topk` and passes of CuPy's.
 
 The share of copy bandwidth counts the bytes that each road must move for a float32 element: 8 in two reads and 4 in
-one, with a gradient that is added 16 and 12. Rivals that do not fit into memory are left out.
+one, with a gradient that is added 16 and 12; 20 with momentum, 10 where the gradient is float16. Rivals that do not fit
+into memory are left out. The last of them is given the bound that the others look for: an abs pass and CuPy's
+compaction, which is cub's where CuPy is set to use it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,9 @@ import numpy as np
 
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.selection.gpu import feed_gpu, topk_gpu
+from collectives.selection.gpu_addend import Addend
+from collectives.selection.gpu_entries import add_entries_gpu
+from collectives.selection.gpu_error_feedback import GpuErrorFeedback
 from collectives.selection.gpu_passes import Passes
 from tests.bench.gpu import copy_bandwidth, gpu_seconds
 from topoplan.errors import UsageError
@@ -43,8 +49,9 @@ def main() -> None:
             print(f"  2^{size}: skipped: needs {BYTES_FOR_EACH << size >> 30} GiB of free memory")
             continue
         for density in DENSITIES:
-            measure(cupy, 1 << size, round(density * 2**size), copied)
-            cupy.get_default_memory_pool().free_all_blocks()
+            for figures in (measure, measure_feedback):
+                figures(cupy, 1 << size, round(density * 2**size), copied)
+                cupy.get_default_memory_pool().free_all_blocks()
 
 
 def measure(cupy: Any, count: int, k: int, copied: float) -> None:
@@ -56,7 +63,7 @@ def measure(cupy: Any, count: int, k: int, copied: float) -> None:
     for rival, call in rivals(cupy, x, k):
         seconds = rival_seconds(cupy, call)
         figures.append(f"{rival} {'no memory' if seconds is None else f'{seconds / own:.1f}x its time'}")
-    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(gradient))
+    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(Addend(gradient)))
     sampled = gpu_seconds(cupy, lambda: feed_gpu(x, gradient, k))
     found = [None]
 
@@ -69,6 +76,25 @@ def measure(cupy: Any, count: int, k: int, copied: float) -> None:
         f"two reads {share(16 * count, plain, copied)}"
     )
     print(f"  {count} elements, k {k}: {'; '.join(figures)}")
+
+
+def measure_feedback(cupy: Any, count: int, k: int, copied: float) -> None:
+    """Print a line for steps of error feedback, and for adding as many entries elsewhere."""
+    gradient = cupy.random.RandomState(2).standard_normal(count, dtype=np.float32)
+    figures = []
+    for name, given, momentum, nbytes in (
+        ("float32", gradient, 0.0, 12),
+        ("float16", gradient.astype(np.float16), 0.0, 10),
+        ("float32 with momentum", gradient, 0.9, 20),
+    ):
+        feedback = GpuErrorFeedback(count, momentum=momentum)
+        seconds = gpu_seconds(cupy, partial(feedback.feed, given, k))
+        figures.append(f"{name} {share(nbytes * count, seconds, copied)}")
+        if not momentum:
+            entries = feedback.feed(given, k)
+        del feedback
+    added = gpu_seconds(cupy, lambda: add_entries_gpu(gradient, *entries))
+    print(f"    error feedback: {'; '.join(figures)}; entries added in {added * 1e3:.3f} ms")
 
 
 def roads(cupy: Any, x: Any, k: int, *, clears: bool) -> Passes:
@@ -84,7 +110,8 @@ def share(nbytes: int, seconds: float, copied: float) -> str:
 def rivals(cupy: Any, x: Any, k: int) -> list[tuple[str, Callable[[], object]]]:
     """What else selects, where it is installed."""
     found: list[tuple[str, Callable[[], object]]] = [
-        ("cupy abs and argpartition", lambda: cupy.argpartition(cupy.abs(x), x.size - k)[x.size - k :])
+        ("cupy abs and argpartition", lambda: cupy.argpartition(cupy.abs(x), x.size - k)[x.size - k :]),
+        ("cupy abs and sort", lambda: cupy.sort(cupy.abs(x))[x.size - k :]),
     ]
     torch = _torch()
     if torch is not None:
@@ -96,7 +123,13 @@ def rivals(cupy: Any, x: Any, k: int) -> list[tuple[str, Callable[[], object]]]:
                 torch.topk(same.abs(), k, sorted=False)
 
         found.append(("torch.topk", topk))
-    return found
+    least = cupy.abs(topk_gpu(x, k)[1]).min()
+
+    def compacted() -> None:
+        places = cupy.flatnonzero(cupy.abs(x) >= least)
+        x[places]
+
+    return [*found, ("cupy abs and compaction with the bound told", compacted)]
 
 
 def rival_seconds(cupy: Any, call: Callable[[], object]) -> float | None:

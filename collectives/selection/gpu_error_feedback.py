@@ -1,0 +1,199 @@
+"""Error feedback on a GPU: what `ErrorFeedback` does, with CuPy arrays and the same bits.
+
+The gradient, and with momentum the velocity, is added in the pass that the selection needs anyway: float32 gradients
+move 12 bytes for each element where the sampled threshold certifies itself and 16 otherwise, 20 and 24 with momentum;
+those of 16 bits 2 fewer. A gradient with a NaN is found in the same pass, which leaves the residual's own value there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.cupy_arrays import load_cupy
+from collectives.kernels.feedback_source import GIVEN
+from collectives.kernels.selection_launching import selection_kernels
+from collectives.selection.error_feedback import ErrorFeedback
+from collectives.selection.gpu_addend import Feedback
+from collectives.selection.gpu_entries import add_entries_gpu, zero_entries_gpu
+from collectives.selection.gpu_passes import NotANumber, Passes
+from collectives.selection.topk import check_arguments
+from topoplan.errors import UsageError
+
+NO_PLACE = np.uint64(2**64 - 1)
+
+
+class GpuErrorFeedback:
+    """A residual on a GPU, and the selection from it.
+
+    Everything runs on the current stream of that GPU. `feed` and `give_back` wait for it.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the gradient.
+    dtype : str
+        float32 or float64: gradients of fewer bits are kept in float32.
+    momentum : float
+        Of the velocity; 0 for none.
+    device : int, optional
+        Number of the GPU in CUDA; by default the one that is current.
+
+    Attributes
+    ----------
+    residual : (size,) CuPy array
+        What has been given and not been sent.
+    velocity : (size,) CuPy array or None
+    step : int
+        Gradients so far.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range, or there is no GPU.
+    """
+
+    def __init__(
+        self, size: int, dtype: str = "float32", *, momentum: float = 0.0, device: int | None = None
+    ) -> None:
+        ErrorFeedback(min(size, 0), dtype, momentum=momentum)  # refuses what it would refuse
+        cupy: Any = load_cupy("gpu selection")
+        self._cupy = cupy
+        self.momentum = momentum
+        self.step = 0
+        with cupy.cuda.Device(cupy.cuda.Device().id if device is None else device):
+            self.residual: Any = cupy.zeros(size, dtype=dtype)
+            self.velocity: Any = cupy.zeros(size, dtype=dtype) if momentum else None
+            self._momentum: Any = cupy.asarray(np.array([momentum], dtype))
+            cupy.cuda.get_current_stream().synchronize()  # gradients may come on another stream
+
+    def feed(self, gradient: Any, k: int) -> tuple[Any, Any]:
+        """Take in a gradient, and give out the k largest entries of what is there now.
+
+        Parameters
+        ----------
+        gradient : CuPy array of ``size`` elements, any shape
+            Of float16, of bfloat16 as its bits in uint16, of float32, or of float64 where the residual is. What is not
+            contiguous is copied.
+        k : int
+
+        Returns
+        -------
+        indices, values : (k,) CuPy arrays
+            As `topk_gpu` of the residual.
+
+        Raises
+        ------
+        UsageError
+            The gradient has another size or dtype, is on another GPU, or has a NaN: then residual and velocity are
+            what they were before, but for the rounding of adding and taking away again, and zero where the gradient
+            is infinite. The same where an infinity meets one of the other sign. ``k`` is out of range.
+        """
+        dtype = self._checked(gradient, k)
+        cupy = self._cupy
+        with cupy.cuda.Device(self.residual.device.id):
+            line = cupy.ascontiguousarray(gradient).reshape(-1)
+            added = Feedback(line, dtype, self.velocity, self._momentum)
+            kind = self.residual.dtype.name
+            passes = Passes(cupy, self.residual, kind, k, refuses=True, clears=True)
+            try:
+                passes.select(added)
+            except NotANumber:
+                raise UsageError(self._take_back(added)) from None
+            if self.velocity is not None:
+                zero_entries_gpu(self.velocity, passes.indices)
+        self.step += 1
+        return passes.indices, passes.values
+
+    def give_back(self, indices: Any, values: Any) -> None:
+        """Add entries to the residual that were taken out and not sent after all, or what rounding took from them.
+
+        Parameters
+        ----------
+        indices, values : (n,) CuPy arrays
+            As `feed` gives them, no index twice.
+
+        Raises
+        ------
+        UsageError
+            As `add_entries_gpu`.
+        """
+        add_entries_gpu(self.residual, indices, values)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as numpy copies: `ErrorFeedback` can go on from it, and the other way round."""
+        with self._cupy.cuda.Device(self.residual.device.id):
+            return {
+                "residual": self.residual.get(),
+                "velocity": None if self.velocity is None else self.velocity.get(),
+                "momentum": self.momentum,
+                "step": self.step,
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises
+        ------
+        UsageError
+            It is of another size, dtype or momentum; nothing has changed.
+        """
+        residual, velocity = state["residual"], state["velocity"]
+        if (residual.shape, residual.dtype) != (self.residual.shape, self.residual.dtype):
+            raise UsageError(
+                f"a residual of {residual.size} {residual.dtype} elements does not fit one of {self.residual.size} "
+                f"{self.residual.dtype}; restore it where it was saved"
+            )
+        if state["momentum"] != self.momentum:
+            raise UsageError(
+                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+            )
+        with self._cupy.cuda.Device(self.residual.device.id):
+            self.residual.set(np.ascontiguousarray(residual))
+            if self.velocity is not None:
+                self.velocity.set(np.ascontiguousarray(velocity))
+        self.step = int(state["step"])
+
+    def _checked(self, gradient: Any, k: int) -> str:
+        """What the gradient's elements are."""
+        residual = self.residual
+        if not isinstance(gradient, self._cupy.ndarray):
+            raise UsageError(
+                f"the gradient is a {type(gradient).__name__} instead of a CuPy array; "
+                "put it on the GPU with cupy.asarray"
+            )
+        dtype = "bfloat16" if gradient.dtype.name == "uint16" else str(gradient.dtype.name)
+        if dtype not in GIVEN[residual.dtype.name]:
+            raise UsageError(
+                f"a gradient of {gradient.dtype} cannot be added to {residual.dtype}; convert it"
+            )
+        if gradient.size != residual.size:
+            raise UsageError(
+                f"a gradient of {gradient.size} elements, and the residual has {residual.size}; "
+                "use a GpuErrorFeedback for each"
+            )
+        if gradient.device.id != residual.device.id:
+            raise UsageError(
+                f"the gradient is on GPU {gradient.device.id} and the residual on GPU {residual.device.id}; "
+                "put both on one"
+            )
+        check_arguments(k, residual.size, "refuse")
+        return dtype
+
+    def _take_back(self, added: Feedback) -> str:
+        """Undo the adding; why it was refused."""
+        residual = self.residual
+        kernels = selection_kernels(self._cupy, int(residual.device.id))
+        broken = self._cupy.asarray(np.array([NO_PLACE]))
+        blocks = kernels.blocks(residual.size, residual.dtype.itemsize)
+        arguments = (residual, *added.arguments(), np.int64(residual.size), broken)
+        kernels.launch(added.form("take_back"), residual.dtype.name, blocks, arguments)
+        place = int(broken.get()[0])
+        if place < residual.size:
+            return f"element {place} of the gradient is NaN; leave this step out, or repair it"
+        return (
+            "the gradient has an infinity where one of the other sign is kept, which sum up to NaN; "
+            "leave this step out, or repair it"
+        )
