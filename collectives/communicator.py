@@ -344,11 +344,13 @@ class Communicator:
     ) -> Any:
         """Add up the largest entries of every rank's gradient; what a rank does not give it keeps for the next call.
 
+        Over several servers the largest entries of every server's sum, where that is quicker.
+
         Parameters
         ----------
         gradients : float array of any shape; with several ranks in this process a list of one per rank
         density : float
-            Share of the entries that every rank gives, above 0 and at most 1.
+            Share of the entries that every rank gives, above 0 and at most 1; with "servers" that every server gives.
         op : str
             sum or avg.
         key : str
@@ -356,8 +358,9 @@ class Communicator:
         momentum : float
             Of the momentum correction; 0 for none.
         exchange : str
-            "auto" takes what is quicker by the model (see `explain`): "pairs" gathers the chosen entries, "dense" adds
-            up everything, the residual too.
+            "auto" takes what is quickest by the model (see `explain`): "dense" adds up everything, the residual too;
+            "pairs" gathers the chosen entries; "servers" adds up inside servers and exchanges entries between them;
+            "tree" and "balanced" add entries up on trees and choose again on the way.
         wire : WireFormat, optional
             How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
             they are.
@@ -374,20 +377,21 @@ class Communicator:
         UsageError
             An argument does not fit, or a gradient holds NaN. The residuals are what they were.
         BackendError
-            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too.
+            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
+            unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
         """
         execution, sparse = self._open(), self._sparse_collective()
         try:
             asked = sparse_request(execution.backend, gradients, out=out, op=op)
             chosen = sparse.explain(asked, density=density, exchange=exchange, wire=wire)
-            feedback = sparse.prepare(asked, key=key, momentum=momentum)
+            residuals = sparse.prepare(asked, key=key, momentum=momentum)
         except UsageError as error:
             self._refuse(str(error))
             raise
 
         def run() -> Any:
             try:
-                return sparse.run(asked, feedback, chosen, wire)
+                return sparse.run(asked, residuals, chosen, density, wire)
             except UsageError as error:
                 if execution.backend.one_rank:
                     execution.refuse(str(error))

@@ -7,17 +7,21 @@ to the caller's arrays when they are complete, so that those are either complete
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from collectives.arguments import put_kept, set_apart
 from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.signature import Signature
 from collectives.chunk_size import ChunkSizes
-from collectives.lowering import lower
+from collectives.lowering import lower, lower_to
+from collectives.pattern import PlanKey
 from collectives.plan_store import PlanStore
 from collectives.request import Request
 from topoplan.errors import BackendError
+from topoplan.plans.plan import Plan
 from topoplan.simulation.model import simulate
+from topoplan.topology import Topology
 
 
 class Execution:
@@ -69,12 +73,7 @@ class Execution:
             chunk=table.chunk_elements,
         )
         call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
-        self._calls += 1
-        try:
-            self._run_measured(call, digest, nbytes)
-        except BaseException:
-            self._failed = self.backend.one_rank
-            raise
+        self._run(call, digest, nbytes)
         put_kept(table, memory, library)
         results = [
             self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
@@ -82,14 +81,90 @@ class Execution:
         ]
         return results[0] if self.backend.one_rank else results
 
+    def run_round(
+        self,
+        plan: Plan,
+        borders: tuple[int, ...],
+        *,
+        op: str | None,
+        given: Sequence[Any],
+        results: Sequence[Any],
+        about: str,
+    ) -> None:
+        """Run one round of a sparse plan.
+
+        Parameters
+        ----------
+        plan : Plan
+            Of a `topoplan.plans.rounds.Round`.
+        borders : tuple of int
+            Where its shards end in the buffers.
+        op : str or None
+            Reduction, or None where data is copied.
+        given, results : sequence of arrays, one for each rank of this process
+            Lines of ``borders[-1]`` elements: what each rank starts with, and where what arrives is put; the same
+            memory, or apart. Where nothing arrives, results stay as they are.
+        about : str
+            What the elements mean: ranks that differ in it must not exchange them.
+
+        Raises
+        ------
+        BackendError
+            Another process failed, now or before.
+        """
+        self._check_alive()
+        library = self.backend.arrays
+        itemsize = library.itemsize(results[0])
+        digest = self._store.digest(plan)
+        count = borders[-1]
+        chunk_elements = max(1, self.chunks.choose(digest, count * itemsize) // itemsize)
+        table = lower_to(PlanKey(digest, plan), borders, chunk_elements)
+        memory = tuple(
+            RankArrays(rank, (0, count), source, (0, count), result)
+            for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
+        )
+        signature = self._signature(
+            plan=digest[:16],
+            collective=plan.collective,
+            op=about,
+            dtype=library.dtype(results[0]),
+            count=count,
+            chunk=table.chunk_elements,
+        )
+        self._run(
+            Call(plan, table, signature, op, signature.dtype, itemsize, memory), digest, count * itemsize
+        )
+
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""
         plan = self._store.plan(collective, root, nbytes)
         return self.chunks.settled(self._store.digest(plan), nbytes)
 
+    @property
+    def topology(self) -> Topology:
+        """The machine that plans are made for."""
+        return self._store.topology
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The channels that plans are made for."""
+        return self._store.channels
+
+    def plan(self, collective: str, nbytes: int) -> Plan:
+        """The plan of a collective without a root for a buffer of so many bytes."""
+        return self._store.plan(collective, None, nbytes)
+
     def model_seconds(self, collective: str, nbytes: int) -> float:
         """Model time of a collective on a buffer of so many bytes, on the machine of the plan."""
         return simulate(self._store.plan(collective, None, nbytes), nbytes=nbytes).seconds
+
+    def _run(self, call: Call[Any], digest: str, nbytes: int) -> None:
+        self._calls += 1
+        try:
+            self._run_measured(call, digest, nbytes)
+        except BaseException:
+            self._failed = self.backend.one_rank
+            raise
 
     def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
         """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.pattern import PlanKey, cumulative, pattern_of
 from collectives.transfer_table import TransferTable
@@ -71,9 +72,32 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
 
 
 @lru_cache(maxsize=64)
+def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> TransferTable:
+    """The transfer table of a plan whose shards have other lengths than their shares: shard s ends at ``borders[s]``.
+
+    Parameters
+    ----------
+    key : PlanKey
+    borders : tuple of int
+        Ascending; the last one is the number of elements.
+    chunk_elements : int
+
+    Returns
+    -------
+    TransferTable
+        The same object for the same arguments: the last 64 are kept.
+    """
+    return _table(key, np.array((0, *borders), dtype=np.int64), chunk_elements)
+
+
+@lru_cache(maxsize=64)
 def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
-    pattern = pattern_of(key)
     bounds = np.array(shard_bounds((shard.share for shard in key.plan.shards), count), dtype=np.int64)
+    return _table(key, bounds, chunk_elements)
+
+
+def _table(key: PlanKey, bounds: NDArray[np.int64], chunk_elements: int) -> TransferTable:
+    pattern = pattern_of(key)
     chunks_of_shard = -(-np.diff(bounds) // chunk_elements)
     repeats = chunks_of_shard[pattern.shard]
     first = cumulative(repeats)
@@ -92,7 +116,7 @@ def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
     earlier_edge = pattern.prerequisites[np.repeat(pattern.offsets[edge], needed) + within]
     return TransferTable(
         ranks=len(key.plan.ranks),
-        count=count,
+        count=int(bounds[-1]),
         chunk_elements=chunk_elements,
         bounds=bounds,
         queues=pattern.queues,

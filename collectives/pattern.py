@@ -141,7 +141,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
                 value[destination] = sums.setdefault(operands, len(plan.ranks) + len(sums))
             else:
                 value[destination] = value[source]
-    if plan.collective not in ("reduce", "reduce_scatter"):
+    if plan.collective in ("allreduce", "broadcast", "allgather"):
         _check_one_value(value, number)
     return transfers
 

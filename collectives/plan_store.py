@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import topoplan
+from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
+from topoplan.topology import Topology
 
 
 class PlanStore:
@@ -19,6 +21,8 @@ class PlanStore:
     ------
     PlanError
         A plan is wrong.
+    UsageError
+        It is a sparse plan.
 
     Examples
     --------
@@ -29,10 +33,24 @@ class PlanStore:
     """
 
     def __init__(self, plans: Plan | SizePlans) -> None:
+        if isinstance(plans, Plan) and plans.sparse:
+            raise UsageError(
+                "this plan moves entries; give the plan of an allreduce, on which sparse_all_reduce finds its own"
+            )
         verify_all(plans)
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plan | SizePlans] = {(plans.collective, plans.root): plans}
         self._digests: dict[int, str] = {}
+
+    @property
+    def topology(self) -> Topology:
+        """The machine that all plans are made for."""
+        return self._given.topology
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The channels of all plans; of plans by size, those of large buffers."""
+        return self._given.plans[-1].channels if isinstance(self._given, SizePlans) else self._given.channels
 
     def plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
         """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
@@ -53,11 +71,8 @@ class PlanStore:
         return plan_at(self._plans[key], nbytes)
 
     def _make(self, collective: str, root: int | None) -> Plan | SizePlans:
-        topology = self._given.topology
-        if isinstance(self._given, SizePlans):
-            channels = "+".join(self._given.plans[-1].channels)
-            return topoplan.plan_by_size(topology, collective, root=root, channels=channels)
-        return topoplan.plan(topology, collective, root=root, channels="+".join(self._given.channels))
+        make = topoplan.plan_by_size if isinstance(self._given, SizePlans) else topoplan.plan
+        return make(self.topology, collective, root=root, channels="+".join(self.channels))
 
     def digest(self, plan: Plan) -> str:
         """The digest of one of these plans, computed once."""

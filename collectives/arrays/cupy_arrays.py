@@ -205,6 +205,12 @@ class CupyArrays:
             found: NDArray[Any] = array.get()
             return found
 
+    def put(self, target: Any, values: NDArray[Any]) -> None:
+        """See `ArrayLibrary.put`."""
+        with self.here() as stream:
+            target.set(values)
+            stream.synchronize()
+
     def divide(self, total: Any, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         with self.here() as stream:

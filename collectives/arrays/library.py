@@ -71,5 +71,8 @@ class ArrayLibrary(Protocol[Array]):
     def values(self, array: Array) -> NDArray[Any]:
         """The values as a numpy array."""
 
+    def put(self, target: Array, values: NDArray[Any]) -> None:
+        """Put the elements of a numpy array into an array of the same shape and dtype."""
+
     def divide(self, total: Array, ranks: int) -> None:
         """Turn a sum into an average in place, integers truncated towards zero."""

@@ -94,6 +94,10 @@ class NumpyArrays:
         """See `ArrayLibrary.values`."""
         return array
 
+    def put(self, target: AnyArray, values: AnyArray) -> None:
+        """See `ArrayLibrary.put`."""
+        target[...] = values
+
     def divide(self, total: AnyArray, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         divide(total, ranks)

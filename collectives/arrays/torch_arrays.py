@@ -186,6 +186,10 @@ class TorchArrays:
         here = array.detach().cpu()
         return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 
+    def put(self, target: torch.Tensor, values: NDArray[Any]) -> None:
+        """See `ArrayLibrary.put`."""
+        target.detach().copy_(torch.from_numpy(values))
+
     def divide(self, total: torch.Tensor, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         if by_numpy(total):

@@ -119,6 +119,13 @@ class ErrorFeedback:
         self.step += 1
         return chosen.indices, chosen.bits.view(self.residual.dtype)
 
+    def part(self, start: int, stop: int) -> ErrorFeedback:
+        """The feedback of some neighbouring elements, which works on this one's memory and counts its own steps."""
+        part = ErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum)
+        part.residual = self.residual[start:stop]
+        part.velocity = None if self.velocity is None else self.velocity[start:stop]
+        return part
+
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as copies."""
         velocity = None if self.velocity is None else self.velocity.copy()

@@ -1,24 +1,21 @@
-"""Which way a sparse gradient takes, by the model: all of it added up, or the chosen entries of every rank gathered.
+"""Which way a sparse gradient takes, by the model: as a whole, or its chosen entries, over one of several exchanges.
 
 An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of
 b + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
-The model knows the machine's links and both plans, and says it for them; the time of choosing entries is not in it.
+The model knows the machine's links and all plans, and says it for them; the time of choosing and adding entries is not
+in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from collectives.sparse.pairs import message_bytes
 from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
 from topoplan.units import format_size
 
-if TYPE_CHECKING:
-    from collectives.wire.filters import WireFormat
-
-EXCHANGES = ("auto", "dense", "pairs")
+EXCHANGES = ("auto", "dense", "pairs", "servers", "tree", "balanced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +25,20 @@ class Explanation:
     Parameters
     ----------
     exchange : str
-        "dense": residual and gradient are added up as a whole. "pairs": chosen entries are gathered as indices and
-        values, and every rank adds them up.
+        "dense": residual and gradient are added up as a whole. "pairs": the entries of all ranks are gathered.
+        "servers": gradients are summed inside servers, and entries exchanged between them. "tree": entries are added up
+        and chosen again on the way up one low tree. "balanced": the same on many trees, each for its part.
     entries : int
-        That every rank gives.
+        That every rank gives, or with "servers" every server; where shards choose for themselves about so many.
     dense_seconds, pairs_seconds : float
         Model times of both.
     pairs_bytes : int
         Of the gathered entries of all ranks.
     reason : str
+    seconds : mapping of str to float
+        Model times of all exchanges that this machine has.
+    plan : Plan or None
+        What runs, unless entries are gathered: the plan of the allreduce, or the sparse plan.
     """
 
     exchange: str
@@ -45,55 +47,57 @@ class Explanation:
     pairs_seconds: float
     pairs_bytes: int
     reason: str
+    seconds: Mapping[str, float]
+    plan: Plan | None
 
     def __str__(self) -> str:
         return f"{self.exchange}: {self.reason}"
 
 
-def explain(
-    *,
-    size: int,
-    dtype: str,
-    itemsize: int,
-    density: float,
-    ranks: int,
-    exchange: str,
-    wire: WireFormat | None,
-    model: Callable[[str, int], float],
-) -> Explanation:
-    """Decide.
+def choose(exchange: str, seconds: Mapping[str, float], *, sparse: bool) -> str:
+    """The exchange that is wanted, or for "auto" the quickest, and dense where nothing is sparse.
 
-    Parameters
-    ----------
-    size, dtype, itemsize
-        Of the gradient.
-    density : float
-        Share of its entries that every rank gives.
-    ranks : int
-    exchange : str
-        "auto", or the one that is wanted.
-    wire : WireFormat or None
-        Of the entries.
-    model : callable
-        Seconds of a collective on a buffer of so many bytes.
+    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave as
+    many entries as one rank gives, where three phases leave those of every server.
 
     Raises
     ------
     UsageError
-        The density is not above 0 and at most 1, or the exchange unknown.
+        The exchange is unknown.
+
+    Examples
+    --------
+    >>> choose("auto", {"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
+    'servers'
     """
-    entries = entries_of(size, density)
     if exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
-    gathered = ranks * message_bytes(entries, size=size, dtype=dtype, wire=wire)
-    dense, pairs = model("allreduce", size * itemsize), model("allgather", gathered)
-    chosen = exchange if exchange != "auto" else "pairs" if pairs < dense and entries < size else "dense"
-    compared = (
+    if exchange != "auto":
+        return exchange
+    rivals = ("dense", "pairs", "servers") if "servers" in seconds else EXCHANGES
+    return min((name for name in seconds if name in rivals), key=seconds.__getitem__) if sparse else "dense"
+
+
+def reason(
+    seconds: Mapping[str, float],
+    *,
+    asked: bool,
+    entries: int,
+    size: int,
+    ranks: int,
+    gathered: int,
+    nbytes: int,
+) -> str:
+    """Why this exchange, in words."""
+    told = (
         f"by the model {entries} of {size} entries of each of {ranks} ranks, {format_size(gathered)} together, take "
-        f"{pairs * 1e3:.3g} ms, and the whole gradient, {format_size(size * itemsize)}, takes {dense * 1e3:.3g} ms"
+        f"{seconds['pairs'] * 1e3:.3g} ms, and the whole gradient, {format_size(nbytes)}, takes "
+        f"{seconds['dense'] * 1e3:.3g} ms"
     )
-    wanted = "" if exchange == "auto" else "asked for; "
-    return Explanation(chosen, entries, dense, pairs, gathered, wanted + compared)
+    others = {name: time for name, time in seconds.items() if name not in ("pairs", "dense")}
+    names = {"servers": "three phases over servers", "tree": "one tree", "balanced": "balanced trees"}
+    told += "".join(f", {names[name]} {time * 1e3:.3g} ms" for name, time in others.items())
+    return f"asked for; {told}" if asked else told
 
 
 def entries_of(size: int, density: float) -> int:

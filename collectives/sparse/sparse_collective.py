@@ -1,16 +1,16 @@
 """The sparse allreduce: every rank gives the largest entries of what it has, and all add them up.
 
 What a rank does not give stays in its residual (`ErrorFeedback`), one for each key, and so does what rounding on the
-wire takes away. Chosen entries are gathered as pairs of index and value by the allgather plan of the allocation; every
-rank adds all contributions in the order of the ranks, so the sums are bit-identical everywhere. Where the model finds
-the allreduce of the whole gradient quicker, that runs instead and leaves no residual.
+wire takes away. By which exchange entries travel, or whether the whole gradient does, the model decides
+(`explanation`); values are added in an order that all ranks share, so the sums are bit-identical everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +18,34 @@ from numpy.typing import NDArray
 from collectives.execution import Execution
 from collectives.request import request
 from collectives.selection.error_feedback import ErrorFeedback
-from collectives.sparse.explanation import Explanation, explain
-from collectives.sparse.pairs import decode_entries, encode_entries
+from collectives.sparse.dense_exchange import DenseExchange
+from collectives.sparse.entry_messages import EntryMessages
+from collectives.sparse.explanation import Explanation, choose, entries_of, reason
+from collectives.sparse.pair_exchange import PairExchange
+from collectives.sparse.pairs import message_bytes
+from collectives.sparse.residuals import Residuals
+from collectives.sparse.server_exchange import ServerExchange
+from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
+from collectives.sparse.tree_exchange import TreeExchange
 from topoplan.errors import UsageError
+from topoplan.plans.plan import shard_bounds
+from topoplan.units import exact
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
 
 Array = NDArray[Any]
+
+NOMINAL = 1 << 20
+"""Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
+
+
+class Exchange(Protocol):
+    """Adds up chosen entries of all ranks, or everything."""
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+        """See `ServerExchange.run`."""
 
 
 class SparseCollective:
@@ -39,24 +58,26 @@ class SparseCollective:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._feedback: dict[str, list[ErrorFeedback]] = {}
+        self._plans = SparsePlans(execution)
+        self._residuals: dict[str, list[Residuals]] = {}
+        self._explained: dict[tuple[object, ...], Explanation] = {}
 
     def explain(
         self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
     ) -> Explanation:
-        """What would be exchanged for a gradient, and why."""
-        return explain(
-            size=asked.size,
-            dtype=asked.dtype,
-            itemsize=np.dtype(asked.dtype).itemsize,
-            density=density,
-            ranks=self._execution.backend.size,
-            exchange=exchange,
-            wire=wire,
-            model=self._execution.model_seconds,
-        )
+        """What would be exchanged for a gradient, and why.
 
-    def prepare(self, asked: SparseRequest, *, key: str, momentum: float) -> list[ErrorFeedback]:
+        Raises
+        ------
+        UsageError
+            The density is not above 0 and at most 1, or the exchange unknown or not there on this machine.
+        """
+        key = (asked.size, asked.dtype, density, exchange, wire)
+        if key not in self._explained:
+            self._explained[key] = self._explain(asked, density, exchange, wire)
+        return self._explained[key]
+
+    def prepare(self, asked: SparseRequest, *, key: str, momentum: float) -> list[Residuals]:
         """The residuals of a key, made when it is first used.
 
         Raises
@@ -64,44 +85,50 @@ class SparseCollective:
         UsageError
             It was used for gradients of another size or dtype, or with another momentum.
         """
-        if key not in self._feedback:
-            self._feedback[key] = [
-                ErrorFeedback(asked.size, asked.dtype, momentum=momentum) for _ in asked.inputs
+        if key not in self._residuals:
+            self._residuals[key] = [
+                Residuals(ErrorFeedback(asked.size, asked.dtype, momentum=momentum)) for _ in asked.inputs
             ]
-        kept = self._feedback[key]
-        had = (kept[0].residual.size, kept[0].residual.dtype.name, kept[0].momentum)
+        kept = self._residuals[key][0].whole
+        had = (kept.residual.size, kept.residual.dtype.name, kept.momentum)
         if had != (asked.size, asked.dtype, momentum):
             raise UsageError(
                 f"key {key!r} holds a residual of {had[0]} {had[1]} elements with momentum {had[2]:g}, and now come "
                 f"{asked.size} {asked.dtype} elements with {momentum:g}; give every gradient a key of its own"
             )
-        return kept
+        return self._residuals[key]
 
     def run(
         self,
         asked: SparseRequest,
-        feedback: list[ErrorFeedback],
+        residuals: list[Residuals],
         chosen: Explanation,
+        density: float,
         wire: WireFormat | None,
     ) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
-        library = self._execution.backend.arrays
-        gradients = [library.values(one) for one in asked.inputs]
-        if len(gradients) > 1:  # one rank would notice its own before anything has happened
-            _refuse_nan(gradients)
-        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {chosen.exchange}"
+        backend = self._execution.backend
+        library = backend.arrays
+        lines = [self._line(asked, one) for one in asked.inputs]
+        if (
+            len(lines) > 1 or chosen.exchange == "servers"
+        ):  # else a rank notices its own before anything has happened
+            _refuse_nan([library.values(line) for line in lines])
+        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {density:g} by {chosen.exchange}"
         if wire is not None:
             about += f", {wire.values} {wire.indices}"
-        if chosen.exchange == "dense":
-            totals = self._add_up(asked, feedback, gradients, about)
-        else:
-            totals = self._gather(asked, feedback, gradients, chosen.entries, wire, about)
+        exchange = self._exchange(asked, chosen, density, wire, about)
+        kept = dict(zip(backend.ranks, residuals, strict=True))
+        steps = {rank: one.whole.step for rank, one in kept.items()}
+        totals = exchange.run(kept, dict(zip(backend.ranks, lines, strict=True)))
+        for rank, one in kept.items():
+            one.whole.step = steps[rank] + 1
         results = [self._finished(asked, place, total) for place, total in enumerate(totals)]
-        return results[0] if self._execution.backend.one_rank else results
+        return results[0] if backend.one_rank else results
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
         """The residuals of this process's ranks, by key."""
-        return {key: [one.state() for one in kept] for key, kept in sorted(self._feedback.items())}
+        return {key: [one.whole.state() for one in kept] for key, kept in sorted(self._residuals.items())}
 
     def restore(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Go on from a state of as many ranks.
@@ -112,7 +139,7 @@ class SparseCollective:
             It is of another number of ranks; nothing has changed.
         """
         ranks = len(self._execution.backend.ranks)
-        restored: dict[str, list[ErrorFeedback]] = {}
+        restored: dict[str, list[Residuals]] = {}
         for key, listed in state.items():
             if len(listed) != ranks:
                 raise UsageError(
@@ -124,83 +151,103 @@ class SparseCollective:
                 residual = one["residual"]
                 feedback = ErrorFeedback(residual.size, residual.dtype.name, momentum=one["momentum"])
                 feedback.restore(one)
-                restored[key].append(feedback)
-        self._feedback = restored
+                restored[key].append(Residuals(feedback))
+        self._residuals = restored
 
-    def _gather(
+    def _explain(
+        self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None
+    ) -> Explanation:
+        entries = entries_of(asked.size, density)
+        ranks = self._execution.backend.size
+        nbytes = asked.size * np.dtype(asked.dtype).itemsize
+        gathered = ranks * message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=wire)
+        seconds = {
+            "dense": self._execution.model_seconds("allreduce", nbytes),
+            "pairs": self._execution.model_seconds("allgather", gathered),
+        }
+        share = _entry_share(asked.dtype, density, wire)
+        for name in self._plans.possible:
+            seconds[name] = self._plans.seconds(name, share, nbytes)
+        chosen = choose(exchange, seconds, sparse=entries < asked.size)
+        plan = None
+        if chosen not in ("dense", "pairs"):
+            plan = self._plans.runner(chosen, share).plan
+        elif chosen == "dense":
+            plan = self._execution.plan("allreduce", nbytes)
+        told = reason(
+            seconds,
+            asked=exchange != "auto",
+            entries=entries,
+            size=asked.size,
+            ranks=ranks,
+            gathered=gathered,
+            nbytes=nbytes,
+        )
+        return Explanation(chosen, entries, seconds["dense"], seconds["pairs"], gathered, told, seconds, plan)
+
+    def _exchange(
         self,
         asked: SparseRequest,
-        feedback: list[ErrorFeedback],
-        gradients: list[Array],
-        entries: int,
+        chosen: Explanation,
+        density: float,
         wire: WireFormat | None,
         about: str,
-    ) -> list[Array]:
-        sent: list[tuple[Array, Array]] = []
-        messages = []
-        try:
-            for rank, kept, gradient in zip(self._execution.backend.ranks, feedback, gradients, strict=True):
-                indices, values = kept.feed(gradient, entries)
-                sent.append((indices, values))
-                message = encode_entries(
-                    indices, values, size=asked.size, wire=wire, rank=rank, step=kept.step
-                )
-                messages.append(message)
-                if wire is not None and not wire.lossless_for(asked.dtype):
-                    arriving = self._decode(asked, message, wire)[1]
-                    kept.residual[indices] = values - arriving
-                    sent[-1] = (indices, arriving)
-            gathered = self._exchange("allgather", messages, None, about)
-        except BaseException:
-            for kept, (indices, values) in zip(feedback, sent, strict=False):
-                kept.residual[indices] += values
-            raise
-        return [self._sum(asked, message, wire) for message in gathered]
+    ) -> Exchange:
+        library = self._execution.backend.arrays
+        if chosen.exchange == "dense":
+            return DenseExchange(lambda lines: self._collective("allreduce", lines, "sum", about), library)
+        if chosen.exchange == "pairs":
+            messages = EntryMessages((0, asked.size), asked.dtype, density=density, wire=wire)
+            return PairExchange(
+                lambda sent: self._gathered(sent, about), self._execution.backend.size, library, messages
+            )
+        runner = self._plans.runner(chosen.exchange, _entry_share(asked.dtype, density, wire))
+        borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
+        messages = EntryMessages(borders, asked.dtype, density=density, wire=wire)
+        kind = ServerExchange if chosen.exchange == "servers" else TreeExchange
+        return kind(runner, library, messages, about)
 
-    def _sum(self, asked: SparseRequest, gathered: Array, wire: WireFormat | None) -> Array:
-        """The contributions of all ranks, added up in their order."""
-        total = np.zeros(asked.size, asked.dtype)
-        for message in np.split(gathered, self._execution.backend.size):
-            indices, values = self._decode(asked, message, wire)
-            total[indices] += values
-        return total
+    def _gathered(self, messages: list[Array], about: str) -> list[Array]:
+        """The messages of all ranks one after another, for each rank of this process."""
+        library = self._execution.backend.arrays
+        lines = self._collective("allgather", [library.of(message) for message in messages], None, about)
+        return [library.values(line) for line in lines]
 
-    def _decode(self, asked: SparseRequest, message: Array, wire: WireFormat | None) -> tuple[Array, Array]:
-        return decode_entries(message, size=asked.size, dtype=asked.dtype, wire=wire)
-
-    def _add_up(
-        self, asked: SparseRequest, feedback: list[ErrorFeedback], gradients: list[Array], about: str
-    ) -> list[Array]:
-        sent: list[Array] = []
-        try:
-            for kept, gradient in zip(feedback, gradients, strict=True):
-                sent.append(kept.feed(gradient, asked.size)[1])
-            return self._exchange("allreduce", sent, "sum", about)
-        except BaseException:
-            for kept, values in zip(feedback, sent, strict=False):
-                kept.residual += values
-            raise
-
-    def _exchange(self, collective: str, arrays: list[Array], op: str | None, about: str) -> list[Array]:
+    def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
         """A dense collective on arrays of our own; all ranks must mean the same gradient."""
         backend = self._execution.backend
-        library = backend.arrays
-        given = [library.of(array) for array in arrays]
-        checked = request(collective, backend, given[0] if backend.one_rank else given, out=None, op=op)
+        checked = request(collective, backend, lines[0] if backend.one_rank else lines, out=None, op=op)
         results = self._execution.run(replace(checked, about=about))
-        return [library.values(one) for one in ([results] if backend.one_rank else results)]
+        return [results] if backend.one_rank else list(results)
 
-    def _finished(self, asked: SparseRequest, place: int, total: Array) -> Any:
+    def _line(self, asked: SparseRequest, given: Any) -> Any:
+        """A gradient as one line in the dtype in which it is kept and sent."""
+        library = self._execution.backend.arrays
+        if library.dtype(given) == asked.dtype:
+            return library.line(given)
+        return library.of(np.ascontiguousarray(library.values(given), asked.dtype).reshape(-1))
+
+    def _finished(self, asked: SparseRequest, place: int, total: Any) -> Any:
         library = self._execution.backend.arrays
         if asked.op == "avg":
-            total /= self._execution.backend.size
-        given = asked.inputs[place]
-        result = library.of(total.astype(library.dtype(given), copy=False).reshape(asked.shape))
-        output = asked.outputs[place]
+            library.divide(total, self._execution.backend.size)
+        given, output = asked.inputs[place], asked.outputs[place]
+        result = library.shaped(total, asked.shape)
+        if library.dtype(given) != asked.dtype:
+            narrow = library.empty(asked.shape, given)
+            library.put(narrow, library.values(result))
+            result = narrow
         if output is None:
             return result
         library.copy(output, result)
         return output
+
+
+def _entry_share(dtype: str, density: float, wire: WireFormat | None) -> Fraction:
+    """Bytes of entries for a byte of a large gradient."""
+    entries = entries_of(NOMINAL, density)
+    nbytes = message_bytes(entries, size=NOMINAL, dtype=dtype, wire=wire)
+    return exact(density) * Fraction(nbytes, entries * np.dtype(dtype).itemsize)
 
 
 def _refuse_nan(gradients: list[Array]) -> None:

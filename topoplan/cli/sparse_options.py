@@ -8,7 +8,6 @@ from topoplan.cli import arguments
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
-from topoplan.schedules.sparse_plan import sparse_plan
 
 OF_ELEMENTS = {
     "root": None,
@@ -32,7 +31,7 @@ def add_sparse(parser: arguments.OneLineParser) -> None:
         "--density",
         type=float,
         metavar="D",
-        help="allreduce that exchanges this share of the elements, the largest: between servers, or on all trees of one",
+        help="allreduce that exchanges this share of the elements, the largest: between servers, or on all trees",
     )
     parser.add_argument(
         "--entry-bits",
@@ -64,6 +63,8 @@ def asked_for(options: argparse.Namespace) -> bool:
 
 def plan_sparse(options: argparse.Namespace) -> Plan:
     """The sparse plan that is asked for."""
+    from topoplan.schedules.sparse_plan import sparse_plan
+
     machine = read_machine(options)
     return sparse_plan(
         machine.whole,

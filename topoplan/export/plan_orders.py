@@ -48,6 +48,8 @@ def plan_orders(plan: Plan) -> PlanOrders | None:
     """
     rings: dict[Path, Fraction] = {}
     chains: dict[Path, Fraction] = {}
+    if plan.sparse:
+        return None
     for shard in plan.shards:
         paths = [_path(stage, len(plan.ranks)) for stage in shard.stages]
         if None in paths or not 1 <= len(paths) <= 2:

@@ -3,7 +3,8 @@
 Elements stream through stages, but the largest entries of a shard are known only when all of it has arrived. So a
 sparse plan runs in rounds, one after another, and every round is a plan of its own whose trees stream: the stages on
 elements before and after the exchange; the gathers of an exchange; one level of a tree on which entries are reduced;
-the way of the entries back down. In a round on entries every shard is one message, as large as its share.
+the way of the entries back down. In a round on entries every shard is one message: those of one rank that take the same
+way travel together.
 
 All shards of a sparse plan go through the same kinds of rounds, so that they run side by side.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import groupby
 
 from topoplan.errors import PlanError
@@ -33,15 +35,16 @@ class Round:
     plan : Plan
         Its trees; ranks, topology and channels are the sparse plan's. Shares are those of what moves, and need not add
         up to 1.
-    shards : tuple of int
-        For every shard of it, the shard of the sparse plan; for ``elements`` each once, in order.
+    shards : tuple of tuple of int
+        For every shard of it, what it carries of the sparse plan's shards: for ``elements`` one, each in its turn; else
+        those whose entries travel in one message.
     senders : tuple of int
         For every shard of it, the rank whose message it is; empty for ``elements``.
     """
 
     kind: str
     plan: Plan
-    shards: tuple[int, ...]
+    shards: tuple[tuple[int, ...], ...]
     senders: tuple[int, ...]
 
 
@@ -90,7 +93,7 @@ def _rounds_of(plan: Plan, kind: str, stages: Sequence[tuple[Stage, ...]]) -> It
     """The rounds of one run of stages of every shard."""
     if kind == "elements":
         shards = tuple(Shard(shard.share, run) for shard, run in zip(plan.shards, stages, strict=True))
-        yield Round(kind, _as_plan(plan, shards), tuple(range(len(shards))), ())
+        yield Round(kind, _as_plan(plan, shards), tuple((number,) for number in range(len(shards))), ())
         return
     if kind != "merge":
         for position in range(1 if kind == "gather" else max(len(run) for run in stages)):
@@ -115,12 +118,16 @@ def _upwards(stage: Stage, depth: int) -> Iterator[Stage]:
 
 
 def _messages(plan: Plan, kind: str, stages: Sequence[tuple[int, Stage]]) -> Round:
-    shards = tuple(
-        Shard(plan.shards[number].share * stage.weight, (Stage("broadcast", stage.root, stage.top_down()),))
-        for number, stage in stages
-    )
-    numbers = tuple(number for number, _ in stages)
-    return Round(kind, _as_plan(plan, shards), numbers, tuple(stage.root for _, stage in stages))
+    """A round in which entries of shards that take the same way travel in one message."""
+    ways: dict[tuple[int, tuple[Edge, ...]], list[tuple[int, Stage]]] = {}
+    for number, stage in stages:
+        ways.setdefault((stage.root, stage.top_down()), []).append((number, stage))
+    shards = []
+    for (root, edges), together in ways.items():
+        share = sum((plan.shards[number].share * stage.weight for number, stage in together), Fraction(0))
+        shards.append(Shard(share, (Stage("broadcast", root, edges),)))
+    contents = tuple(tuple(number for number, _ in together) for together in ways.values())
+    return Round(kind, _as_plan(plan, tuple(shards)), contents, tuple(root for root, _ in ways))
 
 
 def _as_plan(plan: Plan, shards: tuple[Shard, ...]) -> Plan:

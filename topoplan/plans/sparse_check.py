@@ -1,7 +1,8 @@
 """The check of a plan that moves entries: that it can run, and what its certificate takes for granted.
 
 The bounds of sparse plans hold for plans of their own kind only: `Entries` where each stage moves entries,
-`InsideServer` and `BetweenServers` where elements stay inside servers, and the entries of each server are exchanged once.
+`InsideServer` and `BetweenServers` where elements stay inside servers, and the entries of each server are exchanged
+once.
 """
 
 from __future__ import annotations

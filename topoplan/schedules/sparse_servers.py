@@ -1,8 +1,9 @@
 """Three phases with a sparse middle: sum inside servers, exchange entries between them, hand the sum out inside.
 
-HiTopKComm: each part of the buffer has one owner in every server. It collects the sum of its server, chooses the largest
-entries, keeps the rest, and sends the chosen to the owners in all other servers, which add them to what they have chosen
-themselves; then every owner hands the total out in its server. Elements cross NVLink or PCIe, entries the network.
+HiTopKComm: each part of the buffer has one owner in every server. It collects the sum of its server, chooses the
+largest entries, keeps the rest, and sends the chosen to the owners in all other servers, which add them to what they
+have chosen themselves; then every owner hands the total out in its server. Elements cross NVLink or PCIe, entries the
+network.
 
 The phases run one after another, so each is to be as quick as it can be alone. Trees and owners are those of the three
 phases of elements (`topoplan.packing.composition`) on the same servers with a network that holds nothing back: the best
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.packing.composition import compose
@@ -86,12 +88,7 @@ def sparse_servers(
     servers = Servers(fabric)
     servers.check()
     count = len(servers.names)
-    composed = compose(_with_wide_network(fabric), "allreduce")
-    parts: dict[tuple[tuple[Stage, ...], tuple[Stage, ...]], Fraction] = {}
-    routes: dict[tuple[int, int], Edge] = {}
-    for shard in composed.shards:
-        parts[_inside(shard, servers)] = parts.get(_inside(shard, servers), Fraction(0)) + shard.share
-        routes.update(((edge.parent, edge.child), edge) for edge in _between(shard, servers))
+    parts, routes = _parts(fabric.topology, fabric.channels)
     if len(parts) * count**2 > MOST_EDGES:
         raise UsageError(
             f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
@@ -99,7 +96,7 @@ def sparse_servers(
     exchange = _Exchange(fabric, entries, routes)
     shards = [
         Shard(share, (*up, *exchange.stages([stage.root for stage in up], share), *down))
-        for (up, down), share in parts.items()
+        for up, down, share in parts
     ]
     made = build_plan(
         fabric,
@@ -114,6 +111,22 @@ def sparse_servers(
         return made
     lost = f"stays {made.gap:.2%} below the bound of {made.bound:.6g} GB/s on such sparse three phases"
     return replace(made, notes=(lost,))
+
+
+@lru_cache(maxsize=4)
+def _parts(
+    topology: Topology, channels: tuple[str, ...]
+) -> tuple[tuple[tuple[tuple[Stage, ...], tuple[Stage, ...], Fraction], ...], dict[tuple[int, int], Edge]]:
+    """Trees inside servers with their shares, and ways between ranks of different servers; for any entries."""
+    fabric = Fabric(topology, channels)
+    servers = Servers(fabric)
+    parts: dict[tuple[tuple[Stage, ...], tuple[Stage, ...]], Fraction] = {}
+    routes: dict[tuple[int, int], Edge] = {}
+    for shard in compose(_with_wide_network(fabric), "allreduce").shards:
+        inside = _inside(shard, servers)
+        parts[inside] = parts.get(inside, Fraction(0)) + shard.share
+        routes.update(((edge.parent, edge.child), edge) for edge in _between(shard, servers))
+    return tuple((up, down, share) for (up, down), share in parts.items()), routes
 
 
 def _with_wide_network(fabric: Fabric) -> Fabric:

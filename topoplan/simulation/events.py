@@ -121,7 +121,10 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
 
 
 def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> Run:
-    """The rounds of a sparse plan, each launched when the one before has ended; stages are numbers of rounds."""
+    """The rounds of a sparse plan, each launched when the one before has ended.
+
+    Stages are numbers of rounds, and a message that carries several shards goes by the first.
+    """
     end = 0.0
     chunks: list[int] = []
     transfers: list[Transfer] = []
@@ -133,7 +136,7 @@ def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> Run:
                 each,
                 start=each.start + end,
                 end=each.end + end,
-                shard=one.shards[each.shard],
+                shard=one.shards[each.shard][0],
                 stage=number,
             )
             for each in run.transfers

@@ -1,0 +1,112 @@
+"""Runs the rounds of a sparse plan on a back end: elements in their buffers, messages in an area of their own.
+
+All ranks divide an area alike among the messages of a round. A rank puts its own messages into their places, the back
+end copies them along the trees into the same places elsewhere, and nothing else of the area is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.execution import Execution
+from topoplan.plans.plan import Plan
+from topoplan.plans.rounds import Round, rounds
+
+Bytes = NDArray[np.uint8]
+
+ALIGNED = 8
+"""Messages begin at multiples of so many bytes, so that their numbers can be read in place."""
+
+
+class RoundRunner:
+    """The rounds of one sparse plan for one communicator.
+
+    Parameters
+    ----------
+    execution : Execution
+    plan : Plan
+
+    Attributes
+    ----------
+    plan : Plan
+    rounds : tuple of Round
+    """
+
+    def __init__(self, execution: Execution, plan: Plan) -> None:
+        self.plan = plan
+        self.rounds = rounds(plan)
+        self._execution = execution
+        self._reached = [[_reached(one, number) for number in range(len(one.senders))] for one in self.rounds]
+
+    def elements(
+        self,
+        number: int,
+        borders: Sequence[int],
+        *,
+        op: str | None,
+        given: Sequence[Any],
+        results: Sequence[Any],
+        about: str,
+    ) -> None:
+        """Run a round on elements, as `Execution.run_round`; shard s ends at ``borders[s]``."""
+        part = self.rounds[number].plan
+        self._execution.run_round(part, tuple(borders), op=op, given=given, results=results, about=about)
+
+    def exchange(
+        self, number: int, lengths: Sequence[int], sent: Mapping[tuple[int, int], Bytes], *, about: str
+    ) -> dict[int, list[tuple[int, int, Bytes]]]:
+        """Run a round on entries.
+
+        Parameters
+        ----------
+        number : int
+            Of the round.
+        lengths : sequence of int
+            Bytes of a message of every shard of the sparse plan.
+        sent : mapping of (rank, shard) to bytes
+            The messages of this process's ranks in this round.
+        about : str
+
+        Returns
+        -------
+        dict
+            For each rank of this process the messages that have arrived, as (shard, sender, bytes), in the order of
+            shards and senders.
+        """
+        one = self.rounds[number]
+        backend = self._execution.backend
+        library = backend.arrays
+        padded = [-(-length // ALIGNED) * ALIGNED for length in lengths]
+        borders = tuple(accumulate(sum(padded[shard] for shard in together) for together in one.shards))
+        total = borders[-1] if borders else 0
+        like = library.of(np.empty(0, np.uint8))
+        areas = {rank: library.empty((total,), like) for rank in backend.ranks}
+        arrived: dict[int, list[tuple[int, int, Bytes]]] = {rank: [] for rank in backend.ranks}
+        coming = []
+        start = 0
+        for place, (together, sender) in enumerate(zip(one.shards, one.senders, strict=True)):
+            for shard in together:
+                stop = start + lengths[shard]
+                if sender in areas:
+                    library.put(library.part(areas[sender], start, stop), sent[sender, shard])
+                coming += [
+                    (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas
+                ]
+                start += padded[shard]
+        lines = list(areas.values())
+        self._execution.run_round(one.plan, borders, op=None, given=lines, results=lines, about=about)
+        for rank, shard, sender, start in sorted(coming):
+            part = library.part(areas[rank], start, start + lengths[shard])
+            arrived[rank].append((shard, sender, library.values(part)))
+        return arrived
+
+
+def _reached(one: Round, number: int) -> tuple[int, ...]:
+    """The ranks that a message reaches."""
+    stages = one.plan.shards[number].stages
+    return tuple(sorted({edge.child for stage in stages for edge in stage.edges}))

@@ -1,0 +1,135 @@
+"""The sparse plans of a communicator: which exchanges its machine has, and their model times.
+
+Plans are made when they are first asked for, and kept: one for each exchange and each size of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cached_property
+
+from collectives.execution import Execution
+from collectives.sparse.round_runner import RoundRunner
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.plan import Plan
+from topoplan.plans.servers import Servers
+from topoplan.plans.verify import verify
+from topoplan.schedules.lowest_tree import lowest_tree
+from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.sparse_servers import sparse_servers
+from topoplan.schedules.sparse_trees import sparse_trees
+from topoplan.simulation.model import simulate
+
+MOST_RANKS = 64
+"""Ranks up to which trees on entries are looked for: every rank would be the root of a star to all others."""
+
+
+class SparsePlans:
+    """Plans on which entries move, for the machine of a communicator.
+
+    Parameters
+    ----------
+    execution : Execution
+    """
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._runners: dict[tuple[str, Fraction], RoundRunner] = {}
+        self._seconds: dict[tuple[str, Fraction, int], float] = {}
+        self._elements: dict[str, Plan] = {}
+
+    @cached_property
+    def possible(self) -> tuple[str, ...]:
+        """The exchanges that have a plan on this machine: servers, tree, balanced."""
+        makers: dict[str, Callable[[], object]] = {
+            "servers": lambda: sparse_servers(
+                self._execution.topology, entries=Fraction(1), channels=self._channels
+            ),
+            "tree": lambda: self._trees_of("tree"),
+            "balanced": lambda: self._trees_of("balanced"),
+        }
+        found = []
+        for name, make in makers.items():
+            if self._reason(name):
+                continue
+            try:
+                make()
+            except (InfeasibleError, UsageError):
+                continue
+            found.append(name)
+        return tuple(found)
+
+    def runner(self, exchange: str, entries: Fraction) -> RoundRunner:
+        """The rounds of a verified sparse plan.
+
+        Parameters
+        ----------
+        exchange : str
+            servers, tree or balanced.
+        entries : Fraction
+            Bytes of entries for a byte of the gradient.
+
+        Raises
+        ------
+        UsageError
+            This machine has no such exchange.
+        """
+        if exchange not in self.possible:
+            reason = self._reason(exchange) or "the machine has no way for it"
+            raise UsageError(
+                f"there is no exchange {exchange!r} here: {reason}; use {', '.join(self.possible)}"
+            )
+        if (exchange, entries) not in self._runners:
+            if exchange == "servers":
+                made = sparse_servers(self._execution.topology, entries=entries, channels=self._channels)
+            else:
+                made = sparse_trees(self._trees_of(exchange), entries=entries)
+            verify(made)
+            self._runners[exchange, entries] = RoundRunner(self._execution, made)
+        return self._runners[exchange, entries]
+
+    def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:
+        """Model time of an exchange for a gradient of so many bytes."""
+        key = (exchange, entries, nbytes)
+        if key not in self._seconds:
+            self._seconds[key] = simulate(self.runner(exchange, entries).plan, nbytes=nbytes).seconds
+        return self._seconds[key]
+
+    @property
+    def _channels(self) -> str:
+        return "+".join(self._execution.channels)
+
+    @cached_property
+    def _servers(self) -> Servers:
+        return Servers(Fabric(self._execution.topology, self._execution.channels))
+
+    def _reason(self, exchange: str) -> str:
+        """Why an exchange makes no sense here; empty where it does."""
+        ranks, servers = self._execution.backend.size, len(self._servers.names)
+        if ranks == 1:
+            return "there is one rank"
+        if exchange == "servers":
+            return (
+                ""
+                if 1 < servers < ranks
+                else f"it is for several servers with several ranks, not {servers} for {ranks}"
+            )
+        if len(self._execution.channels) > 1 and "network" not in self._execution.channels:
+            return "the buffer is divided between channels"
+        return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
+
+    def _trees_of(self, exchange: str) -> Plan:
+        """The allreduce of elements whose trees carry the entries."""
+        if exchange not in self._elements:
+            topology, channels = self._execution.topology, self._channels
+            if exchange == "tree":
+                found = lowest_tree(topology, channels=channels)
+            else:
+                try:
+                    found = one_hop(topology, channels=channels)
+                except InfeasibleError:
+                    found = self._execution.plan("allreduce", 1 << 30)
+            self._elements[exchange] = found
+        return self._elements[exchange]
