@@ -431,6 +431,13 @@ class Communicator:
             if self._chunk_file is not None and 0 in self.ranks:
                 execution.chunks.save(self._chunk_file)
 
+    def bytes_sent(self) -> dict[tuple[int, int], int]:
+        """Bytes that the ranks of this process have sent so far, by (source, destination).
+
+        What the plans' transfers carry: each chunk that crosses a tree edge once. Where ranks share memory, less moves.
+        """
+        return self._in_order.run(lambda: self._open().traffic.sent)
+
     def settled(self, nbytes: int) -> bool:
         """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
 

@@ -18,6 +18,7 @@ from collectives.lowering import lower, lower_to
 from collectives.pattern import PlanKey
 from collectives.plan_store import PlanStore
 from collectives.request import Request
+from collectives.traffic import Traffic
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 from topoplan.simulation.model import simulate
@@ -32,11 +33,17 @@ class Execution:
     store : PlanStore
     backend : Backend
     chunks : ChunkSizes
+
+    Attributes
+    ----------
+    traffic : Traffic
+        What the collectives so far have moved.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Any], chunks: ChunkSizes) -> None:
         self.backend = backend
         self.chunks = chunks
+        self.traffic = Traffic(backend.ranks)
         self._store = store
         self._calls = 0
         self._failed = False
@@ -165,6 +172,7 @@ class Execution:
         except BaseException:
             self._failed = self.backend.one_rank
             raise
+        self.traffic.add(call.table, itemsize=call.itemsize)
 
     def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
         """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""

@@ -21,6 +21,7 @@ from tests.bench import (
     reduce_scatter_allgather,
     scale,
     selection,
+    sparse,
     testbed,
     three_phases,
 )
@@ -45,6 +46,7 @@ def main() -> int:
         "reduce_scatter_allgather": reduce_scatter_allgather.main,
         "scale": scale.main,
         "selection": selection.main,
+        "sparse": sparse.main,
         "testbed": testbed.main,
         "three_phases": three_phases.main,
     }

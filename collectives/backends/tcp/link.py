@@ -42,6 +42,11 @@ class Outgoing:
     flow : callable
         The collective that runs now, or None.
     broken : callable
+
+    Attributes
+    ----------
+    payload : int
+        Bytes of chunks that have been handed to the system.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Outgoing:
         self._bucket: Bucket | None = None
         self._closed = False
         self._back = bytearray()
+        self.payload = 0
         self._thread = threading.Thread(
             target=self._work, name=f"tcp link {queue[0]} to {queue[1]}", daemon=True
         )
@@ -135,6 +141,7 @@ class Outgoing:
             if self._bucket is not None:
                 self._bucket.wait(len(data))
             send(self.connection, HEADER.pack(call, stream.number, chunk, len(data)), data)
+            self.payload += len(data)
             flow.sent(stream)
 
 

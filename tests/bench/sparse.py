@@ -1,0 +1,137 @@
+"""Sparse allreduce over servers: bytes that cross NICs against the formula, and model times against dense rivals."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+import topoplan
+from collectives import Communicator
+from collectives.wire import WireFormat
+from topoplan.plans.fabric import Fabric
+from topoplan.plans.plan import Plan, shard_bounds
+from topoplan.plans.servers import Servers
+from topoplan.schedules.sparse_trees import sparse_trees
+from topoplan.topology import Topology
+from topoplan.units import entry_share
+
+ELEMENTS = 1_000_000
+RESNET_50 = 25_557_032
+"""Parameters of ResNet-50."""
+
+FORMATS = {
+    "float32, int32": None,
+    "float32, packed": WireFormat(),
+    "float16, packed": WireFormat(values="float16"),
+}
+
+
+def main() -> None:
+    """Print both tables."""
+    count_bytes()
+    print()
+    model_times()
+
+
+def machine(servers: int, gbps: float = 25) -> Topology:
+    """DGX-1V servers with one NIC each."""
+    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=servers)], nic_gbps=gbps, nics=1)
+
+
+def count_bytes() -> None:
+    """Bytes that leave a server in one sparse allreduce, as the back end counts them, and what they should be."""
+    print(
+        f"# bytes that leave the NIC of a server of 8 GPUs, {ELEMENTS} float32, one sparse allreduce over servers"
+    )
+    print(
+        "# formula: (servers - 1) x entries x bytes of an entry; packed: as many bits as random entries need"
+    )
+    print("# servers  density  entries           counted      formula   counted/formula  of dense")
+    for servers in (2, 4, 16):
+        topology = machine(servers)
+        plan = topoplan.three_phase(topology)
+        with Communicator(plan) as comm:
+            gradients = _gradients(comm.size)
+            home = Servers(Fabric(plan.topology, plan.channels)).of_rank
+            comm.all_reduce(gradients)
+            dense = crossed(comm, home)
+            for density in (0.01, 0.001):
+                for name, wire in FORMATS.items():
+                    before = crossed(comm, home)
+                    comm.sparse_all_reduce(
+                        gradients, density=density, exchange="servers", wire=wire, key=f"{density} {name}"
+                    )
+                    counted = crossed(comm, home) - before
+                    told = comm.explain(gradients, density=density, exchange="servers", wire=wire).plan
+                    assert told is not None
+                    formula = (servers - 1) * message_bytes_of(told, density, wire)
+                    least = round((servers - 1) * density * ELEMENTS * entry_bits(density, name) / 8)
+                    print(
+                        f"  {servers:>7}  {density:>7}  {name:<15}  {counted:>8}  {formula:>9}  "
+                        f"{'yes' if counted == formula else 'NO':>5}  {least:>9}  {counted / dense:>8.4f}"
+                    )
+
+
+def message_bytes_of(plan: Plan, density: float, wire: WireFormat | None) -> int:
+    """Bytes of the messages of all shards, each a multiple of 8."""
+    total = 0
+    for start, stop in pairwise(shard_bounds((shard.share for shard in plan.shards), ELEMENTS)):
+        entries = max(1, round(density * (stop - start)))
+        length = entries * 8 if wire is None else wire.encoded_bytes_at_most(entries, stop - start, "float32")
+        total += -(-length // 8) * 8
+    return total
+
+
+def entry_bits(density: float, name: str) -> float:
+    """Bits of an entry: index and value as they are, or the entropy of a random index of this density and the value."""
+    value = 16 if name.startswith("float16") else 32
+    if "packed" not in name:
+        return value + 32
+    absent = 1 - density
+    return float(value - np.log2(density) - absent / density * np.log2(absent))
+
+
+def crossed(comm: Communicator, home: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+    """Bytes that have left the first server."""
+    return sum(
+        nbytes
+        for (source, there), nbytes in comm.bytes_sent().items()
+        if home[source] == 0 and home[there] != 0
+    )
+
+
+def model_times() -> None:
+    """The gradient of ResNet-50 on 16 servers of 8 GPUs at 25 Gb/s."""
+    topology = machine(16)
+    nbytes = 4 * RESNET_50
+    dense = topoplan.plan(topology, "allreduce")
+    gather = topoplan.plan(topology, "allgather")
+    print(
+        f"# model time of an allreduce of {RESNET_50} float32 (ResNet-50), 16 DGX-1V at 25 Gb/s, 8-byte entries"
+    )
+    print("# schedule                            density        ms   against the two-level dense")
+    rows = [
+        ("dense ring", None, topoplan.ring(topology), nbytes),
+        ("two-level dense (three phases)", None, topoplan.three_phase(topology), nbytes),
+    ]
+    for density in (0.01, 0.001):
+        gathered = 128 * round(density * RESNET_50) * 8
+        rows += [
+            ("flat top-k, pairs gathered", density, gather, gathered),
+            (
+                "three phases, sparse between",
+                density,
+                topoplan.sparse_plan(topology, density=density),
+                nbytes,
+            ),
+            ("dense trees on entries", density, sparse_trees(dense, entries=entry_share(density)), nbytes),
+        ]
+    seconds = [topoplan.simulate(plan, nbytes=size).seconds for _, _, plan, size in rows]
+    for (name, part, _, _), time in zip(rows, seconds, strict=True):
+        told = "" if part is None else f"{part:g}"
+        print(f"  {name:<34}  {told:>7}  {time * 1e3:>8.2f}   {seconds[1] / time:>6.2f}x")
+
+
+def _gradients(ranks: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    return [np.random.default_rng(rank).standard_normal(ELEMENTS).astype(np.float32) for rank in range(ranks)]
