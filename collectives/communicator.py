@@ -431,6 +431,10 @@ class Communicator:
             if self._chunk_file is not None and 0 in self.ranks:
                 execution.chunks.save(self._chunk_file)
 
+    def plan_for(self, collective: str, nbytes: int) -> Plan:
+        """The plan by which a collective without a root runs on a buffer of so many bytes."""
+        return self._open().plan(collective, nbytes)
+
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Bytes that the ranks of this process have sent so far, by (source, destination).
 

@@ -23,6 +23,10 @@ class Handle(Generic[Result]):
         """Whether it has ended, well or not."""
         return self._future.done()
 
+    def when_done(self, then: Callable[[], object]) -> None:
+        """Call a function when it has ended, well or not: in the thread that ran it, or at once."""
+        self._future.add_done_callback(lambda _: then())
+
     def wait(self, timeout: float | None = None) -> Result:
         """The result, once it is there.
 

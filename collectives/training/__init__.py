@@ -1,0 +1,1 @@
+"""Inside the training loop: gradients exchanged by plans, from plain loops and from torch."""
