@@ -1,7 +1,7 @@
 """Reads of the data, each compiled to one loop: gathering, counting, dividing, adding up.
 
-Every loop works on `BLOCK` elements at a time, so that a second look at them finds them in the nearest cache. What it
-looks for is marked in bytes first, which processors do many at once, and then picked out word by word.
+Gathering loops take `BLOCK` elements at a time: first a bit for each element that is looked for, then those are picked
+out while their block is in the nearest cache and the next one is on its way.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.compiled import compiled, trailing_zeros
+from collectives.selection.vectors import WORD, add, fetch, reached
 
 BLOCK = 1024
 """Elements that are looked at together; buffers for indices need so many places more."""
 
 OVERFLOW = -1
 """Instead of a count: more entries than places."""
+
+AHEAD = 16
+"""Places of the sample that are on their way at once: each is a miss of the caches."""
 
 Array = NDArray[Any]
 
@@ -29,104 +33,182 @@ def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array)
     ``indices`` and ``found`` must have `BLOCK` places more than may be filled.
     """
     count = 0
-    flags = np.zeros(BLOCK, np.uint8)
-    for start in range(0, bits.size, BLOCK):
-        block = bits[start : start + BLOCK]
+    words = np.zeros(BLOCK // WORD, np.uint64)
+    whole = bits.size - bits.size % WORD
+    for start in range(0, whole, BLOCK):
         if count + BLOCK > indices.size:
             return OVERFLOW
-        if block.size < BLOCK:
-            flags[:] = 0
-        for j in range(block.size):
-            flags[j] = (block[j] & mask) >= threshold
-        count = _pick(flags.view(np.uint64), block, start, indices, found, count)
+        used = 0
+        for at in range(start, min(start + BLOCK, whole), WORD):
+            fetch(bits, at + BLOCK)
+            words[used] = reached(bits, at, mask, threshold)
+            used += 1
+        count = _pick(words[:used], bits[start:], start, indices, found, count)
+    if count + BLOCK > indices.size:
+        return OVERFLOW
+    for i in range(whole, bits.size):
+        indices[count] = i
+        found[count] = bits[i]
+        count += (bits[i] & mask) >= threshold
     return count
 
 
 @compiled
 def accumulate(
     residual: Array,
-    gradient: Array,
-    bits: Array,
-    mask: Any,
-    threshold: Any,
-    indices: Array,
-    found: Array,
-) -> tuple[int, int]:
-    """Add a gradient to a residual, and gather from the sum as `gather` does, in the same read.
-
-    ``bits`` is the residual's memory. Returns the count, or `OVERFLOW` where the places did not suffice (everything is
-    added all the same), and where the first block with a NaN begins, -1 if there is none: nothing was added from there.
-    """
-    count = 0
-    flags = np.zeros(BLOCK, np.uint8)
-    sums = np.empty(BLOCK, residual.dtype)
-    sum_bits = sums.view(bits.dtype)
-    for start in range(0, residual.size, BLOCK):
-        kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
-        broken: Any = np.int32(0)
-        for j in range(kept.size):
-            broken += np.int32(added[j] != added[j])
-            sums[j] = kept[j] + added[j]
-        if broken:
-            return count, start
-        flags[kept.size :] = 0
-        for j in range(kept.size):
-            kept[j] = sums[j]
-            flags[j] = (sum_bits[j] & mask) >= threshold
-        count = _pick_with_room(flags, sum_bits, start, indices, found, count)
-    return count, -1
-
-
-@compiled
-def accumulate_with_momentum(
-    residual: Array,
-    velocity: Array,
+    velocity: Array | None,
     momentum: Any,
     gradient: Array,
     bits: Array,
     mask: Any,
     threshold: Any,
+    infinity: Any,
     indices: Array,
     found: Array,
 ) -> tuple[int, int]:
-    """As `accumulate`, but what is added is the velocity, which takes in the gradient first."""
+    """Add a gradient to a residual, and take from the sum what `gather` would find, leaving zeros there; in one read.
+
+    With a velocity, that takes in the gradient first, and is added. ``gradient`` is of floats, or the memory of float16
+    as int16, or that of bfloat16 as uint16; ``bits`` is the residual's memory. ``threshold`` is at most ``infinity``.
+
+    Returns
+    -------
+    count
+        Entries that were taken, or `OVERFLOW` where the places did not suffice: then nothing was.
+    stop
+        -1; or the end of the first block with a sum that is not finite. Then nothing was added from there, nor to the
+        entries with such sums; these are the ones that are infinite or NaN among the count.
+    """
     count = 0
-    flags = np.zeros(BLOCK, np.uint8)
-    speeds = np.empty(BLOCK, residual.dtype)
+    overflowed = False
+    words = np.zeros(BLOCK // WORD, np.uint64)
     sums = np.empty(BLOCK, residual.dtype)
     sum_bits = sums.view(bits.dtype)
+    whole = residual.size - residual.size % WORD
     for start in range(0, residual.size, BLOCK):
-        kept, added = residual[start : start + BLOCK], gradient[start : start + BLOCK]
-        moving = velocity[start : start + BLOCK]
-        broken: Any = np.int32(0)
-        for j in range(kept.size):
-            broken += np.int32(added[j] != added[j])
-            speeds[j] = momentum * moving[j] + added[j]
-            sums[j] = kept[j] + speeds[j]
-        if broken:
-            return count, start
-        flags[kept.size :] = 0
-        for j in range(kept.size):
-            moving[j] = speeds[j]
-            kept[j] = sums[j]
-            flags[j] = (sum_bits[j] & mask) >= threshold
-        count = _pick_with_room(flags, sum_bits, start, indices, found, count)
-    return count, -1
+        used = 0
+        for at in range(start, min(start + BLOCK, whole), WORD):
+            fetch(residual, at + BLOCK)
+            fetch(gradient, at + BLOCK)
+            if velocity is not None:
+                fetch(velocity, at + BLOCK)
+            words[used] = add(
+                residual, velocity, momentum, gradient, at, sums, at - start, mask, threshold, infinity
+            )
+            used += 1
+        stop = min(start + BLOCK, residual.size)
+        if stop > whole:
+            rest = residual.size - whole
+            kept, speed = np.zeros(WORD, residual.dtype), np.zeros(WORD, residual.dtype)
+            word = _add_copied(
+                residual,
+                velocity,
+                momentum,
+                gradient,
+                whole,
+                rest,
+                kept,
+                speed,
+                sums[whole - start :],
+                mask,
+                threshold,
+                infinity,
+            )
+            words[used] = word & ((np.uint64(1) << np.uint64(rest)) - np.uint64(1))
+            used += 1
+            residual[whole:] = kept[:rest]
+            if velocity is not None:
+                velocity[whole:] = speed[:rest]
+        if count + BLOCK > indices.size:
+            for i in range(count):
+                bits[indices[i]] = found[i]
+            count = 0
+            overflowed = True
+            threshold = infinity
+        before = count
+        count = _pick(words[:used], sum_bits, start, indices, found, count)
+        finite = True
+        for i in range(before, count):
+            if (found[i] & mask) < infinity:
+                bits[indices[i]] = 0
+            else:
+                finite = False
+        if not finite:
+            return count, stop
+    return OVERFLOW if overflowed else count, -1
+
+
+@compiled
+def sample_keys(bits: Array, mask: Any, starts: Array, keys: Array) -> None:
+    """The keys of `WORD` neighbours from each start on; ``keys`` is (starts, WORD)."""
+    for i in range(starts.size):
+        if i + AHEAD < starts.size:
+            fetch(bits, starts[i + AHEAD])
+        for j in range(WORD):
+            keys[i, j] = bits[starts[i] + j] & mask
+
+
+@compiled
+def sample_sums(
+    residual: Array,
+    velocity: Array | None,
+    momentum: Any,
+    gradient: Array,
+    mask: Any,
+    infinity: Any,
+    starts: Array,
+    sums: Array,
+) -> None:
+    """What `accumulate` would make of `WORD` neighbours from each start on; ``sums`` is (starts, WORD)."""
+    kept, speed = np.zeros(WORD, residual.dtype), np.zeros(WORD, residual.dtype)
+    for i in range(starts.size):
+        if i + AHEAD < starts.size:
+            fetch(residual, starts[i + AHEAD])
+            fetch(gradient, starts[i + AHEAD])
+            if velocity is not None:
+                fetch(velocity, starts[i + AHEAD])
+        _add_copied(
+            residual,
+            velocity,
+            momentum,
+            gradient,
+            starts[i],
+            WORD,
+            kept,
+            speed,
+            sums[i],
+            mask,
+            infinity,
+            infinity,
+        )
 
 
 @compiled
 def keep_largest(
     indices: Array, bits: Array, mask: Any, border: Any, ties: int, kept: Array, kept_bits: Array
 ) -> None:
-    """Of gathered entries those above a key, and the first so many that equal it; the results have one place more."""
+    """Of gathered entries those above a key, and the first so many that equal it; the results have one place more.
+
+    The others move to the front of the gathered ones.
+    """
     count = 0
     for i in range(indices.size):
-        key = bits[i] & mask
+        index, entry = indices[i], bits[i]
+        key = entry & mask
         tie = (key == border) & (ties > 0)
-        kept[count] = indices[i]
-        kept_bits[count] = bits[i]
+        kept[count] = index
+        kept_bits[count] = entry
+        indices[i - count] = index
+        bits[i - count] = entry
         count += (key > border) | tie
         ties -= tie
+
+
+@compiled
+def put_back(bits: Array, indices: Array, found: Array) -> None:
+    """Write entries to their places."""
+    for i in range(indices.size):
+        bits[indices[i]] = found[i]
 
 
 @compiled
@@ -157,20 +239,50 @@ def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, cand
 
 
 @compiled
-def _pick_with_room(flags: Array, block: Array, start: int, indices: Array, found: Array, count: int) -> int:
-    """As `_pick`; `OVERFLOW` where there may not be room for all of a block, or was not before."""
-    if count == OVERFLOW or count + BLOCK > indices.size:
-        return OVERFLOW
-    return _pick(flags.view(np.uint64), block, start, indices, found, count)
+def _add_copied(
+    residual: Array,
+    velocity: Array | None,
+    momentum: Any,
+    gradient: Array,
+    start: int,
+    count: int,
+    kept: Array,
+    speed: Array,
+    sums: Array,
+    mask: Any,
+    threshold: Any,
+    infinity: Any,
+) -> Any:
+    """As `add`, of up to `WORD` elements, to copies in ``kept`` and ``speed``."""
+    given = np.zeros(WORD, gradient.dtype)
+    for j in range(count):
+        kept[j] = residual[start + j]
+        given[j] = gradient[start + j]
+    if velocity is None:
+        return add(kept, None, momentum, given, 0, sums, 0, mask, threshold, infinity)
+    for j in range(count):
+        speed[j] = velocity[start + j]
+    return add(kept, speed, momentum, given, 0, sums, 0, mask, threshold, infinity)
 
 
 @compiled
 def _pick(words: Array, block: Array, start: int, indices: Array, found: Array, count: int) -> int:
-    """Take the elements of a block where bytes are 1, while it is in the cache; the new count."""
+    """Take the elements of a block whose bits are set; the new count."""
+    found_any = np.uint64(0)
+    for q in range(words.size):
+        found_any |= words[q]
+    if found_any == 0:
+        return count
     for q in range(words.size):
         word = words[q]
+        # the first one is written whether it is there or not: often it is, and a wrong guess costs more than a write
+        place = q * WORD + (trailing_zeros(word) & (WORD - 1))
+        indices[count] = start + place
+        found[count] = block[place]
+        count += word != 0
+        word &= word - np.uint64(word != 0)
         while word != 0:
-            place = q * 8 + (trailing_zeros(word) >> 3)
+            place = q * WORD + trailing_zeros(word)
             indices[count] = start + place
             found[count] = block[place]
             count += 1

@@ -145,27 +145,35 @@ def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
     size = data.bits.size
     if size < SMALL or k > LARGEST_SHARE * size:
         return None
-    return threshold_of_sample(data.bits[sample_places(size)] & data.mask, k, size)
+    from collectives.selection.passes import sample_keys
+
+    starts = sample_starts(size)
+    keys = np.empty((len(starts), RUN), data.bits.dtype)
+    sample_keys(data.bits, data.mask, starts, keys)
+    return threshold_of_sample(keys.reshape(-1), k, size)
 
 
 @lru_cache(maxsize=16)
-def sample_places(size: int) -> Array:
-    """Where the sample is taken: runs of neighbours, one in each of equal parts, at places that follow no period."""
+def sample_starts(size: int) -> Array:
+    """Where the runs of a sample begin: one in each of equal parts, at places that follow no period."""
     runs = min(SAMPLE_RUNS, size // (4 * RUN))
     part = size // runs
     # the golden ratio spreads the offsets evenly whatever their number
     offsets = (np.arange(runs) * 0.6180339887498949 % 1 * (part - RUN)).astype(np.int64)
-    places: Array = ((np.arange(runs) * part + offsets)[:, None] + np.arange(RUN)).reshape(-1)
-    places.flags.writeable = False
-    return places
+    starts: Array = np.arange(runs) * part + offsets
+    starts.flags.writeable = False
+    return starts
 
 
 def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
-    """The key of a sample that leaves room for its chance: four standard deviations, and four entries."""
+    """The key of a sample that leaves room for its chance: four standard deviations, and four entries.
+
+    Never 0, which all entries reach.
+    """
     expected = k / size * len(sample)
     rank = min(len(sample), int(expected + 4 * math.sqrt(expected) + 4))
     place = len(sample) - rank
-    return np.partition(sample, place)[place]
+    return max(np.partition(sample, place)[place], sample.dtype.type(1))
 
 
 def candidates(data: Magnitudes, k: int) -> Entries:
@@ -177,7 +185,10 @@ def candidates(data: Magnitudes, k: int) -> Entries:
 
 
 def largest_of(entries: Entries, k: int, mask: Any) -> Entries:
-    """The k largest of some entries, in the same order; of equal ones the first."""
+    """The k largest of some entries, in the same order; of equal ones the first.
+
+    The others are at the front of ``entries`` afterwards.
+    """
     surplus = len(entries.indices) - k
     if not surplus:
         return Entries(entries.indices.copy(), entries.bits.copy())
