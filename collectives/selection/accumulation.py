@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.magnitudes import Magnitudes, magnitudes
+from collectives.selection.room import Room
 from collectives.selection.topk import (
     LARGEST_SHARE,
-    RUN,
     SMALL,
     Entries,
     largest_of,
@@ -66,21 +66,19 @@ def flat_gradient(gradient: Array, residual: Array) -> Array:
             f"a gradient of {gradient.size} elements, and the residual has {residual.size}; "
             "use an ErrorFeedback for each"
         )
-    if kind in HALVES:
-        return np.ascontiguousarray(gradient, gradient.dtype.newbyteorder("=")).reshape(-1)
-    return np.ascontiguousarray(gradient, residual.dtype).reshape(-1)
+    read_as_it_is = kind in (*HALVES, "float32") and gradient.dtype.isnative
+    return np.ascontiguousarray(gradient, None if read_as_it_is else residual.dtype).reshape(-1)
 
 
-def add_and_take(kept: Kept, gradient: Array, k: int, room: Entries) -> Entries:
+def add_and_take(kept: Kept, gradient: Array, room: Room) -> Entries:
     """Add a gradient, and take the k entries of largest magnitude out of the residual.
 
     Parameters
     ----------
     kept : Kept
-    gradient : (d,) array of the residual's dtype, float16 or bfloat16
-    k : int
-    room : Entries
-        For candidates, of `candidates`.
+    gradient : (d,) array of the residual's dtype, float32, float16 or bfloat16
+    room : Room
+        For k entries.
 
     Raises
     ------
@@ -89,15 +87,15 @@ def add_and_take(kept: Kept, gradient: Array, k: int, room: Entries) -> Entries:
     """
     from collectives.selection.passes import put_back
 
-    data = magnitudes(kept.residual)
-    threshold = _threshold(kept, data, gradient, k)
+    k, data = room.k, magnitudes(kept.residual)
+    threshold = _threshold(kept, data, gradient, room)
     count, stop = _accumulate(kept, data, gradient, data.infinity if threshold is None else threshold, room)
     if stop >= 0:
-        _go_on(kept, data, gradient, room.first(count), stop)
+        _go_on(kept, data, gradient, room.candidates.first(count), stop)
         count = -1
-    taken = room.first(max(count, 0))
+    taken = room.candidates.first(max(count, 0))
     if count >= k > 0:
-        chosen = largest_of(taken, k, data.mask)
+        chosen = largest_of(taken, k, data.mask, room.keys[:count], room.result())
         others = taken.first(count - k)
         put_back(data.bits, others.indices, others.bits)
         return chosen
@@ -112,9 +110,7 @@ def _memory(gradient: Array) -> Array:
     return gradient.view(HALVES[kind]) if kind in HALVES else gradient
 
 
-def _accumulate(
-    kept: Kept, data: Magnitudes, gradient: Array, threshold: Any, room: Entries
-) -> tuple[int, int]:
+def _accumulate(kept: Kept, data: Magnitudes, gradient: Array, threshold: Any, room: Room) -> tuple[int, int]:
     from collectives.selection.passes import accumulate
 
     count, stop = accumulate(
@@ -126,21 +122,20 @@ def _accumulate(
         data.mask,
         min(threshold, data.infinity),
         data.infinity,
-        room.indices,
-        room.bits,
+        room.candidates.indices,
+        room.candidates.bits,
     )
     return count, stop
 
 
-def _threshold(kept: Kept, data: Magnitudes, gradient: Array, k: int) -> Any | None:
+def _threshold(kept: Kept, data: Magnitudes, gradient: Array, room: Room) -> Any | None:
     """A key that probably k entries of the sum will reach; None where a sample is of no use."""
-    size = gradient.size
+    k, size = room.k, gradient.size
     if not 0 < k <= LARGEST_SHARE * size or size < SMALL:
         return None
     from collectives.selection.passes import sample_sums
 
     starts = sample_starts(size)
-    sums = np.empty((len(starts), RUN), kept.residual.dtype)
     sample_sums(
         kept.residual,
         kept.velocity,
@@ -149,9 +144,11 @@ def _threshold(kept: Kept, data: Magnitudes, gradient: Array, k: int) -> Any | N
         data.mask,
         data.infinity,
         starts,
-        sums,
+        room.sample,
     )
-    return threshold_of_sample(sums.reshape(-1).view(data.bits.dtype) & data.mask, k, size)
+    keys = room.sample.reshape(-1).view(data.bits.dtype)
+    keys &= data.mask
+    return threshold_of_sample(keys, k, size)
 
 
 def _go_on(kept: Kept, data: Magnitudes, gradient: Array, taken: Entries, stop: int) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.accumulation import Kept, add_and_take, flat_gradient
-from collectives.selection.magnitudes import magnitudes
-from collectives.selection.topk import Entries, candidates, check_arguments
+from collectives.selection.room import Room
+from collectives.selection.topk import check_arguments
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]
@@ -76,7 +76,7 @@ class ErrorFeedback:
         self.velocity = np.zeros(size, dtype) if momentum else None
         self.momentum = momentum
         self.step = 0
-        self._room: tuple[int, Entries] | None = None
+        self._room: Room | None = None
         self._speeds: tuple[Array, Array] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
@@ -85,8 +85,7 @@ class ErrorFeedback:
         Parameters
         ----------
         gradient : array of ``size`` elements, any shape, of a dtype that the residual's can hold
-            float16 and bfloat16 (of the package ml_dtypes) are converted as they are read; others that are not of the
-            residual's dtype are copied.
+            float16, bfloat16 (of the package ml_dtypes) and float32 are converted as they are read, others before.
         k : int
 
         Returns
@@ -103,11 +102,10 @@ class ErrorFeedback:
         """
         added = flat_gradient(gradient, self.residual)
         check_arguments(k, self.residual.size, "refuse")
-        # kept from step to step: new memory costs a page fault every 4096 bytes
-        if self._room is None or self._room[0] != k:
-            self._room = (k, candidates(magnitudes(self.residual), k))
+        if self._room is None or self._room.k != k:
+            self._room = Room(self.residual, k)
         kept = Kept(self.residual, self.velocity, self.residual.dtype.type(self.momentum))
-        chosen = add_and_take(kept, added, k, self._room[1])
+        chosen = add_and_take(kept, added, self._room)
         if self.velocity is not None:
             self._speeds = (chosen.indices, self.velocity[chosen.indices])
             self.velocity[chosen.indices] = 0

@@ -38,11 +38,10 @@ def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array)
     for start in range(0, whole, BLOCK):
         if count + BLOCK > indices.size:
             return OVERFLOW
-        used = 0
-        for at in range(start, min(start + BLOCK, whole), WORD):
-            fetch(bits, at + BLOCK)
-            words[used] = reached(bits, at, mask, threshold)
-            used += 1
+        used = (min(start + BLOCK, whole) - start) // WORD
+        for q in range(used):
+            fetch(bits, start + q * WORD + BLOCK)
+            words[q] = reached(bits, start + q * WORD, mask, threshold)
         count = _pick(words[:used], bits[start:], start, indices, found, count)
     if count + BLOCK > indices.size:
         return OVERFLOW
@@ -86,16 +85,17 @@ def accumulate(
     sum_bits = sums.view(bits.dtype)
     whole = residual.size - residual.size % WORD
     for start in range(0, residual.size, BLOCK):
-        used = 0
-        for at in range(start, min(start + BLOCK, whole), WORD):
+        # a number of turns that is known beforehand: the compiler makes more of it
+        used = (min(start + BLOCK, whole) - start) // WORD
+        for q in range(used):
+            at = start + q * WORD
             fetch(residual, at + BLOCK)
             fetch(gradient, at + BLOCK)
             if velocity is not None:
                 fetch(velocity, at + BLOCK)
-            words[used] = add(
-                residual, velocity, momentum, gradient, at, sums, at - start, mask, threshold, infinity
+            words[q] = add(
+                residual, velocity, momentum, gradient, at, sums, q * WORD, mask, threshold, infinity
             )
-            used += 1
         stop = min(start + BLOCK, residual.size)
         if stop > whole:
             rest = residual.size - whole

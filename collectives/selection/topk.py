@@ -168,12 +168,13 @@ def sample_starts(size: int) -> Array:
 def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
     """The key of a sample that leaves room for its chance: four standard deviations, and four entries.
 
-    Never 0, which all entries reach.
+    Never 0, which all entries reach. The sample is reordered.
     """
     expected = k / size * len(sample)
     rank = min(len(sample), int(expected + 4 * math.sqrt(expected) + 4))
     place = len(sample) - rank
-    return max(np.partition(sample, place)[place], sample.dtype.type(1))
+    sample.partition(place)
+    return max(sample[place], sample.dtype.type(1))
 
 
 def candidates(data: Magnitudes, k: int) -> Entries:
@@ -184,20 +185,23 @@ def candidates(data: Magnitudes, k: int) -> Entries:
     return Entries(np.empty(places, index_type(data.bits.size)), np.empty(places, data.bits.dtype))
 
 
-def largest_of(entries: Entries, k: int, mask: Any) -> Entries:
-    """The k largest of some entries, in the same order; of equal ones the first.
+def largest_of(
+    entries: Entries, k: int, mask: Any, keys: Array | None = None, kept: Entries | None = None
+) -> Entries:
+    """The k largest of some entries, k > 0, in the same order; of equal ones the first.
 
-    The others are at the front of ``entries`` afterwards.
+    The others are at the front of ``entries`` afterwards. ``keys`` is room for the keys of all, and ``kept`` for the
+    result and one entry more, where there is some.
     """
-    surplus = len(entries.indices) - k
-    if not surplus:
-        return Entries(entries.indices.copy(), entries.bits.copy())
     from collectives.selection.passes import keep_largest
 
-    keys = entries.bits & mask
-    border = np.partition(keys, surplus)[surplus]
-    ties = k - int(np.count_nonzero(keys > border))
-    kept = Entries(np.empty(k + 1, entries.indices.dtype), np.empty(k + 1, entries.bits.dtype))
+    surplus = len(entries.indices) - k
+    keys = np.bitwise_and(entries.bits, mask, out=keys)
+    keys.partition(surplus)
+    border = keys[surplus]
+    ties = k - int(np.count_nonzero(keys[surplus:] > border))
+    if kept is None:
+        kept = Entries(np.empty(k + 1, entries.indices.dtype), np.empty(k + 1, entries.bits.dtype))
     keep_largest(entries.indices, entries.bits, mask, border, ties, kept.indices, kept.bits)
     return kept.first(k)
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 WORD = 64
@@ -59,9 +58,9 @@ def _store(context: Any, builder: Any, kind: Any, array: Any, start: Any, value:
 
 def _widened(context: Any, builder: Any, kind: Any, loaded: Any, wanted: Any) -> Any:
     """A gradient's elements in the residual's type; int16 is a float16's memory, uint16 a bfloat16's."""
-    if isinstance(kind, numba.types.Integer):
+    if kind in (numba.types.int16, numba.types.uint16):
         bits = builder.zext(loaded, _vector(_INTEGER))
-        loaded = _from_half(builder, bits) if kind.signed else _from_brain(builder, bits)
+        loaded = _from_half(builder, bits) if kind == numba.types.int16 else _from_brain(builder, bits)
         kind = numba.types.float32
     return loaded if kind == wanted else builder.fpext(loaded, _vector(context.get_data_type(wanted)))
 
@@ -146,11 +145,8 @@ def _fetch(types: Any, array: Any, start: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
         pointer = ir.IntType(8).as_pointer()
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [pointer, _INTEGER, _INTEGER, _INTEGER]),
-            "llvm.prefetch.p0",
-        )
+        form = ir.FunctionType(ir.VoidType(), [pointer, _INTEGER, _INTEGER, _INTEGER])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], form)
         data = context.make_array(kind)(context, builder, arguments[0]).data
         width = kind.dtype.bitwidth // 8
         for step in range(0, WORD, LINE // width):
@@ -170,9 +166,9 @@ reached = cast(Step, intrinsic(_reached))
 add = cast(Step, intrinsic(_add))
 """``add(residual, velocity, momentum, gradient, start, sums, place, mask, threshold, infinity)``.
 
-Adds ``momentum * velocity + gradient`` to the residual from ``start`` on, or the gradient where velocity is None; writes
-the sums from ``place`` on as well, and gives which of their keys are at least a threshold. Where a sum is not finite,
-residual and velocity stay as they were.
+Adds ``momentum * velocity + gradient`` to the residual from ``start`` on, or the gradient where velocity is None;
+writes the sums from ``place`` on as well, and gives which of their keys are at least a threshold. Where a sum is not
+finite, residual and velocity stay as they were.
 """
 
 fetch = cast(Step, intrinsic(_fetch))
