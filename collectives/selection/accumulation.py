@@ -176,7 +176,8 @@ def _go_on(kept: Kept, data: Magnitudes, gradient: Array, taken: Entries, stop: 
     data.bits[odd] = odd_bits
     kept.residual[stop:] = sums
     if kept.velocity is not None:
-        kept.velocity[odd] = kept.momentum * kept.velocity[odd] + step[odd]
+        with np.errstate(over="ignore"):
+            kept.velocity[odd] = kept.momentum * kept.velocity[odd] + step[odd]
         kept.velocity[stop:] = later
 
 
