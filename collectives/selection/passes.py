@@ -224,6 +224,28 @@ def histogram(bits: Array, mask: Any, shift: Any, counts: Array) -> None:
 
 
 @compiled
+def histogram_within(bits: Array, mask: Any, shift: Any, bin_shift: Any, border: Any, counts: Array) -> None:
+    """As `histogram`, of the keys in one bin, ``border``, of an earlier one; ``counts`` has the bins that divide it."""
+    first = border << (bin_shift - shift)
+    for i in range(bits.size):
+        key = bits[i] & mask
+        if key >> bin_shift == border:
+            counts[(key >> shift) - first] += 1
+
+
+@compiled
+def take(bits: Array, mask: Any, border: Any, ties: int, kept: Array) -> None:
+    """Indices of keys above one, and of the first so many that equal it; the result has one place more."""
+    count = 0
+    for i in range(bits.size):
+        key = bits[i] & mask
+        tie = (key == border) & (ties > 0)
+        kept[count] = i
+        count += (key > border) | tie
+        ties -= tie
+
+
+@compiled
 def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, candidates: Array) -> None:
     """Indices of keys that lie above a bin of the histogram, and of those in it; both buffers just fit."""
     sure = maybe = 0

@@ -31,6 +31,9 @@ SAMPLE_RUNS, RUN = 1024, 64
 
 HISTOGRAM_BITS = 11
 
+LARGEST_BIN = 1 / 4
+"""Share of the entries up to which those of one bin are listed."""
+
 Array = NDArray[Any]
 
 
@@ -207,22 +210,44 @@ def largest_of(
 
 
 def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
-    """As `select`, by a histogram of the leading bits."""
+    """As `select`, by a histogram of the leading bits; in more reads where many entries have the same ones."""
     from collectives.selection.passes import divide, histogram
 
     shift = data.width - HISTOGRAM_BITS
     counts = np.zeros((2, 1 << HISTOGRAM_BITS), np.int64)
     histogram(data.bits, data.mask, shift, counts)
-    reached = np.cumsum(counts.sum(axis=0)[::-1])
-    above = int(np.searchsorted(reached, k))
-    border = len(reached) - 1 - above
-    sure = int(reached[above - 1]) if above else 0
+    border, sure, maybe = _border(counts.sum(axis=0), k)
     index = index_type(data.bits.size)
-    certain, maybe = np.empty(sure, index), np.empty(int(reached[above]) - sure, index)
-    divide(data.bits, data.mask, shift, border, certain, maybe)
-    rest = largest_of(Entries(maybe, data.bits[maybe]), k - sure, data.mask)
+    if maybe > LARGEST_BIN * data.bits.size:
+        return _select_in_ever_smaller_bins(data, k, shift, border, sure)
+    certain, candidates = np.empty(sure, index), np.empty(maybe, index)
+    divide(data.bits, data.mask, shift, border, certain, candidates)
+    rest = largest_of(Entries(candidates, data.bits[candidates]), k - sure, data.mask)
     indices = np.sort(np.concatenate((certain, rest.indices)), kind="stable")
     return Entries(indices, data.bits[indices])
+
+
+def _border(counts: Array, k: int) -> tuple[int, int, int]:
+    """Of a histogram: the bin with the k-th largest key, the entries in the bins above it, and those in it."""
+    reached = np.cumsum(counts[::-1])
+    above = int(np.searchsorted(reached, k))
+    sure = int(reached[above - 1]) if above else 0
+    return len(counts) - 1 - above, sure, int(reached[above]) - sure
+
+
+def _select_in_ever_smaller_bins(data: Magnitudes, k: int, shift: int, border: int, sure: int) -> Entries:
+    """Find the k-th largest key itself, digit by digit: no list of candidates, which ties make as long as the data."""
+    from collectives.selection.passes import histogram_within, take
+
+    while shift:
+        next_shift = max(0, shift - HISTOGRAM_BITS)
+        counts = np.zeros(1 << (shift - next_shift), np.int64)
+        histogram_within(data.bits, data.mask, next_shift, shift, border, counts)
+        place, more, _ = _border(counts, k - sure)
+        border, sure, shift = (border << (shift - next_shift)) + place, sure + more, next_shift
+    indices = np.empty(k + 1, index_type(data.bits.size))
+    take(data.bits, data.mask, border, k - sure, indices)
+    return Entries(indices[:k], data.bits[indices[:k]])
 
 
 def index_type(size: int) -> type[np.signedinteger[Any]]:
