@@ -95,7 +95,7 @@ def add_and_take(kept: Kept, gradient: Array, room: Room) -> Entries:
         count = -1
     taken = room.candidates.first(max(count, 0))
     if count >= k > 0:
-        chosen = largest_of(taken, k, data.mask, room.keys[:count], room.result())
+        chosen = largest_of(room.candidates, count, k, data.mask, room.keys[:count], room.result())
         others = taken.first(count - k)
         put_back(data.bits, others.indices, others.bits)
         return chosen

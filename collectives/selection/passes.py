@@ -12,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.compiled import compiled, trailing_zeros
-from collectives.selection.vectors import WORD, add, fetch, reached
+from collectives.selection.vectors import SPAN, WORD, add, copy, fetch, reached
 
 BLOCK = 1024
 """Elements that are looked at together; buffers for indices need so many places more."""
 
 OVERFLOW = -1
 """Instead of a count: more entries than places."""
+
+DISTANCE = BLOCK + 4 * WORD
+"""Elements from those that are looked at to those that are fetched; a whole number of pages would crowd the cache."""
 
 AHEAD = 16
 """Places of the sample that are on their way at once: each is a miss of the caches."""
@@ -40,7 +43,7 @@ def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array)
             return OVERFLOW
         used = (min(start + BLOCK, whole) - start) // WORD
         for q in range(used):
-            fetch(bits, start + q * WORD + BLOCK)
+            fetch(bits, start + q * WORD + DISTANCE)
             words[q] = reached(bits, start + q * WORD, mask, threshold)
         count = _pick(words[:used], bits[start:], start, indices, found, count)
     if count + BLOCK > indices.size:
@@ -89,10 +92,10 @@ def accumulate(
         used = (min(start + BLOCK, whole) - start) // WORD
         for q in range(used):
             at = start + q * WORD
-            fetch(residual, at + BLOCK)
-            fetch(gradient, at + BLOCK)
+            fetch(residual, at + DISTANCE)
+            fetch(gradient, at + DISTANCE)
             if velocity is not None:
-                fetch(velocity, at + BLOCK)
+                fetch(velocity, at + DISTANCE)
             words[q] = add(
                 residual, velocity, momentum, gradient, at, sums, q * WORD, mask, threshold, infinity
             )
@@ -185,23 +188,40 @@ def sample_sums(
 
 @compiled
 def keep_largest(
-    indices: Array, bits: Array, mask: Any, border: Any, ties: int, kept: Array, kept_bits: Array
+    indices: Array,
+    bits: Array,
+    size: int,
+    mask: Any,
+    border: Any,
+    ties: int,
+    kept: Array,
+    kept_bits: Array,
 ) -> None:
-    """Of gathered entries those above a key, and the first so many that equal it; the results have one place more.
+    """Of so many gathered entries those above a key, and the first so many that equal it; -1 for all of these.
 
-    The others move to the front of the gathered ones.
+    The others move to the front of the gathered ones. All arrays have `WORD` places more than they have entries.
     """
-    count = 0
-    for i in range(indices.size):
-        index, entry = indices[i], bits[i]
-        key = entry & mask
-        tie = (key == border) & (ties > 0)
-        kept[count] = index
-        kept_bits[count] = entry
-        indices[i - count] = index
-        bits[i - count] = entry
-        count += (key > border) | tie
-        ties -= tie
+    count = others = first = 0
+    for start in range(0, size, WORD):
+        word = reached(bits, start, mask, border)
+        if ties >= 0:
+            for i in range(start, min(start + WORD, size)):
+                if bits[i] & mask == border:
+                    word ^= np.uint64(ties == 0) << np.uint64(i - start)
+                    ties -= ties > 0
+        word = ~word
+        if start + WORD > size:
+            word &= (np.uint64(1) << np.uint64(size - start)) - np.uint64(1)
+        while word != 0:
+            place = start + trailing_zeros(word)
+            _move(indices, bits, first, place - first, kept, kept_bits, count)
+            count += place - first
+            first = place + 1
+            indices[others] = indices[place]
+            bits[others] = bits[place]
+            others += 1
+            word &= word - np.uint64(1)
+    _move(indices, bits, first, size - first, kept, kept_bits, count)
 
 
 @compiled
@@ -258,6 +278,16 @@ def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, cand
             else:
                 candidates[maybe] = i
                 maybe += 1
+
+
+@compiled
+def _move(
+    indices: Array, bits: Array, first: int, length: int, kept: Array, kept_bits: Array, count: int
+) -> None:
+    """Copy a run of entries, and what follows: the next run overwrites it."""
+    for j in range(0, length, SPAN):
+        copy(indices, first + j, kept, count + j)
+        copy(bits, first + j, kept_bits, count + j)
 
 
 @compiled

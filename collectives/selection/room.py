@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.magnitudes import magnitudes
-from collectives.selection.topk import RUN, Entries, candidates, sample_starts
+from collectives.selection.topk import RUN, SPARE, Entries, candidates, sample_starts
 
 RESULTS = 3
 """Results that are kept: one that the caller still has while the next one is made, and the one whose velocities are."""
@@ -45,7 +45,7 @@ class Room:
         self._results: list[Array] = []
 
     def result(self) -> Entries:
-        """Memory for k entries and one more, which no array that anyone has looks at.
+        """Memory for k entries and `SPARE` more, which no array that anyone has looks at.
 
         Whoever has a part of it, however small, refers to the whole.
         """
@@ -54,13 +54,13 @@ class Room:
                 return self._entries(self._results[place])
         width = self.candidates.indices.itemsize + self.candidates.bits.itemsize
         # the wider ones come first, so that both are aligned
-        made = np.empty((self.k + 1) * width, np.uint8)
+        made = np.empty((self.k + SPARE) * width, np.uint8)
         self._results = [made, *self._results[: RESULTS - 1]]
         return self._entries(made)
 
     def _entries(self, memory: Array) -> Entries:
         kinds = self.candidates.indices.dtype, self.candidates.bits.dtype
         wide, narrow = sorted(kinds, key=lambda kind: -kind.itemsize)
-        middle = (self.k + 1) * wide.itemsize
+        middle = (self.k + SPARE) * wide.itemsize
         first, second = memory[:middle].view(wide), memory[middle:].view(narrow)
         return Entries(first, second) if wide == kinds[0] else Entries(second, first)

@@ -31,6 +31,9 @@ SAMPLE_RUNS, RUN = 1024, 64
 
 HISTOGRAM_BITS = 11
 
+SPARE = 64
+"""Places behind entries that may be read and written: whole vectors are."""
+
 LARGEST_BIN = 1 / 4
 """Share of the entries up to which those of one bin are listed."""
 
@@ -139,7 +142,7 @@ def select(data: Magnitudes, k: int) -> Entries:
         room = candidates(data, k)
         count = gather(data.bits, data.mask, threshold, room.indices, room.bits)
         if count >= k:
-            return largest_of(room.first(count), k, data.mask)
+            return largest_of(room, count, k, data.mask)
     return select_in_two_reads(data, k)
 
 
@@ -184,29 +187,35 @@ def candidates(data: Magnitudes, k: int) -> Entries:
     """Room for the entries that reach a sampled threshold."""
     from collectives.selection.passes import BLOCK
 
-    places = 2 * k + 4 * BLOCK
-    return Entries(np.empty(places, index_type(data.bits.size)), np.empty(places, data.bits.dtype))
+    return spacious(2 * k + 4 * BLOCK, index_type(data.bits.size), data.bits.dtype)
 
 
 def largest_of(
-    entries: Entries, k: int, mask: Any, keys: Array | None = None, kept: Entries | None = None
+    entries: Entries, size: int, k: int, mask: Any, keys: Array | None = None, kept: Entries | None = None
 ) -> Entries:
-    """The k largest of some entries, k > 0, in the same order; of equal ones the first.
+    """The k largest of the first so many entries, k > 0, in the same order; of equal ones the first.
 
     The others are at the front of ``entries`` afterwards. ``keys`` is room for the keys of all, and ``kept`` for the
-    result and one entry more, where there is some.
+    result, where there is some; ``entries`` and ``kept`` have `SPARE` places more.
     """
     from collectives.selection.passes import keep_largest
 
-    surplus = len(entries.indices) - k
-    keys = np.bitwise_and(entries.bits, mask, out=keys)
+    surplus = size - k
+    keys = np.bitwise_and(entries.bits[:size], mask, out=keys)
     keys.partition(surplus)
     border = keys[surplus]
-    ties = k - int(np.count_nonzero(keys[surplus:] > border))
+    ties = -1
+    if surplus and keys[:surplus].max() == border:
+        ties = k - int(np.count_nonzero(keys[surplus:] > border))
     if kept is None:
-        kept = Entries(np.empty(k + 1, entries.indices.dtype), np.empty(k + 1, entries.bits.dtype))
-    keep_largest(entries.indices, entries.bits, mask, border, ties, kept.indices, kept.bits)
+        kept = spacious(k, entries.indices.dtype, entries.bits.dtype)
+    keep_largest(entries.indices, entries.bits, size, mask, border, ties, kept.indices, kept.bits)
     return kept.first(k)
+
+
+def spacious(size: int, index: Any, bits: Any) -> Entries:
+    """Room for so many entries, with `SPARE` places more."""
+    return Entries(np.empty(size + SPARE, index), np.empty(size + SPARE, bits))
 
 
 def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
@@ -220,9 +229,10 @@ def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
     index = index_type(data.bits.size)
     if maybe > LARGEST_BIN * data.bits.size:
         return _select_in_ever_smaller_bins(data, k, shift, border, sure)
-    certain, candidates = np.empty(sure, index), np.empty(maybe, index)
-    divide(data.bits, data.mask, shift, border, certain, candidates)
-    rest = largest_of(Entries(candidates, data.bits[candidates]), k - sure, data.mask)
+    certain, listed = np.empty(sure, index), spacious(maybe, index, data.bits.dtype)
+    divide(data.bits, data.mask, shift, border, certain, listed.indices)
+    listed.bits[:maybe] = data.bits[listed.indices[:maybe]]
+    rest = largest_of(listed, maybe, k - sure, data.mask)
     indices = np.sort(np.concatenate((certain, rest.indices)), kind="stable")
     return Entries(indices, data.bits[indices])
 

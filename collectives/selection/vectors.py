@@ -18,6 +18,9 @@ from numba.extending import intrinsic
 WORD = 64
 """Elements of a step, and bits of what comes back."""
 
+SPAN = 16
+"""Elements that `copy` copies."""
+
 LINE = 64
 """Bytes that a processor fetches together."""
 
@@ -158,6 +161,22 @@ def _fetch(types: Any, array: Any, start: Any) -> Any:
     return numba.types.void(array, start), generate
 
 
+def _copy(types: Any, source: Any, start: Any, target: Any, place: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, _, target_kind, _ = signature.args
+        width = kind.dtype.bitwidth // 8
+        span = ir.VectorType(context.get_data_type(kind.dtype), SPAN).as_pointer()
+        read, written = (
+            builder.bitcast(builder.gep(context.make_array(of)(context, builder, array).data, [at]), span)
+            for of, array, at in ((kind, *arguments[:2]), (target_kind, *arguments[2:]))
+        )
+        builder.store(builder.load(read, align=width), written, align=width)
+        return context.get_dummy_value()
+
+    return numba.types.void(source, start, target, place), generate
+
+
 Step = Callable[..., Any]
 
 reached = cast(Step, intrinsic(_reached))
@@ -173,3 +192,6 @@ finite, residual and velocity stay as they were.
 
 fetch = cast(Step, intrinsic(_fetch))
 """``fetch(array, start)``: the processor may bring these elements near; places behind the end do no harm."""
+
+copy = cast(Step, intrinsic(_copy))
+"""``copy(source, start, target, place)``: `SPAN` elements, between arrays of one type."""
