@@ -1,7 +1,7 @@
-"""Reads of the data, each compiled to one loop: gathering, counting, dividing, adding up.
+"""Reads of the data that gather its largest entries, each compiled to one loop; and what follows on those entries.
 
-Gathering loops take `BLOCK` elements at a time: first a bit for each element that is looked for, then those are picked
-out while their block is in the nearest cache and the next one is on its way.
+They take `BLOCK` elements at a time: first a bit for each element that is looked for, then those are picked out while
+their block is in the nearest cache and the next one is on its way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from collectives.compiled import compiled, trailing_zeros
 from collectives.selection.vectors import SPAN, WORD, add, copy, fetch, reached
 
 BLOCK = 1024
-"""Elements that are looked at together; buffers for indices need so many places more."""
+"""Elements that are looked at together."""
+
+ROOM = BLOCK + WORD
+"""Places that buffers for candidates need besides those that may be filled: for a block, and for a step behind it."""
 
 OVERFLOW = -1
 """Instead of a count: more entries than places."""
@@ -33,20 +36,20 @@ Array = NDArray[Any]
 def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array) -> int:
     """Indices and bits of all keys that are at least a threshold, ascending; how many, or `OVERFLOW`.
 
-    ``indices`` and ``found`` must have `BLOCK` places more than may be filled.
+    ``indices`` and ``found`` must have `ROOM` places more than may be filled.
     """
     count = 0
     words = np.zeros(BLOCK // WORD, np.uint64)
     whole = bits.size - bits.size % WORD
     for start in range(0, whole, BLOCK):
-        if count + BLOCK > indices.size:
+        if count + ROOM > indices.size:
             return OVERFLOW
         used = (min(start + BLOCK, whole) - start) // WORD
         for q in range(used):
             fetch(bits, start + q * WORD + DISTANCE)
             words[q] = reached(bits, start + q * WORD, mask, threshold)
         count = _pick(words[:used], bits[start:], start, indices, found, count)
-    if count + BLOCK > indices.size:
+    if count + ROOM > indices.size:
         return OVERFLOW
     for i in range(whole, bits.size):
         indices[count] = i
@@ -122,12 +125,15 @@ def accumulate(
             residual[whole:] = kept[:rest]
             if velocity is not None:
                 velocity[whole:] = speed[:rest]
-        if count + BLOCK > indices.size:
+        if count + ROOM > indices.size:
             for i in range(count):
                 bits[indices[i]] = found[i]
             count = 0
             overflowed = True
             threshold = infinity
+        # where the next candidates go
+        fetch(indices, count + WORD)
+        fetch(found, count + WORD)
         before = count
         count = _pick(words[:used], sum_bits, start, indices, found, count)
         finite = True
@@ -229,55 +235,6 @@ def put_back(bits: Array, indices: Array, found: Array) -> None:
     """Write entries to their places."""
     for i in range(indices.size):
         bits[indices[i]] = found[i]
-
-
-@compiled
-def histogram(bits: Array, mask: Any, shift: Any, counts: Array) -> None:
-    """Count the keys by what is left of them after a shift to the right; ``counts`` (2, bins) is added to."""
-    even = bits.size - bits.size % 2
-    # two tables: equal neighbours would wait for each other's count
-    for i in range(0, even, 2):
-        counts[0, (bits[i] & mask) >> shift] += 1
-        counts[1, (bits[i + 1] & mask) >> shift] += 1
-    if even < bits.size:
-        counts[0, (bits[even] & mask) >> shift] += 1
-
-
-@compiled
-def histogram_within(bits: Array, mask: Any, shift: Any, bin_shift: Any, border: Any, counts: Array) -> None:
-    """As `histogram`, of the keys in one bin, ``border``, of an earlier one; ``counts`` has the bins that divide it."""
-    first = border << (bin_shift - shift)
-    for i in range(bits.size):
-        key = bits[i] & mask
-        if key >> bin_shift == border:
-            counts[(key >> shift) - first] += 1
-
-
-@compiled
-def take(bits: Array, mask: Any, border: Any, ties: int, kept: Array) -> None:
-    """Indices of keys above one, and of the first so many that equal it; the result has one place more."""
-    count = 0
-    for i in range(bits.size):
-        key = bits[i] & mask
-        tie = (key == border) & (ties > 0)
-        kept[count] = i
-        count += (key > border) | tie
-        ties -= tie
-
-
-@compiled
-def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, candidates: Array) -> None:
-    """Indices of keys that lie above a bin of the histogram, and of those in it; both buffers just fit."""
-    sure = maybe = 0
-    for i in range(bits.size):
-        place = (bits[i] & mask) >> shift
-        if place >= border:
-            if place > border:
-                certain[sure] = i
-                sure += 1
-            else:
-                candidates[maybe] = i
-                maybe += 1
 
 
 @compiled
