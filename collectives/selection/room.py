@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.magnitudes import magnitudes
-from collectives.selection.topk import RUN, SPARE, Entries, candidates, sample_starts
+from collectives.selection.topk import LARGEST_SHARE, RUN, SPARE, Entries, candidates, sample_starts
 
 RESULTS = 3
 """Results that are kept: one that the caller still has while the next one is made, and the one whose velocities are."""
@@ -39,7 +39,8 @@ class Room:
 
     def __init__(self, residual: Array, k: int) -> None:
         self.k = k
-        self.candidates = candidates(magnitudes(residual), k)
+        sampled = k <= LARGEST_SHARE * residual.size
+        self.candidates = candidates(magnitudes(residual), k if sampled else 0)
         self.keys = np.empty_like(self.candidates.bits)
         self.sample = np.empty((len(sample_starts(max(residual.size, 4 * RUN))), RUN), residual.dtype)
         self._results: list[Array] = []
