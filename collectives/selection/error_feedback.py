@@ -16,19 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.selection.magnitudes import Magnitudes, magnitudes
-from collectives.selection.topk import (
-    LARGEST_SHARE,
-    SMALL,
-    Entries,
-    candidates,
-    check_arguments,
-    largest_of,
-    refuse_nan,
-    sample_places,
-    select,
-    threshold_of_sample,
-)
+from collectives.selection.accumulation import Kept, add_and_take, flat_gradient
+from collectives.selection.room import Room
+from collectives.selection.topk import check_arguments
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]
@@ -86,14 +76,16 @@ class ErrorFeedback:
         self.velocity = np.zeros(size, dtype) if momentum else None
         self.momentum = momentum
         self.step = 0
-        self._room: tuple[int, Entries] | None = None
+        self._room: Room | None = None
+        self._speeds: tuple[Array, Array] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
         """Take in a gradient, and give out the k largest entries of what is there now.
 
         Parameters
         ----------
-        gradient : array of ``size`` elements, any shape, of a float dtype that the residual's can hold
+        gradient : array of ``size`` elements, any shape, of a dtype that the residual's can hold
+            float16, bfloat16 (of the package ml_dtypes) and float32 are converted as they are read, others before.
         k : int
 
         Returns
@@ -104,17 +96,18 @@ class ErrorFeedback:
         Raises
         ------
         UsageError
-            The gradient has another size or dtype, or a NaN: then the residual is what it was before, but for the
-            rounding of adding and taking away again. ``k`` is out of range.
+            The gradient has another size or dtype, or a NaN, or an infinity where the opposite one is kept: then the
+            residual is what it was before, but for the rounding of adding and taking away again. ``k`` is out of
+            range.
         """
-        added = self._checked(gradient, k)
-        data = magnitudes(self.residual)
-        room, count = self._accumulate(data, added, k)
-        certified = count >= k > 0
-        chosen = largest_of(room.first(count), k, data.mask) if certified else select(data, k)
-        refuse_nan(data, chosen)
-        self.residual[chosen.indices] = 0
+        added = flat_gradient(gradient, self.residual)
+        check_arguments(k, self.residual.size, "refuse")
+        if self._room is None or self._room.k != k:
+            self._room = Room(self.residual, k)
+        kept = Kept(self.residual, self.velocity, self.residual.dtype.type(self.momentum))
+        chosen = add_and_take(kept, added, self._room)
         if self.velocity is not None:
+            self._speeds = (chosen.indices, self.velocity[chosen.indices])
             self.velocity[chosen.indices] = 0
         self.step += 1
         return chosen.indices, chosen.bits.view(self.residual.dtype)
@@ -125,6 +118,52 @@ class ErrorFeedback:
         part.residual = self.residual[start:stop]
         part.velocity = None if self.velocity is None else self.velocity[start:stop]
         return part
+
+    def give_back(self, indices: Array, values: Array) -> None:
+        """Take back what `feed` gave out and nobody received: the values are added where they came from.
+
+        Straight after the step this undoes its sending exactly, for all entries or for some. With momentum, entries of
+        the last step get back the velocity that sending took from them; those of earlier steps, or given back for the
+        second time, go on with the velocity they have.
+
+        Parameters
+        ----------
+        indices : (n,) integers
+        values : (n,) array of the residual's dtype
+
+        Raises
+        ------
+        UsageError
+            An index is out of range, or the arrays do not fit; nothing has changed.
+
+        Examples
+        --------
+        >>> feedback = ErrorFeedback(3)
+        >>> feedback.give_back(*feedback.feed(np.array([1, -3, 2], np.float32), 2))
+        >>> feedback.residual.tolist()
+        [1.0, -3.0, 2.0]
+        """
+        size = self.residual.size
+        if indices.dtype.kind not in "iu" or values.dtype != self.residual.dtype:
+            raise UsageError(
+                f"{indices.dtype} indices and {values.dtype} values cannot be given back to {self.residual.dtype}; "
+                "give what feed returned"
+            )
+        if indices.ndim != 1 or indices.shape != values.shape:
+            raise UsageError(
+                f"indices of shape {indices.shape} and values of shape {values.shape} do not pair up; give as many"
+            )
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < size:
+            outside = indices[(indices < 0) | (indices >= size)]
+            raise UsageError(
+                f"index {int(outside[0])} is not among {size} elements; give back where it came from"
+            )
+        np.add.at(self.residual, indices, values)
+        if self.velocity is not None and self._speeds is not None:
+            sent, speeds = self._speeds
+            returned = np.isin(sent, indices)
+            self.velocity[sent[returned]] += speeds[returned]
+            self._speeds = (sent[~returned], speeds[~returned])
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as copies."""
@@ -155,77 +194,7 @@ class ErrorFeedback:
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
         self.residual[...] = residual
+        self._speeds = None
         if self.velocity is not None:
             self.velocity[...] = velocity
         self.step = int(state["step"])
-
-    def _checked(self, gradient: Array, k: int) -> Array:
-        """The gradient, flat and of the residual's dtype."""
-        kind = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
-        if not isinstance(gradient, np.ndarray) or not np.can_cast(
-            gradient.dtype, self.residual.dtype, "safe"
-        ):
-            raise UsageError(f"a gradient of {kind} cannot be added to {self.residual.dtype}; convert it")
-        if gradient.size != self.residual.size:
-            raise UsageError(
-                f"a gradient of {gradient.size} elements, and the residual has {self.residual.size}; "
-                "use an ErrorFeedback for each"
-            )
-        check_arguments(k, self.residual.size, "refuse")
-        return np.ascontiguousarray(gradient, self.residual.dtype).reshape(-1)
-
-    def _accumulate(self, data: Magnitudes, added: Array, k: int) -> tuple[Entries, int]:
-        """Add the gradient; entries that may be the largest, and their number, -1 if that is not known."""
-        from collectives.selection.passes import accumulate, accumulate_with_momentum
-
-        threshold = self._threshold(data, added, k)
-        wanted = threshold is not None
-        room = self._room_for(data, k if wanted else 0)
-        border = threshold if wanted else data.mask
-        if self.velocity is None:
-            count, stopped = accumulate(
-                self.residual, added, data.bits, data.mask, border, room.indices, room.bits
-            )
-        else:
-            momentum = self.residual.dtype.type(self.momentum)
-            count, stopped = accumulate_with_momentum(
-                self.residual,
-                self.velocity,
-                momentum,
-                added,
-                data.bits,
-                data.mask,
-                border,
-                room.indices,
-                room.bits,
-            )
-        if stopped >= 0:
-            self._take_back(added, stopped)
-            place = stopped + int(np.flatnonzero(np.isnan(added[stopped:]))[0])
-            raise UsageError(f"element {place} of the gradient is NaN; leave this step out, or repair it")
-        return room, count if wanted else -1
-
-    def _room_for(self, data: Magnitudes, k: int) -> Entries:
-        """Room for candidates, kept from step to step: new memory costs a page fault every 4096 bytes."""
-        if self._room is None or self._room[0] != k:
-            self._room = (k, candidates(data, k))
-        return self._room[1]
-
-    def _threshold(self, data: Magnitudes, added: Array, k: int) -> Any | None:
-        """A key that probably k entries of the sum will reach."""
-        size = added.size
-        if not 0 < k <= LARGEST_SHARE * size or size < SMALL:
-            return None
-        places = sample_places(size)
-        step = added[places]
-        if self.velocity is not None:
-            step = self.residual.dtype.type(self.momentum) * self.velocity[places] + step
-        sums = self.residual[places] + step
-        return threshold_of_sample(sums.view(data.bits.dtype) & data.mask, k, size)
-
-    def _take_back(self, added: Array, stop: int) -> None:
-        if self.velocity is None:
-            self.residual[:stop] -= added[:stop]
-            return
-        self.residual[:stop] -= self.velocity[:stop]
-        self.velocity[:stop] = (self.velocity[:stop] - added[:stop]) / self.residual.dtype.type(self.momentum)

@@ -74,13 +74,14 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
     index = index_type(flat.size)
     if k == 0:
         return np.zeros(0, index), flat[:0].copy()
-    from collectives.selection.thresholds import between, bisect
+    from collectives.selection.thresholds import between, bisect, count_band
 
     upper, lower, certain, has_nan = bisect(flat, k, samples)
     if has_nan:
         raise UsageError("the array holds NaN, which no threshold finds; repair the gradient")
-    sure, band = between(flat, upper, lower, np.empty(certain, index))
     missing = k - certain
-    offset = int(np.random.default_rng(seed).integers(0, len(band) - missing + 1))
-    indices = np.concatenate((sure, band[offset : offset + missing]))
+    band = count_band(flat, lower, certain)
+    offset = int(np.random.default_rng(seed).integers(0, band - missing + 1))
+    indices = np.empty(k, index)
+    between(flat, upper, lower, offset, indices[:certain], indices[certain:])
     return indices, flat[indices]

@@ -41,13 +41,17 @@ def bisect(x: Array, k: int, samples: int) -> tuple[float, float, int, bool]:
     return upper, lower, certain, has_nan
 
 
-def between(x: Array, upper: float, lower: float, certain: Array) -> tuple[Array, Array]:
-    """Indices of the entries that reach ``upper``, which fit into ``certain``, and of the others down to ``lower``."""
-    kind = x.dtype.type
-    room = _count(x, kind(lower)) - len(certain)
-    band = np.empty(room, certain.dtype)
-    _between(x, kind(upper), kind(lower), certain, band)
-    return certain, band
+def count_band(x: Array, lower: float, certain: int) -> int:
+    """How many entries reach a threshold, besides the certain ones."""
+    return _count(x, x.dtype.type(lower)) - certain
+
+
+def between(x: Array, upper: float, lower: float, offset: int, certain: Array, run: Array) -> None:
+    """Write the indices of the entries that reach ``upper``, which fit into ``certain``, and a run of the others.
+
+    The run fills its array with those down to ``lower``, but for the first ``offset`` of them.
+    """
+    _between(x, x.dtype.type(upper), x.dtype.type(lower), offset, certain, run)
 
 
 @compiled
@@ -80,8 +84,9 @@ def _count(x: Array, threshold: Any) -> int:
 
 
 @compiled
-def _between(x: Array, upper: Any, lower: Any, certain: Array, band: Array) -> None:
-    sure = maybe = 0
+def _between(x: Array, upper: Any, lower: Any, offset: int, certain: Array, run: Array) -> None:
+    sure = 0
+    maybe = -offset
     # upper is infinite where no entry is certain, but an entry may be infinite too
     for i in range(x.size):
         magnitude = abs(x[i])
@@ -89,6 +94,7 @@ def _between(x: Array, upper: Any, lower: Any, certain: Array, band: Array) -> N
             if magnitude >= upper and sure < certain.size:
                 certain[sure] = i
                 sure += 1
-            elif maybe < band.size:
-                band[maybe] = i
+            else:
+                if 0 <= maybe < run.size:
+                    run[maybe] = i
                 maybe += 1

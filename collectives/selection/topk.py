@@ -31,6 +31,12 @@ SAMPLE_RUNS, RUN = 1024, 64
 
 HISTOGRAM_BITS = 11
 
+SPARE = 64
+"""Places behind entries that may be read and written: whole vectors are."""
+
+LARGEST_BIN = 1 / 4
+"""Share of the entries up to which those of one bin are listed."""
+
 Array = NDArray[Any]
 
 
@@ -136,7 +142,7 @@ def select(data: Magnitudes, k: int) -> Entries:
         room = candidates(data, k)
         count = gather(data.bits, data.mask, threshold, room.indices, room.bits)
         if count >= k:
-            return largest_of(room.first(count), k, data.mask)
+            return largest_of(room, count, k, data.mask)
     return select_in_two_reads(data, k)
 
 
@@ -145,69 +151,113 @@ def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
     size = data.bits.size
     if size < SMALL or k > LARGEST_SHARE * size:
         return None
-    return threshold_of_sample(data.bits[sample_places(size)] & data.mask, k, size)
+    from collectives.selection.passes import sample_keys
+
+    starts = sample_starts(size)
+    keys = np.empty((len(starts), RUN), data.bits.dtype)
+    sample_keys(data.bits, data.mask, starts, keys)
+    return threshold_of_sample(keys.reshape(-1), k, size)
 
 
 @lru_cache(maxsize=16)
-def sample_places(size: int) -> Array:
-    """Where the sample is taken: runs of neighbours, one in each of equal parts, at places that follow no period."""
+def sample_starts(size: int) -> Array:
+    """Where the runs of a sample begin: one in each of equal parts, at places that follow no period."""
     runs = min(SAMPLE_RUNS, size // (4 * RUN))
     part = size // runs
     # the golden ratio spreads the offsets evenly whatever their number
     offsets = (np.arange(runs) * 0.6180339887498949 % 1 * (part - RUN)).astype(np.int64)
-    places: Array = ((np.arange(runs) * part + offsets)[:, None] + np.arange(RUN)).reshape(-1)
-    places.flags.writeable = False
-    return places
+    starts: Array = np.arange(runs) * part + offsets
+    starts.flags.writeable = False
+    return starts
 
 
 def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
-    """The key of a sample that leaves room for its chance: four standard deviations, and four entries."""
+    """The key of a sample that leaves room for its chance: four standard deviations, and four entries.
+
+    Never 0, which all entries reach. The sample is reordered.
+    """
     expected = k / size * len(sample)
     rank = min(len(sample), int(expected + 4 * math.sqrt(expected) + 4))
     place = len(sample) - rank
-    return np.partition(sample, place)[place]
+    sample.partition(place)
+    return max(sample[place], sample.dtype.type(1))
 
 
 def candidates(data: Magnitudes, k: int) -> Entries:
     """Room for the entries that reach a sampled threshold."""
     from collectives.selection.passes import BLOCK
 
-    places = 2 * k + 4 * BLOCK
-    return Entries(np.empty(places, index_type(data.bits.size)), np.empty(places, data.bits.dtype))
+    return spacious(2 * k + 4 * BLOCK, index_type(data.bits.size), data.bits.dtype)
 
 
-def largest_of(entries: Entries, k: int, mask: Any) -> Entries:
-    """The k largest of some entries, in the same order; of equal ones the first."""
-    surplus = len(entries.indices) - k
-    if not surplus:
-        return Entries(entries.indices.copy(), entries.bits.copy())
+def largest_of(
+    entries: Entries, size: int, k: int, mask: Any, keys: Array | None = None, kept: Entries | None = None
+) -> Entries:
+    """The k largest of the first so many entries, k > 0, in the same order; of equal ones the first.
+
+    The others are at the front of ``entries`` afterwards. ``keys`` is room for the keys of all, and ``kept`` for the
+    result, where there is some; ``entries`` and ``kept`` have `SPARE` places more.
+    """
     from collectives.selection.passes import keep_largest
 
-    keys = entries.bits & mask
-    border = np.partition(keys, surplus)[surplus]
-    ties = k - int(np.count_nonzero(keys > border))
-    kept = Entries(np.empty(k + 1, entries.indices.dtype), np.empty(k + 1, entries.bits.dtype))
-    keep_largest(entries.indices, entries.bits, mask, border, ties, kept.indices, kept.bits)
+    surplus = size - k
+    keys = np.bitwise_and(entries.bits[:size], mask, out=keys)
+    keys.partition(surplus)
+    border = keys[surplus]
+    ties = -1
+    if surplus and keys[:surplus].max() == border:
+        ties = k - int(np.count_nonzero(keys[surplus:] > border))
+    if kept is None:
+        kept = spacious(k, entries.indices.dtype, entries.bits.dtype)
+    keep_largest(entries.indices, entries.bits, size, mask, border, ties, kept.indices, kept.bits)
     return kept.first(k)
 
 
+def spacious(size: int, index: Any, bits: Any) -> Entries:
+    """Room for so many entries, with `SPARE` places more."""
+    return Entries(np.empty(size + SPARE, index), np.empty(size + SPARE, bits))
+
+
 def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
-    """As `select`, by a histogram of the leading bits."""
-    from collectives.selection.passes import divide, histogram
+    """As `select`, by a histogram of the leading bits; in more reads where many entries have the same ones."""
+    from collectives.selection.digits import divide, histogram
 
     shift = data.width - HISTOGRAM_BITS
     counts = np.zeros((2, 1 << HISTOGRAM_BITS), np.int64)
     histogram(data.bits, data.mask, shift, counts)
-    reached = np.cumsum(counts.sum(axis=0)[::-1])
-    above = int(np.searchsorted(reached, k))
-    border = len(reached) - 1 - above
-    sure = int(reached[above - 1]) if above else 0
+    border, sure, maybe = _border(counts.sum(axis=0), k)
     index = index_type(data.bits.size)
-    certain, maybe = np.empty(sure, index), np.empty(int(reached[above]) - sure, index)
-    divide(data.bits, data.mask, shift, border, certain, maybe)
-    rest = largest_of(Entries(maybe, data.bits[maybe]), k - sure, data.mask)
+    if maybe > LARGEST_BIN * data.bits.size:
+        return _select_in_ever_smaller_bins(data, k, shift, border, sure)
+    certain, listed = np.empty(sure, index), spacious(maybe, index, data.bits.dtype)
+    divide(data.bits, data.mask, shift, border, certain, listed.indices)
+    listed.bits[:maybe] = data.bits[listed.indices[:maybe]]
+    rest = largest_of(listed, maybe, k - sure, data.mask)
     indices = np.sort(np.concatenate((certain, rest.indices)), kind="stable")
     return Entries(indices, data.bits[indices])
+
+
+def _border(counts: Array, k: int) -> tuple[int, int, int]:
+    """Of a histogram: the bin with the k-th largest key, the entries in the bins above it, and those in it."""
+    reached = np.cumsum(counts[::-1])
+    above = int(np.searchsorted(reached, k))
+    sure = int(reached[above - 1]) if above else 0
+    return len(counts) - 1 - above, sure, int(reached[above]) - sure
+
+
+def _select_in_ever_smaller_bins(data: Magnitudes, k: int, shift: int, border: int, sure: int) -> Entries:
+    """Find the k-th largest key itself, digit by digit: no list of candidates, which ties make as long as the data."""
+    from collectives.selection.digits import histogram_within, take
+
+    while shift:
+        next_shift = max(0, shift - HISTOGRAM_BITS)
+        counts = np.zeros(1 << (shift - next_shift), np.int64)
+        histogram_within(data.bits, data.mask, next_shift, shift, border, counts)
+        place, more, _ = _border(counts, k - sure)
+        border, sure, shift = (border << (shift - next_shift)) + place, sure + more, next_shift
+    indices = np.empty(k + 1, index_type(data.bits.size))
+    take(data.bits, data.mask, border, k - sure, indices)
+    return Entries(indices[:k], data.bits[indices[:k]])
 
 
 def index_type(size: int) -> type[np.signedinteger[Any]]:
