@@ -1,0 +1,115 @@
+"""Synchronisation modes as one rule about clocks: how far a rank may run ahead of the slowest.
+
+A rank's clock is the number of steps it has finished. It may begin a step when its clock is at most the staleness bound
+ahead of the slowest clock, so no two clocks ever differ by more than the bound and one.
+
+- `BSP` (bulk synchronous, bound 0, the default): every step averages the gradients of all ranks. Nothing is given up;
+  every step takes as long as the slowest rank.
+- `SSP` (stale synchronous, bound s; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+  Parameter Server", NIPS 2013): gradients are added when they arrive, at most so many steps late. Replicas differ in
+  the meantime, a run does not repeat bit for bit, and the rate of learning may have to be smaller.
+- `ASP` (asynchronous, no bound): nobody waits. Convergence is promised for no staleness that is not bounded.
+- `LocalSGD` (every H steps; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019): ranks train alone
+  and average their parameters, not gradients, every H steps. H times less is sent; replicas drift apart in between, and
+  a moment that the optimiser keeps is of its own rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from topoplan.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BSP:
+    """Every step waits for all ranks."""
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a rank may be ahead; None for any number."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SSP:
+    """A rank may be so many steps ahead of the slowest.
+
+    Raises
+    ------
+    UsageError
+        The staleness is no whole number of 0 or more.
+    """
+
+    staleness: int
+
+    def __post_init__(self) -> None:
+        _check("staleness", self.staleness, least=0)
+
+    @property
+    def bound(self) -> int | None:
+        """As `BSP.bound`."""
+        return self.staleness
+
+
+@dataclass(frozen=True, slots=True)
+class ASP:
+    """Nobody waits."""
+
+    @property
+    def bound(self) -> int | None:
+        """As `BSP.bound`."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Ranks train alone, and average their parameters every so many steps.
+
+    Raises
+    ------
+    UsageError
+        The number is no whole one of 1 or more.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _check("every", self.every, least=1)
+
+    @property
+    def bound(self) -> int | None:
+        """Between two averages nobody waits; at one all do, so clocks differ by this at most."""
+        return self.every - 1
+
+    def averages_after(self, step: int) -> bool:
+        """Whether parameters are averaged when this step, counted from 0, has ended."""
+        return (step + 1) % self.every == 0
+
+
+Mode = BSP | SSP | ASP | LocalSGD
+
+
+def may_begin(clock: int, others: Iterable[int], bound: int | None) -> bool:
+    """The rule: whether a rank with this clock may begin its next step.
+
+    Parameters
+    ----------
+    clock : int
+        Steps it has finished.
+    others : iterable of int
+        Steps that the others have finished, as far as it knows.
+    bound : int or None
+
+    Examples
+    --------
+    >>> may_begin(3, [3, 1], 1), may_begin(3, [3, 2], 1), may_begin(3, [0], None)
+    (False, True, True)
+    """
+    return bound is None or all(clock - other <= bound for other in others)
+
+
+def _check(name: str, value: int, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} {value!r} must be a whole number of {least} or more")

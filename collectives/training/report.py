@@ -1,0 +1,206 @@
+"""What a person sees of a training job's exchanges: a table, and a picture of when what ran.
+
+Effective bandwidth is the gradient's bytes over the time of its exchange, waiting in line included, beside the bound
+that no plan on this machine exceeds.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
+from topoplan.errors import UsageError
+from topoplan.units import format_seconds, format_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def watch(recorder: Recorder) -> Recorder:
+    """Let `report` speak of a recorder for as long as it lives."""
+    _recorders.add(recorder)
+    return recorder
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """The exchanges of one bucket.
+
+    Parameters
+    ----------
+    key : str
+    nbytes : int
+        Of its gradient, in the last step.
+    how : str
+        Schedule of the plan, or the sparse exchange, in the last step.
+    density : float
+    exchanges : int
+    seconds : float
+        Median.
+    bandwidth, bound : float
+        GB/s; the bound is infinite where nothing is known.
+    """
+
+    key: str
+    nbytes: int
+    how: str
+    density: float
+    exchanges: int
+    seconds: float
+    bandwidth: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the exchanges of one hook or synchroniser did.
+
+    Parameters
+    ----------
+    name : str
+    ranks : int
+    steps : int
+    seconds : float
+        Of the median step.
+    exchanging, waiting : float
+        Seconds of the median step in which any exchange ran, and in which the loop stood still for one.
+    nbytes : int
+        Of all gradients that were exchanged.
+    buckets : tuple of BucketRow
+    exchanges : tuple of ExchangeRecord
+    step_records : tuple of StepRecord
+    """
+
+    name: str
+    ranks: int
+    steps: int
+    seconds: float
+    exchanging: float
+    waiting: float
+    nbytes: int
+    buckets: tuple[BucketRow, ...]
+    exchanges: tuple[ExchangeRecord, ...]
+    step_records: tuple[StepRecord, ...]
+
+    def __str__(self) -> str:
+        heads = ("bucket", "size", "plan", "density", "exchanges", "time", "GB/s", "bound")
+        rows = [
+            (
+                row.key,
+                format_size(row.nbytes),
+                row.how,
+                f"{row.density:g}",
+                str(row.exchanges),
+                format_seconds(row.seconds),
+                f"{row.bandwidth:.3g}",
+                f"{row.bound:.4g}" if math.isfinite(row.bound) else "-",
+            )
+            for row in self.buckets
+        ]
+        widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+        lines = [
+            f"{self.name} on {self.ranks} ranks, {self.steps} steps of {format_seconds(self.seconds)}: "
+            f"exchanges run for {format_seconds(self.exchanging)} of it, and the loop waits "
+            f"{format_seconds(self.waiting)}; {format_size(self.nbytes)} of gradients"
+        ]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (heads, *rows)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def plot(self, path: str | Path | None = None, *, last: int = 5) -> Figure:
+        """A picture of the last steps: what ran when, a row for each bucket.
+
+        Parameters
+        ----------
+        path : path, optional
+            Where to save it.
+        last : int
+            Steps.
+        """
+        from collectives.training.timeline import draw_timeline
+        from topoplan.plot.canvas import save_figure
+
+        figure = draw_timeline(self, last=last)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+
+def report(recorder: Recorder | None = None) -> Report:
+    """What the hook or synchroniser of this process has done so far; of several, the one that moved most.
+
+    Raises
+    ------
+    UsageError
+        Nothing has been exchanged yet.
+
+    Examples
+    --------
+    >>> recorder = Recorder("demo", ranks=2)
+    >>> recorder.add("bucket 0", 4096, recorder.now(), density=1.0, how="trees", bound=50.0)
+    >>> recorder.end_step()
+    >>> told = report(recorder)
+    >>> told.steps, told.nbytes, told.buckets[0].how
+    (1, 4096, 'trees')
+    """
+    chosen = recorder
+    if chosen is None:
+        watched = sorted(_recorders, key=lambda one: (-sum(r.nbytes for r in one.exchanges()), one.name))
+        chosen = watched[0] if watched else None
+    exchanges = [] if chosen is None else chosen.exchanges()
+    if chosen is None or not exchanges:
+        raise UsageError("no gradient has been exchanged yet; call report after some steps of training")
+    steps = chosen.steps()
+    by_key: dict[str, list[ExchangeRecord]] = {}
+    for one in exchanges:
+        by_key.setdefault(one.key, []).append(one)
+    return Report(
+        name=chosen.name,
+        ranks=chosen.ranks,
+        steps=len(steps),
+        seconds=_median([step.ended - step.started for step in steps]),
+        exchanging=_median([_busy([e for e in exchanges if e.step == step.step]) for step in steps]),
+        waiting=_median([step.waited for step in steps]),
+        nbytes=sum(one.nbytes for one in exchanges),
+        buckets=tuple(_row(key, records) for key, records in by_key.items()),
+        exchanges=tuple(exchanges),
+        step_records=tuple(steps),
+    )
+
+
+def _row(key: str, records: Sequence[ExchangeRecord]) -> BucketRow:
+    last = records[-1]
+    seconds = _median([one.seconds for one in records])
+    return BucketRow(
+        key=key,
+        nbytes=last.nbytes,
+        how=last.how,
+        density=last.density,
+        exchanges=len(records),
+        seconds=seconds,
+        bandwidth=last.nbytes / seconds / 1e9 if seconds else 0.0,
+        bound=last.bound,
+    )
+
+
+def _busy(records: Sequence[ExchangeRecord]) -> float:
+    """Seconds in which at least one of them ran."""
+    total, until = 0.0, -math.inf
+    for one in sorted(records, key=lambda each: each.started):
+        total += max(0.0, one.ended - max(one.started, until))
+        until = max(until, one.ended)
+    return total
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
