@@ -142,7 +142,8 @@ def _with_wide_network(fabric: Fabric, servers: Servers) -> Fabric:
             leaving[src] += capacity
     inside = max(nearest_float(bound) for _, bound in _server_proofs(fabric.topology, fabric.channels))
     needed = _AHEAD * inside * 2 * (count - 1) / count
-    times = needed / nearest_float(min(leaving.values()))
+    # a round number: shares are made of it
+    times = float(f"{needed / nearest_float(min(leaving.values())):.1g}")
     links = tuple(
         replace(link, bandwidth=float(f"{link.bandwidth * times:.6g}")) if link.channel == "network" else link
         for link in fabric.topology.links

@@ -1,0 +1,1 @@
+"""Training programs to start from."""

@@ -1,0 +1,174 @@
+"""Train a small convolutional network on images made here, gradients averaged by a plan.
+
+Start four processes, on CPU or, unchanged, on GPUs:
+
+    torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like
+    torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
+    torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --built-in
+
+Rank 0 prints the loss on images that were not trained on, and at the end what the exchanges did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from collectives.examples.cifar_like import images
+from collectives.training.straggler import Straggler
+
+TRAINED, TESTED = 8192, 4096
+
+
+def main() -> None:
+    """Train as the command line says."""
+    options = _parser().parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()) if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        _train(options, torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def network() -> nn.Module:
+    """Two convolutions and two layers: 137 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def _train(options: argparse.Namespace, device: torch.device) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(options.seed)
+    model = nn.parallel.DistributedDataParallel(network().to(device, dtype), bucket_cap_mb=options.bucket_mb)
+    state = None if options.built_in else _hooked(model, options)
+    shown, labels = (torch.from_numpy(part).to(device) for part in images(TRAINED, seed=1))
+    new, their_labels = (torch.from_numpy(part).to(device) for part in images(TESTED, seed=2))
+    optimiser = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=options.sgd_momentum)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.steps)
+    straggler = _straggler(options.straggler)
+    drawn = torch.Generator().manual_seed(options.seed)
+    losses = []
+    started = time.perf_counter()
+    for step in range(options.steps):
+        # every rank draws the numbers of all, and takes its own
+        numbers = torch.randint(0, TRAINED, (size, options.batch), generator=drawn)[rank].to(device)
+        loss = nn.functional.cross_entropy(model(shown[numbers].to(dtype)), labels[numbers])
+        optimiser.zero_grad()
+        if straggler is not None:
+            straggler.hold_up(rank, step, options.work)
+        time.sleep(options.work)
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+        if state is not None:
+            state.after_step(model.parameters())
+        if step % options.every == options.every - 1 or step == options.steps - 1:
+            losses.append((step + 1, _test(model.module, new.to(dtype), their_labels)))
+            if rank == 0:
+                print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
+    seconds = time.perf_counter() - started
+    if state is not None:
+        state.finish(model.parameters())
+    final = _test(model.module, new.to(dtype), their_labels)
+    if rank == 0:
+        print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
+        if state is not None:
+            from collectives import report
+
+            print(report())
+            if options.plot:
+                report().plot(options.plot)
+        if options.out:
+            told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds}
+            Path(options.out).write_text(json.dumps(told))
+
+
+def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from collectives.torch import HookState, topoplan_hook
+    from topoplan import load_plan
+
+    state = HookState(
+        load_plan(options.plan) if options.plan else None,
+        density=options.density,
+        exchange=options.exchange,
+        compress=options.compress,
+        mode=_mode(options.mode),
+    )
+    model.register_comm_hook(state, topoplan_hook)
+    return state
+
+
+def _mode(text: str):  # type: ignore[no-untyped-def]
+    from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+
+    name, _, number = text.partition(":")
+    kinds = {"bsp": BSP, "asp": ASP}
+    if name in kinds and not number:
+        return kinds[name]()
+    kinds_with_number = {"ssp": SSP, "local": LocalSGD}
+    if name in kinds_with_number and number.isdigit():
+        return kinds_with_number[name](int(number))
+    raise SystemExit(f"--mode {text!r} is none of bsp, ssp:2, asp, local:8")
+
+
+def _straggler(text: str | None) -> Straggler | None:
+    if text is None:
+        return None
+    rank, factor, first, last = text.split(",")
+    return Straggler(int(rank), float(factor), int(first), int(last))
+
+
+@torch.no_grad()
+def _test(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
+    loss = float(nn.functional.cross_entropy(model(shown), labels))
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step (default: 32)")
+    parser.add_argument("--rate", type=float, default=0.05, help="of learning (default: 0.05)")
+    parser.add_argument("--sgd-momentum", type=float, default=0.9, help="of the optimiser (default: 0.9)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
+    parser.add_argument("--bucket-mb", type=float, default=0.25, help="of DDP's buckets (default: 0.25)")
+    parser.add_argument("--plan", metavar="F.json", help="plan file (default: planned for this job)")
+    parser.add_argument("--density", type=float, help="share of the gradient that is exchanged (default: all)")
+    parser.add_argument("--exchange", default="auto", help="of sparse gradients (default: auto)")
+    parser.add_argument("--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange")
+    parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")
+    parser.add_argument("--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B")
+    parser.add_argument("--work", type=float, default=0.0, help="seconds of other work in each step (default: 0)")
+    parser.add_argument("--built-in", action="store_true", help="DDP's own allreduce")
+    parser.add_argument("--every", type=int, default=50, help="steps between tests (default: 50)")
+    parser.add_argument("--out", metavar="F.json", help="write losses and speed")
+    parser.add_argument("--plot", metavar="F.png", help="draw the last steps")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a person sees of training: records, the report's table, the picture."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator
+from collectives.training.gradient_exchange import Exchanged, GradientExchange
+from collectives.training.recorder import Recorder
+from collectives.training.report import report, watch
+from topoplan.errors import UsageError
+
+PLAN = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 5, 7])
+
+
+def trained(how: Exchanged, *, steps: int = 4) -> Recorder:
+    """A recorder after some steps with two gradients each."""
+    recorder = Recorder("test", ranks=3)
+    with Communicator(PLAN) as comm:
+        exchange = GradientExchange(comm, how, recorder)
+        for step in range(steps):
+            big = [np.full(1000, rank + step, np.float32) for rank in range(3)]
+            small = [np.full(10, rank, np.float32) for rank in range(3)]
+            handles = [exchange.start("big", big), exchange.start("small", small)]
+            with recorder.waiting():
+                results = [handle.wait() for handle in handles]
+            if how.density is None:
+                assert results[0][2][0] == 1 + step
+            recorder.end_step()
+    return recorder
+
+
+def test_a_report_counts_steps_bytes_and_exchanges_of_each_bucket() -> None:
+    told = report(trained(Exchanged()))
+    assert (told.steps, told.ranks, told.nbytes) == (4, 3, 4 * (4000 + 40))
+    assert [(row.key, row.nbytes, row.exchanges, row.density) for row in told.buckets] == [
+        ("big", 4000, 4, 1.0),
+        ("small", 40, 4, 1.0),
+    ]
+    row = told.buckets[0]
+    assert (row.how, row.bound) == (PLAN.schedule, PLAN.bound)
+    assert row.bandwidth == pytest.approx(4000 / row.seconds / 1e9)
+    assert 0 < told.exchanging <= told.seconds
+    assert 0 < told.waiting <= told.seconds
+    lines = str(told).splitlines()
+    assert lines[0].startswith("test on 3 ranks, 4 steps of ")
+    assert lines[1].split() == ["bucket", "size", "plan", "density", "exchanges", "time", "GB/s", "bound"]
+    assert lines[2].split()[:4] == ["big", "3.906KB", PLAN.schedule, "1"]
+
+
+def test_sparse_gradients_are_told_with_their_density_and_exchange() -> None:
+    told = report(trained(Exchanged(density=0.05, exchange="pairs")))
+    assert {(row.density, row.how) for row in told.buckets} == {(0.05, "pairs")}
+
+
+def test_the_density_may_depend_on_the_step() -> None:
+    recorder = trained(Exchanged(density=lambda step: 1 / 2 ** (step + 1), exchange="pairs"), steps=3)
+    assert [one.density for one in recorder.exchanges() if one.key == "big"] == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"density": 0.0}, "a density of 0.0 is not above 0"),
+        ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
+        ({"exchange": "tree"}, "exchange 'tree' is for sparse gradients"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, float], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Exchanged(**options)  # type: ignore[arg-type]
+
+
+def test_the_report_without_a_name_is_of_what_moved_most_and_forgets_the_dead() -> None:
+    quiet = watch(Recorder("quiet", ranks=2))
+    busy = watch(Recorder("busy", ranks=2))
+    quiet.add("a", 10, 0.0, density=1.0, how="trees", bound=1.0)
+    busy.add("a", 10**9, 0.0, density=1.0, how="trees", bound=1.0)
+    assert report().name == "busy"
+    del busy
+    gc.collect()
+    assert report().name != "busy"
+
+
+def test_nothing_to_report_is_said() -> None:
+    with pytest.raises(UsageError, match="no gradient has been exchanged yet"):
+        report(Recorder("idle", ranks=2))
+
+
+def test_the_picture_has_a_row_for_each_bucket_and_one_for_waiting(tmp_path: Path) -> None:
+    told = report(trained(Exchanged()))
+    figure = told.plot(tmp_path / "steps.png", last=2)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "big (3.906KB)",
+        "small (40B)",
+        "the loop waits",
+    ]
+    assert len(axes.lines) == 2
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+    with pytest.raises(UsageError, match="no figure format"):
+        told.plot(tmp_path / "steps.nothing")
+
+
+def test_only_the_last_records_are_kept() -> None:
+    recorder = Recorder("long", ranks=2, most=5)
+    for _ in range(9):
+        recorder.add("a", 1, recorder.now(), density=1.0, how="trees", bound=1.0)
+        recorder.end_step()
+    assert (
+        [one.step for one in recorder.exchanges()]
+        == [one.step for one in recorder.steps()]
+        == [4, 5, 6, 7, 8]
+    )
