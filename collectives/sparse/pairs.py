@@ -36,7 +36,7 @@ def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | Non
             "messages of a sparse allreduce have one length, which cached keys could not shorten; "
             "use a wire format without cache_keys"
         )
-    return wire.encoded_bytes_at_most(entries, size, dtype)
+    return wire.encoded_bytes_at_most(entries, size, dtype, index_dtype=index_type(size))
 
 
 def encode_entries(
