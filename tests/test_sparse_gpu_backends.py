@@ -11,7 +11,7 @@ from fake_streams import Machine
 from gpu_ranks import on_every_rank, outcome
 from numpy.typing import NDArray
 from selection_on_cpu import Launches, install_selection
-from sparse_steps import EXCHANGES, TWO_SERVERS, Step, mixed_steps, steps_of, taken
+from sparse_steps import EXCHANGES, TWO_SERVERS, Step, mixed_steps, steps_of, steps_of_each, taken
 
 from collectives import Communicator
 from collectives.wire import WireFormat
@@ -41,25 +41,25 @@ def on_one_gpu(cupy: Any, steps: list[Step]) -> Any:
         return taken(comm, steps, cupy.asarray, lambda array: array.get())
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(
-    fake: Fake, exchange: str, momentum: float
-) -> None:
-    steps = steps_of(exchange, momentum=momentum)
+def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, momentum: float) -> None:
+    steps = steps_of_each(momentum=momentum)
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
 @pytest.mark.parametrize("values", ["as given", "float16", "fixed8"])
-@pytest.mark.parametrize("exchange", EXCHANGES[1:])
-def test_wire_formats_have_the_same_bits_on_a_gpu(fake: Fake, exchange: str, values: Any) -> None:
-    steps = steps_of(exchange, count=2, wire=WireFormat(values=values, seed=3))
+def test_wire_formats_have_the_same_bits_on_a_gpu(fake: Fake, values: Any) -> None:
+    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3))
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_other_dtypes_and_a_change_of_exchange_have_the_same_bits_on_a_gpu(fake: Fake, dtype: str) -> None:
-    steps = mixed_steps(dtype)
+def test_other_dtypes_and_a_change_of_exchange_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
+    steps = [*mixed_steps("float16"), *mixed_steps("float64")]
+    assert on_one_gpu(fake[0], steps) == wanted(steps)
+
+
+def test_gradients_of_few_elements_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
+    steps = [step for size in (0, 1, 3) for step in steps_of_each(count=2, size=size)]
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
@@ -74,7 +74,7 @@ def test_ranks_with_a_gpu_each_have_the_bits_of_numpy_arrays(fake: Fake) -> None
     results, kept = wanted(steps)
     for rank, (own, own_kept) in enumerate(found):
         assert own == [[step[rank]] for step in results]
-        assert own_kept == [kept[rank]]
+        assert own_kept == [[one[rank]] for one in kept]
 
 
 def test_gradients_and_messages_stay_on_the_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,47 +87,41 @@ def test_gradients_and_messages_stay_on_the_gpu(fake: Fake, monkeypatch: pytest.
         return get(array)
 
     monkeypatch.setattr(cupy.ndarray, "get", counted)
-    for exchange in ("dense", "pairs", "servers"):
-        with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
-            for step in steps_of(exchange):
-                given = [cupy.asarray(one) for one in step.gradients]
-                comm.sparse_all_reduce(given, exchange=step.exchange, density=step.density)
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        for step in steps_of_each(("dense", "pairs", "servers")):
+            given = [cupy.asarray(one) for one in step.gradients]
+            comm.sparse_all_reduce(given, exchange=step.exchange, density=step.density, key=step.key)
     assert max(fetched) <= 40, "the state of a selection and single numbers"
     assert any(name.startswith("feedback") for name in launches.names)
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_nan_is_named_and_changes_nothing_on_a_gpu(fake: Fake, exchange: str) -> None:
+def test_a_nan_is_named_and_changes_nothing_on_a_gpu(fake: Fake) -> None:
     cupy, _ = fake
+    first, second = (step.gradients for step in steps_of("pairs", count=2))
+    second[2][[17, 400]] = np.nan
     with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
-        first, second = (step.gradients for step in steps_of(exchange, count=2))
         comm.sparse_all_reduce([cupy.asarray(one) for one in first], density=0.01, exchange="pairs")
         before = comm.sparse_state()[""]
-        second[2][[17, 400]] = np.nan
-        with pytest.raises(UsageError, match="element 17 of the gradient is NaN, on rank 2"):
-            comm.sparse_all_reduce([cupy.asarray(one) for one in second], density=0.01, exchange=exchange)
+        for exchange in EXCHANGES:
+            with pytest.raises(UsageError, match="element 17 of the gradient is NaN, on rank 2"):
+                comm.sparse_all_reduce([cupy.asarray(one) for one in second], density=0.01, exchange=exchange)
         for one, other in zip(before, comm.sparse_state()[""], strict=True):
             assert np.array_equal(one["residual"], other["residual"])
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake, exchange: str) -> None:
+def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake) -> None:
     cupy, _ = fake
-    first, second = steps_of("pairs", count=2)
+    first, second = (step.gradients for step in steps_of("tree", count=2))
     with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
-        one.sparse_all_reduce(first.gradients, density=0.02, exchange="tree")
-        other.restore_sparse_state(one.sparse_state())
-        given = [cupy.asarray(gradient) for gradient in second.gradients]
-        results = other.sparse_all_reduce(given, density=0.02, exchange=exchange)
-        again = one.sparse_all_reduce(second.gradients, density=0.02, exchange=exchange)
-        assert [result.get().tobytes() for result in results] == [result.tobytes() for result in again]
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_gradients_of_few_elements_have_the_same_bits_on_a_gpu(fake: Fake, exchange: str, size: int) -> None:
-    steps = steps_of(exchange, size=size, count=2)
-    assert on_one_gpu(fake[0], steps) == wanted(steps)
+        one.sparse_all_reduce(first, density=0.02, exchange="tree")
+        state = one.sparse_state()
+        for exchange in EXCHANGES:
+            for comm in (one, other):
+                comm.restore_sparse_state(state)
+            given = [cupy.asarray(gradient) for gradient in second]
+            results = other.sparse_all_reduce(given, density=0.02, exchange=exchange)
+            again = one.sparse_all_reduce(second, density=0.02, exchange=exchange)
+            assert [result.get().tobytes() for result in results] == [result.tobytes() for result in again]
 
 
 def test_results_go_where_they_are_asked_to_with_fewer_bits(fake: Fake) -> None:
