@@ -376,3 +376,56 @@ def test_sums_beyond_float16_are_infinite_without_a_warning(
     result = two_servers.sparse_all_reduce(given, density=1.0, exchange=exchange, key=f"large {exchange}")
     assert result[0].tolist() == [np.inf] * 5
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "fixed8", "fixed16"])
+@pytest.mark.parametrize("exchange", EXCHANGES[1:])
+def test_what_is_too_large_for_the_wire_is_sent_in_parts(
+    two_servers: Communicator, exchange: str, values: Any
+) -> None:
+    size, wire, key = 40, WireFormat(values=values), f"too large {exchange} {values}"
+    largest = {"float16": 1e6}.get(values, 1e39)
+    gradients = [np.zeros(size) for _ in range(4)]
+    gradients[1][7] = -largest
+    summed = np.zeros(size)
+    for _ in range(20 if values == "float16" else 4):
+        results = two_servers.sparse_all_reduce(
+            gradients, density=0.05, exchange=exchange, wire=wire, key=key
+        )
+        gradients = [np.zeros(size) for _ in range(4)]
+        summed += results[3]
+        assert np.isfinite(summed).all()
+        total = summed + residuals(two_servers, key)
+        np.testing.assert_allclose(total[7], -largest, rtol=1e-14)
+        assert not np.delete(total, 7).any()
+    if values == "float16":
+        assert summed[7] == -largest, "all of it, in 16 steps"
+
+
+@pytest.mark.parametrize("values", ["as given", "float16", "bfloat16"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_infinities_go_to_everybody_and_are_not_kept(
+    two_servers: Communicator, exchange: str, values: Any
+) -> None:
+    gradients = whole_numbers(4, 3)
+    gradients[2][[5, 900]] = np.inf, -np.inf
+    key = f"infinite {exchange} {values}"
+    results = two_servers.sparse_all_reduce(
+        gradients, density=0.05, exchange=exchange, wire=WireFormat(values=values), key=key
+    )
+    assert [one[[5, 900]].tolist() for one in results] == [[np.inf, -np.inf]] * 4
+    assert np.isfinite(residuals(two_servers, key)).all()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_infinities_are_refused_where_the_wire_has_no_form_for_them(
+    two_servers: Communicator, exchange: str
+) -> None:
+    gradients = whole_numbers(4, 3)
+    gradients[2][5] = -np.inf
+    key = f"no form {exchange}"
+    with pytest.raises(UsageError, match="element 5 of the gradient is infinite, on rank 2, which fixed8"):
+        two_servers.sparse_all_reduce(
+            gradients, density=0.05, exchange=exchange, wire=WireFormat(values="fixed8"), key=key
+        )
+    assert not residuals(two_servers, key).any()

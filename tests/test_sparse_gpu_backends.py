@@ -136,3 +136,18 @@ def test_results_go_where_they_are_asked_to_with_fewer_bits(fake: Fake) -> None:
         assert all(a is b for a, b in zip(results, out, strict=True))
         assert all(np.array_equal(a.get(), b.get()) for a, b in zip(out, fresh, strict=True))
         assert not any(room.get()[:, 0].any() for room in rooms)
+
+
+def test_values_beyond_the_wire_are_sent_in_parts_and_infinities_refused_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values="float16"))
+    for step in steps:
+        step.gradients[1][7] = 1e6
+    assert on_one_gpu(cupy, steps) == wanted(steps)
+    steps[0].gradients[2][9] = -np.inf
+    given = [cupy.asarray(one) for one in steps[0].gradients]
+    with (
+        Communicator(TWO_SERVERS, "loopback-gpu") as comm,
+        pytest.raises(UsageError, match="element 9 of the gradient is infinite, on rank 2"),
+    ):
+        comm.sparse_all_reduce(given, density=0.1, exchange="tree", wire=WireFormat(values="fixed16"))

@@ -91,6 +91,9 @@ class EntryArrays(Protocol):
     def first_nan(self, values: Any) -> int | None:
         """Where the first NaN is; None if there is none."""
 
+    def first_infinite(self, values: Any) -> int | None:
+        """Where the first infinity is, of values without NaN; None if there is none."""
+
     def nonzero(self, values: Any) -> Entries:
         """The entries of values that are not zero, as copies."""
 

@@ -84,9 +84,11 @@ class GpuEntryArrays:
 
     def first_nan(self, values: Any) -> int | None:
         """See `EntryArrays.first_nan`."""
-        if not values.size or not np.isnan(topk_gpu(values, 1, nan="largest")[1].get()[0]):
-            return None
-        return self._host.first_nan(values.get())
+        return self._host.first_nan(values.get()) if np.isnan(_largest(values)) else None
+
+    def first_infinite(self, values: Any) -> int | None:
+        """See `EntryArrays.first_infinite`."""
+        return self._host.first_infinite(values.get()) if np.isinf(_largest(values)) else None
 
     def nonzero(self, values: Any) -> Entries:
         """See `EntryArrays.nonzero`."""
@@ -122,6 +124,11 @@ class GpuEntryArrays:
 
     def _put(self, entries: Entries) -> Entries:
         return self._cupy.asarray(entries[0]), self._cupy.asarray(entries[1])
+
+
+def _largest(values: Any) -> float:
+    """The value of largest magnitude, or a NaN where there is one."""
+    return float(topk_gpu(values, 1, nan="largest")[1].get()[0]) if values.size else 0.0
 
 
 def _fetched(entries: Entries) -> Entries:

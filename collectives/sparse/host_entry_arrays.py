@@ -13,7 +13,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.selection.error_feedback import ErrorFeedback
 from collectives.sparse.entry_arrays import Encoded, Entries
 from collectives.sparse.merging import largest_entries, merged
-from collectives.sparse.pairs import decode_entries, encode_entries
+from collectives.sparse.pairs import decode_entries, encode_entries, within
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -83,6 +83,12 @@ class HostEntryArrays:
             return None
         return int(np.flatnonzero(np.isnan(values))[0])
 
+    def first_infinite(self, values: Array) -> int | None:
+        """See `EntryArrays.first_infinite`."""
+        if not values.size or not (np.isinf(values.max()) or np.isinf(values.min())):
+            return None
+        return int(np.flatnonzero(np.isinf(values))[0])
+
     def nonzero(self, values: Array) -> Entries:
         """See `EntryArrays.nonzero`."""
         indices = np.flatnonzero(values)
@@ -98,11 +104,15 @@ class HostEntryArrays:
     ) -> Encoded:
         """See `EntryArrays.encode`."""
         indices, values = entries
-        message = encode_entries(indices, values, size=size, wire=wire, rank=rank, step=step)
         if wire is None or wire.lossless_for(values.dtype):
+            message = encode_entries(indices, values, size=size, wire=wire, rank=rank, step=step)
             return Encoded(message, entries, None)
+        # what a format cannot hold is told another time
+        sent = within(values, wire)
+        message = encode_entries(indices, sent, size=size, wire=wire, rank=rank, step=step)
         told = decode_entries(message, size=size, dtype=values.dtype.name, wire=wire)
-        return Encoded(message, told, (indices, values - told[1]))
+        lost = np.subtract(values, told[1], where=np.isfinite(values), out=np.zeros_like(values))
+        return Encoded(message, told, (indices, lost))
 
     def decode(self, message: Array, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         """See `EntryArrays.decode`."""

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
+LARGEST = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": float(np.finfo(np.float16).max),
+    "bfloat16": float.fromhex("0x1.fep127"),
+    "fixed8": 2.0**127,
+    "fixed16": 2.0**127,
+}
+"""The largest magnitude that a format holds without turning it into infinity, or refusing it."""
+
 
 def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
     """Bytes of a message with entries of a gradient of so many elements.
@@ -49,6 +58,19 @@ def encode_entries(
     encoded = wire.encode(indices, values, size, step=step, stream=rank)
     message[: len(encoded)] = encoded
     return message
+
+
+def within(values: Array, wire: WireFormat) -> Array:
+    """Values as near as a rounding format comes to them: larger ones are cut, infinite ones stay.
+
+    Examples
+    --------
+    >>> from collectives.wire import WireFormat
+    >>> within(np.float32([3, 1e6, -np.inf]), WireFormat(values="float16")).tolist()
+    [3.0, 65504.0, -inf]
+    """
+    most = LARGEST[wire.values]
+    return np.where(np.isfinite(values), np.clip(values, -most, most), values)
 
 
 def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:

@@ -123,6 +123,8 @@ class SparseCollective:
         gradients = dict(zip(backend.ranks, lines, strict=True))
         if len(lines) > 1 or chosen.exchange in ("dense", "servers"):
             self._refuse_nan(gradients)  # else a rank notices its own before anything has happened
+        if wire is not None and wire.values.startswith("fixed"):
+            self._refuse_infinite(gradients, wire)
         about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {density} by {chosen.exchange}"
         if wire is not None:
             about += f", {wire.values} {wire.indices}"
@@ -241,6 +243,15 @@ class SparseCollective:
             if place is not None:
                 raise UsageError(
                     f"element {place} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
+                )
+
+    def _refuse_infinite(self, gradients: Mapping[int, Any], wire: WireFormat) -> None:
+        for rank, line in gradients.items():
+            place = self._arrays.first_infinite(self._arrays.values(line))
+            if place is not None:
+                raise UsageError(
+                    f"element {place} of the gradient is infinite, on rank {rank}, which {wire.values} has no "
+                    "form for; send such gradients as float16 or as given"
                 )
 
     def _finished(self, asked: SparseRequest, place: int, total: Any) -> Any:
