@@ -77,6 +77,23 @@ def test_ranks_with_a_gpu_each_have_the_bits_of_numpy_arrays(fake: Fake) -> None
         assert own_kept == [[one[rank]] for one in kept]
 
 
+def test_bfloat16_is_kept_in_float32_and_rounded_once_on_a_gpu(fake: Fake) -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own").bfloat16
+    cupy, _ = fake
+    with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
+        for step in mixed_steps():
+            given = [gradient.astype(bfloat16) for gradient in step.gradients]
+            results = one.sparse_all_reduce(
+                [cupy.asarray(gradient) for gradient in given], density=0.3, exchange=step.exchange
+            )
+            wanted = other.sparse_all_reduce(
+                [gradient.astype(np.float32) for gradient in given], density=0.3, exchange=step.exchange
+            )
+            for found, total in zip(results, wanted, strict=True):
+                assert found.dtype == bfloat16
+                assert found.get().tobytes() == total.astype(bfloat16).tobytes()
+
+
 def test_gradients_and_messages_stay_on_the_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     cupy, launches = fake
     fetched = []

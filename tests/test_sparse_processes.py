@@ -23,6 +23,7 @@ def outcome(results: list[Any]) -> list[Any]:
     for one in results:
         if isinstance(one, BaseException):
             raise one
+        assert one is not None, "a rank's thread ended otherwise"
     return results
 
 
@@ -47,7 +48,7 @@ def broken(how: str, rank: int) -> Array:
         raise UsageError("this rank has something else to do")
     gradient = whole_numbers(rank, 3)
     if rank == 2:
-        gradient[5] = np.nan
+        gradient[SIZE - 1] = np.nan
     return gradient
 
 
@@ -82,7 +83,7 @@ OTHER_CALLS: dict[str, dict[str, Any]] = {
 def test_ranks_that_mean_another_call_are_refused_before_anything_is_exchanged(
     exchange: str, different: str
 ) -> None:
-    def body(comm: Communicator, rank: int) -> None:
+    def body(comm: Communicator, rank: int) -> tuple[Array, Array]:
         usual = {"density": 0.05, "exchange": exchange, "key": "this"}
         for key in ("this", "other"):
             comm.sparse_all_reduce(whole_numbers(rank, 0), density=0.05, exchange="pairs", key=key)
@@ -90,7 +91,8 @@ def test_ranks_that_mean_another_call_are_refused_before_anything_is_exchanged(
         before, gradient = kept(comm, asked["key"]), whole_numbers(rank, 1)
         with pytest.raises(BackendError, match="the peer runs another collective"):
             comm.sparse_all_reduce(gradient, **asked)
-        after = kept(comm, asked["key"])
-        assert np.array_equal(after, before if asked["exchange"] == "servers" else before + gradient)
+        wanted = before if asked["exchange"] == "servers" else before + gradient
+        return kept(comm, asked["key"]), wanted
 
-    outcome(in_threads(TWO_SERVERS, body))
+    for after, wanted in outcome(in_threads(TWO_SERVERS, body)):
+        assert np.array_equal(after, wanted)

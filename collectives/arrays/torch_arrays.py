@@ -196,7 +196,8 @@ class TorchArrays:
 
     def put(self, target: torch.Tensor, values: NDArray[Any]) -> None:
         """See `ArrayLibrary.put`."""
-        target.detach().copy_(torch.from_numpy(values))
+        with torch.inference_mode():  # as in `copy`
+            target.copy_(torch.from_numpy(values))
 
     def divide(self, total: torch.Tensor, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""

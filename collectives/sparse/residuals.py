@@ -26,6 +26,20 @@ class Residuals:
     whole : Feedback
     fresh : bool
         It is all zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from collectives.arrays.numpy_arrays import NumpyArrays
+    >>> from collectives.selection.error_feedback import ErrorFeedback
+    >>> from collectives.sparse.entry_arrays import entry_arrays
+    >>> arrays, kept = entry_arrays(NumpyArrays()), Residuals("", ErrorFeedback(4), fresh=True)
+    >>> kept.hand_over([(0, 2)], arrays)
+    []
+    >>> kept.part(0, 2).feed(np.float32([7, 5]), 1)[0].tolist(), kept.whole.residual.tolist()
+    ([0], [0.0, 5.0, 0.0, 0.0])
+    >>> [(one, indices.tolist(), values.tolist()) for one, (indices, values) in kept.hand_over([(2, 4)], arrays)]
+    [((0, 2), [1], [5.0])]
     """
 
     def __init__(self, name: str, whole: Feedback, *, fresh: bool) -> None:

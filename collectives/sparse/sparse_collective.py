@@ -121,11 +121,13 @@ class SparseCollective:
         backend = self._execution.backend
         lines = [self._arrays.widened(one, asked.dtype) for one in asked.inputs]
         gradients = dict(zip(backend.ranks, lines, strict=True))
-        if len(lines) > 1 or chosen.exchange in ("dense", "servers"):
-            self._refuse_nan(gradients)  # else a rank notices its own before anything has happened
+        if (
+            len(lines) > 1 or chosen.exchange != "pairs"
+        ):  # else the rank notices it before anything has happened
+            self._refuse_nan(gradients)
         if wire is not None and wire.values.startswith("fixed"):
             self._refuse_infinite(gradients, wire)
-        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {density} by {chosen.exchange}"
+        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {float(density)} by {chosen.exchange}"
         if wire is not None:
             about += f", {wire.values} {wire.indices}"
         if residuals[0].name:
