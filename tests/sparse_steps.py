@@ -71,14 +71,21 @@ def rounded_steps() -> list[Step]:
 
 
 def as_it_is(array: Array) -> Array:
-    """For back ends that take numpy arrays."""
+    """For back ends that give numpy arrays."""
     return array
+
+
+def read_only(array: Array) -> Array:
+    """For back ends that take numpy arrays, which they are not to change."""
+    seen = array[:]
+    seen.flags.writeable = False
+    return seen
 
 
 def of_each_rank(steps: list[Step]) -> list[list[Any]]:
     """What `taken` gives on every rank that is alone in its process, by the loopback back end."""
     with Communicator(TWO_SERVERS) as comm:
-        results, kept = taken(comm, steps, as_it_is, as_it_is)
+        results, kept = taken(comm, steps, read_only, as_it_is)
     return [[[[one[rank]] for one in results], [[one[rank]] for one in kept]] for rank in comm.ranks]
 
 

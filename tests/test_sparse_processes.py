@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from sparse_steps import EXCHANGES, TWO_SERVERS, as_it_is, of_each_rank, steps_of_each, taken
+from sparse_steps import EXCHANGES, TWO_SERVERS, as_it_is, of_each_rank, read_only, steps_of_each, taken
 from tcp_jobs import in_threads
 
 from collectives import Communicator
@@ -38,7 +38,7 @@ def kept(comm: Communicator, key: str = "") -> Array:
 
 def test_every_exchange_gives_and_keeps_loopbacks_bits_over_tcp() -> None:
     steps = steps_of_each()
-    found = outcome(in_threads(TWO_SERVERS, lambda comm, rank: taken(comm, steps, as_it_is, as_it_is)))
+    found = outcome(in_threads(TWO_SERVERS, lambda comm, rank: taken(comm, steps, read_only, as_it_is)))
     assert [list(one) for one in found] == of_each_rank(steps)
 
 
