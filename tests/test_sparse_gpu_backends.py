@@ -15,7 +15,7 @@ from sparse_steps import EXCHANGES, TWO_SERVERS, Step, mixed_steps, steps_of, st
 
 from collectives import Communicator
 from collectives.wire import WireFormat
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 Array = NDArray[Any]
 Fake = tuple[Any, Launches]
@@ -168,3 +168,41 @@ def test_values_beyond_the_wire_are_sent_in_parts_and_infinities_refused_on_a_gp
         pytest.raises(UsageError, match="element 9 of the gradient is infinite, on rank 2"),
     ):
         comm.sparse_all_reduce(given, density=0.1, exchange="tree", wire=WireFormat(values="fixed16"))
+
+
+def test_calls_in_the_background_follow_one_another_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    steps = mixed_steps()
+    with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
+        handles = [
+            one.sparse_all_reduce(
+                [cupy.asarray(gradient) for gradient in step.gradients],
+                density=0.05,
+                exchange=step.exchange,
+                async_op=True,
+            )
+            for step in steps
+        ]
+        for step, handle in zip(steps, handles, strict=True):
+            total = other.sparse_all_reduce(step.gradients, density=0.05, exchange=step.exchange)
+            assert [found.get().tobytes() for found in handle.wait()] == [line.tobytes() for line in total]
+
+
+@pytest.mark.parametrize("exchange", ["pairs", "dense", "balanced"])
+def test_gpus_that_are_let_down_keep_what_was_not_summed(fake: Fake, exchange: str) -> None:
+    cupy, _ = fake
+    first, second = (
+        [np.round(gradient * 50) for gradient in step.gradients] for step in steps_of("pairs", count=2)
+    )
+
+    def task(comm: Communicator, rank: int) -> tuple[Array, Array]:
+        comm.sparse_all_reduce(cupy.asarray(first[rank]), density=0.05, exchange="tree")
+        before = comm.sparse_state()[""][0]["residual"]
+        with pytest.raises(BackendError, match="the peer runs another collective"):
+            comm.sparse_all_reduce(
+                cupy.asarray(second[rank]), density=0.06 if rank == 1 else 0.05, exchange=exchange
+            )
+        return before + second[rank], comm.sparse_state()[""][0]["residual"]
+
+    for wanted, kept in outcome(on_every_rank(cupy, TWO_SERVERS, task)):
+        assert np.array_equal(wanted, kept)

@@ -24,10 +24,8 @@ LARGEST = {
     "float32": float(np.finfo(np.float32).max),
     "float16": float(np.finfo(np.float16).max),
     "bfloat16": float.fromhex("0x1.fep127"),
-    "fixed8": 2.0**127,
-    "fixed16": 2.0**127,
 }
-"""The largest magnitude that a format holds without turning it into infinity, or refusing it."""
+"""The largest magnitude that a format does not turn into infinity."""
 
 
 def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
@@ -69,7 +67,9 @@ def within(values: Array, wire: WireFormat) -> Array:
     >>> within(np.float32([3, 1e6, -np.inf]), WireFormat(values="float16")).tolist()
     [3.0, 65504.0, -inf]
     """
-    most = LARGEST[wire.values]
+    from collectives.wire.fixed_point import LARGEST as LARGEST_FIXED
+
+    most = LARGEST.get(wire.values, LARGEST_FIXED)
     return np.where(np.isfinite(values), np.clip(values, -most, most), values)
 
 
