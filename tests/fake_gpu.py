@@ -182,6 +182,10 @@ def fake_cupy(machine: Machine) -> ModuleType:
             self.data = type("Memory", (), {"ptr": host.ctypes.data})()
 
         def __getitem__(self, key: Any) -> ndarray:
+            if isinstance(key, ndarray):
+                made = empty(key.shape, self.dtype)
+                current().do(lambda: np.copyto(made.host, self.host[key.host]))
+                return made
             return ndarray(self.host[key], self.device.id)
 
         def __setitem__(self, key: Any, value: Any) -> None:
@@ -236,6 +240,10 @@ def fake_cupy(machine: Machine) -> ModuleType:
         made = empty(array.shape, array.dtype)
         made[...] = array
         return made
+
+    def flatnonzero(array: ndarray) -> ndarray:
+        current().synchronize()
+        return asarray(np.flatnonzero(array.host))
 
     class RawModule:
         def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
@@ -298,6 +306,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         zeros=zeros,
         asarray=asarray,
         ascontiguousarray=ascontiguousarray,
+        flatnonzero=flatnonzero,
         RawModule=RawModule,
         __version__="14.0.0 (fake)",
         __spec__=ModuleSpec("cupy", None),

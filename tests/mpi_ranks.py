@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from hand_plans import forest_plan
+from sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
 from torch_ranks import Case, cases, collective_of, digest, inputs
 
 from collectives import Communicator
@@ -43,7 +44,7 @@ def chosen(form: str, size: int) -> list[Case]:
 
 
 def results(form: str) -> dict[str, Any]:
-    """Digests of this rank's results, by case."""
+    """Digests of this rank's results, by case; "sparse" are those of sparse allreduces on four ranks."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -54,7 +55,11 @@ def results(form: str) -> dict[str, Any]:
         part = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
         if part != MPI.COMM_NULL:
             backends[size] = MpiBackend(part, timeout=60, **FORMS[form](size))
-    found = {repr(case): _run(case, backends[case.ranks]) for case in listed if case.ranks in backends}
+    found: dict[str, Any] = {
+        repr(case): _run(case, backends[case.ranks]) for case in listed if case.ranks in backends
+    }
+    if 4 in backends:
+        found["sparse"] = taken(Communicator(TWO_SERVERS, backends[4]), steps_of_each(), read_only, as_it_is)
     for backend in backends.values():
         backend.close()
         backend.close()

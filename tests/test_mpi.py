@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from faults.mpi import Round, one_round
 from mpi_ranks import chosen
+from sparse_steps import of_each_rank, steps_of_each
 from torch_ranks import expected
 
 from collectives.backends.mpi.launch import mpiexec_command, run_mpi
@@ -54,6 +55,7 @@ def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_p
     assert len(listed) > 50
     for case in listed:
         assert [one[repr(case)] for one in found[: case.ranks]] == expected(case), case
+    assert [one["sparse"] for one in found[:4]] == of_each_rank(steps_of_each())
 
 
 @pytest.fixture(scope="module", params=["shared", "messages", "mixed"])

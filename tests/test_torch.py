@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hand_plans import forest_plan
+from sparse_steps import TWO_SERVERS, as_it_is, of_each_rank, rounded_steps, steps_of_each, taken
 from torch_ranks import cases, expected
 
 from collectives import Communicator
@@ -90,6 +91,18 @@ def test_bfloat16_is_added_divided_and_compared(told: Told) -> None:
         assert one["tensors"]["bfloat16"] == [6.0 * (i % 7) + 15 for i in range(100)]
         assert one["tensors"]["average"] == [i % 7 + 2.5 for i in range(100)]
         assert one["tensors"]["largest"] == [i % 7 + 5.0 for i in range(100)]
+
+
+def test_sparse_allreduces_and_what_they_keep_are_loopbacks_bit_for_bit(told: Told) -> None:
+    four = [one["sparse"] for one in told[RANKS - 4 :]]
+    assert [whole for whole, _ in four] == of_each_rank(steps_of_each())
+
+    def half(array: Any) -> Any:
+        return torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy()
+
+    with Communicator(TWO_SERVERS) as comm:
+        rounded, _ = taken(comm, rounded_steps(), as_it_is, half)
+    assert [bits for _, bits in four] == [[[one[rank]] for one in rounded] for rank in range(4)]
 
 
 def test_tensors_that_require_grad_are_read_and_written_and_results_are_detached(told: Told) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from hand_plans import forest_plan
 from numpy.typing import NDArray
+from sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
 
 from collectives import Communicator
 from topoplan.errors import BackendError, UsageError
@@ -145,6 +146,7 @@ def results(rank: int, size: int) -> dict[str, Any]:
         "digests": {number: found for number, found in digests.items() if found},
         "batched": batched(mine[size]),
         "tensors": tensors(mine[size]),
+        "sparse": sparse(mine[4]) if 4 in mine else None,
         "in flight": in_flight(size),
         "disagreements": disagreements(rank, size),
     }
@@ -212,6 +214,19 @@ def tensors(backend: Any) -> dict[str, Any]:
         "total": [total.tolist(), total.requires_grad],
         "inference": made.tolist(),
     }
+
+
+def sparse(backend: Any) -> list[Any]:
+    """Sparse allreduces of four ranks: of float32, and the bits that bfloat16 gradients give."""
+    import torch
+
+    def half(array: NDArray[Any]) -> Any:
+        return torch.from_numpy(array).to(torch.bfloat16)
+
+    comm = Communicator(TWO_SERVERS, backend)
+    whole = taken(comm, steps_of_each(), torch.from_numpy, lambda tensor: tensor.numpy())
+    bits = taken(comm, rounded_steps(), half, lambda tensor: tensor.view(torch.int16).numpy())
+    return [whole, bits[0]]
 
 
 def in_flight(size: int) -> list[list[int]]:

@@ -199,11 +199,19 @@ class CupyArrays:
             stream.synchronize()
             return made
 
+    def wrapped(self, values: NDArray[Any]) -> Any:
+        """See `ArrayLibrary.wrapped`: always a copy."""
+        return self.of(values)
+
     def values(self, array: Any) -> NDArray[Any]:
         """See `ArrayLibrary.values`."""
         with self.here():
             found: NDArray[Any] = array.get()
             return found
+
+    def by_numpy(self, array: Any) -> bool:
+        """See `ArrayLibrary.by_numpy`."""
+        return False
 
     def put(self, target: Any, values: NDArray[Any]) -> None:
         """See `ArrayLibrary.put`."""

@@ -68,11 +68,17 @@ class ArrayLibrary(Protocol[Array]):
     def of(self, values: NDArray[Any]) -> Array:
         """A new array of this kind with the values and dtype of a numpy array."""
 
+    def wrapped(self, values: NDArray[Any]) -> Array:
+        """An array of this kind with the values of a numpy array that is given up, in its memory where that can be."""
+
     def values(self, array: Array) -> NDArray[Any]:
         """The values as a numpy array."""
 
+    def by_numpy(self, array: Array) -> bool:
+        """Whether `values` are the array's own memory."""
+
     def put(self, target: Array, values: NDArray[Any]) -> None:
-        """Put the elements of a numpy array into an array of the same shape and dtype."""
+        """Put the elements of a numpy array into an array of the same shape, in its dtype."""
 
     def divide(self, total: Array, ranks: int) -> None:
         """Turn a sum into an average in place, integers truncated towards zero."""

@@ -90,9 +90,17 @@ class NumpyArrays:
         """See `ArrayLibrary.of`."""
         return values.copy()
 
+    def wrapped(self, values: AnyArray) -> AnyArray:
+        """See `ArrayLibrary.wrapped`."""
+        return values
+
     def values(self, array: AnyArray) -> AnyArray:
         """See `ArrayLibrary.values`."""
         return array
+
+    def by_numpy(self, array: AnyArray) -> bool:
+        """See `ArrayLibrary.by_numpy`."""
+        return True
 
     def put(self, target: AnyArray, values: AnyArray) -> None:
         """See `ArrayLibrary.put`."""

@@ -181,14 +181,23 @@ class TorchArrays:
         """See `ArrayLibrary.of`."""
         return torch.from_numpy(values.copy()).to(self.devices[0])
 
+    def wrapped(self, values: NDArray[Any]) -> torch.Tensor:
+        """See `ArrayLibrary.wrapped`."""
+        return torch.from_numpy(values).to(self.devices[0])
+
     def values(self, array: torch.Tensor) -> NDArray[Any]:
         """See `ArrayLibrary.values`; bfloat16 as float32."""
         here = array.detach().cpu()
         return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 
+    def by_numpy(self, array: torch.Tensor) -> bool:
+        """See `ArrayLibrary.by_numpy`."""
+        return by_numpy(array)
+
     def put(self, target: torch.Tensor, values: NDArray[Any]) -> None:
         """See `ArrayLibrary.put`."""
-        target.detach().copy_(torch.from_numpy(values))
+        with torch.inference_mode():  # as in `copy`
+            target.copy_(torch.from_numpy(values))
 
     def divide(self, total: torch.Tensor, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""

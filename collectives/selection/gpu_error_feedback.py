@@ -122,6 +122,14 @@ class GpuErrorFeedback:
         """
         add_entries_gpu(self.residual, indices, values)
 
+    def part(self, start: int, stop: int) -> GpuErrorFeedback:
+        """The feedback of some neighbouring elements, which works on this one's memory and counts its own steps."""
+        device = int(self.residual.device.id)
+        part = GpuErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum, device=device)
+        part.residual = self.residual[start:stop]
+        part.velocity = None if self.velocity is None else self.velocity[start:stop]
+        return part
+
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as numpy copies: `ErrorFeedback` can go on from it, and the other way round."""
         with self._cupy.cuda.Device(self.residual.device.id):

@@ -57,8 +57,8 @@ class Explanation:
 def choose(exchange: str, seconds: Mapping[str, float], *, sparse: bool) -> str:
     """The exchange that is wanted, or for "auto" the quickest, and dense where nothing is sparse.
 
-    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave as
-    many entries as one rank gives, where three phases leave those of every server.
+    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave
+    as many entries as one rank gives, where three phases leave those of every server.
 
     Raises
     ------

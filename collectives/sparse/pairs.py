@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
+LARGEST = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": float(np.finfo(np.float16).max),
+    "bfloat16": float.fromhex("0x1.fep127"),
+}
+"""The largest magnitude that a format does not turn into infinity."""
+
 
 def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
     """Bytes of a message with entries of a gradient of so many elements.
@@ -36,7 +43,7 @@ def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | Non
             "messages of a sparse allreduce have one length, which cached keys could not shorten; "
             "use a wire format without cache_keys"
         )
-    return wire.encoded_bytes_at_most(entries, size, dtype)
+    return wire.encoded_bytes_at_most(entries, size, dtype, index_dtype=index_type(size))
 
 
 def encode_entries(
@@ -49,6 +56,21 @@ def encode_entries(
     encoded = wire.encode(indices, values, size, step=step, stream=rank)
     message[: len(encoded)] = encoded
     return message
+
+
+def within(values: Array, wire: WireFormat) -> Array:
+    """Values as near as a rounding format comes to them: larger ones are cut, infinite ones stay.
+
+    Examples
+    --------
+    >>> from collectives.wire import WireFormat
+    >>> within(np.float32([3, 1e6, -np.inf]), WireFormat(values="float16")).tolist()
+    [3.0, 65504.0, -inf]
+    """
+    from collectives.wire.fixed_point import LARGEST as LARGEST_FIXED
+
+    most = LARGEST.get(wire.values, LARGEST_FIXED)
+    return np.where(np.isfinite(values), np.clip(values, -most, most), values)
 
 
 def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:

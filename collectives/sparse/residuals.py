@@ -2,64 +2,97 @@
 
 An element's residual lies where the element lies in the gradient, whichever exchange runs, so the exchange may change
 from step to step. Where ranks sum inside servers first, only the owner of a part has a residual there. What other
-exchanges have left elsewhere, `handed_over` puts into the sum.
+exchanges have left elsewhere, `hand_over` puts into the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from numpy.typing import NDArray
+from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
 
-from collectives.selection.error_feedback import ErrorFeedback
-
-Array = NDArray[Any]
 Range = tuple[int, int]
+Handed = list[tuple[Range, Entries]]
+"""Ranges of a gradient, and entries in them that count from their beginnings."""
 
 
 class Residuals:
-    """One `ErrorFeedback`, and parts of it.
+    """One `Feedback`, and parts of it.
 
     Parameters
     ----------
-    whole : ErrorFeedback
+    name : str
+        Of the gradient.
+    whole : Feedback
+    fresh : bool
+        It is all zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from collectives.arrays.numpy_arrays import NumpyArrays
+    >>> from collectives.selection.error_feedback import ErrorFeedback
+    >>> from collectives.sparse.entry_arrays import entry_arrays
+    >>> arrays, kept = entry_arrays(NumpyArrays()), Residuals("", ErrorFeedback(4), fresh=True)
+    >>> kept.hand_over([(0, 2)], arrays)
+    []
+    >>> kept.part(0, 2).feed(np.float32([7, 5]), 1)[0].tolist(), kept.whole.residual.tolist()
+    ([0], [0.0, 5.0, 0.0, 0.0])
+    >>> [(one, indices.tolist(), values.tolist()) for one, (indices, values) in kept.hand_over([(2, 4)], arrays)]
+    [((0, 2), [1], [5.0])]
     """
 
-    def __init__(self, whole: ErrorFeedback) -> None:
+    def __init__(self, name: str, whole: Feedback, *, fresh: bool) -> None:
+        self.name = name
         self.whole = whole
-        self._parts: dict[Range, ErrorFeedback] = {}
-        self._owned: frozenset[Range] | None = None
+        self._parts: dict[Range, Feedback] = {}
+        self._owned: frozenset[Range] | None = frozenset() if fresh else None
 
-    def part(self, start: int, stop: int) -> ErrorFeedback:
+    def part(self, start: int, stop: int) -> Feedback:
         """The feedback of some elements, the same object each time."""
         if (start, stop) not in self._parts:
             self._parts[start, stop] = self.whole.part(start, stop)
         return self._parts[start, stop]
 
+    @property
+    def empty(self) -> bool:
+        """Whether it is known that nothing is kept."""
+        return self._owned == frozenset()
+
+    def emptied(self) -> None:
+        """Nothing is kept any more."""
+        self._owned = frozenset()
+
     def changed(self) -> None:
         """Residuals may lie anywhere from now on."""
         self._owned = None
 
-    def handed_over(self, gradient: Array, owned: Sequence[Range]) -> Array | None:
-        """The gradient with what the residual holds outside the parts that this rank owns, which it then gives up.
+    def hand_over(self, owned: Sequence[Range], arrays: EntryArrays) -> Handed:
+        """What the residual holds outside the parts that this rank owns, and gives up here.
 
-        None where there is nothing. The velocities there are given up as well: owners have their own.
+        The velocities there are given up as well: owners have their own.
         """
         kept = frozenset(owned)
-        if self._owned == kept:
-            return None
-        self._owned = kept
-        given = None
-        for start, stop in _between(sorted(kept), gradient.size):
+        before, self._owned = self._owned, kept
+        if before is not None and before <= kept:
+            return []
+        handed = []
+        for start, stop in _between(sorted(kept), self.whole.residual.size):
             if self.whole.velocity is not None:
                 self.whole.velocity[start:stop] = 0
             residual = self.whole.residual[start:stop]
-            if residual.any():
-                given = gradient.copy() if given is None else given
-                given[start:stop] += residual
+            entries = arrays.nonzero(residual)
+            if entries[0].size:
+                handed.append(((start, stop), entries))
                 residual[...] = 0
-        return given
+        return handed
+
+    def take_back(self, handed: Handed, arrays: EntryArrays) -> None:
+        """Keep again what was handed over, since nobody has got it."""
+        if handed:
+            self.changed()
+        for (start, stop), entries in handed:
+            arrays.add(self.whole.residual[start:stop], entries)
 
 
 def _between(ranges: Sequence[Range], size: int) -> list[Range]:

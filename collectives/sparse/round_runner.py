@@ -11,13 +11,11 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.execution import Execution
+from collectives.sparse.entry_arrays import EntryArrays
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import Round, rounds
-
-Bytes = NDArray[np.uint8]
 
 ALIGNED = 8
 """Messages begin at multiples of so many bytes, so that their numbers can be read in place."""
@@ -29,6 +27,8 @@ class RoundRunner:
     Parameters
     ----------
     execution : Execution
+    arrays : EntryArrays
+        Of the back end's arrays.
     plan : Plan
 
     Attributes
@@ -37,10 +37,11 @@ class RoundRunner:
     rounds : tuple of Round
     """
 
-    def __init__(self, execution: Execution, plan: Plan) -> None:
+    def __init__(self, execution: Execution, arrays: EntryArrays, plan: Plan) -> None:
         self.plan = plan
         self.rounds = rounds(plan)
         self._execution = execution
+        self._arrays = arrays
         self._reached = [[_reached(one, number) for number in range(len(one.senders))] for one in self.rounds]
 
     def elements(
@@ -58,8 +59,8 @@ class RoundRunner:
         self._execution.run_round(part, tuple(borders), op=op, given=given, results=results, about=about)
 
     def exchange(
-        self, number: int, lengths: Sequence[int], sent: Mapping[tuple[int, int], Bytes], *, about: str
-    ) -> dict[int, list[tuple[int, int, Bytes]]]:
+        self, number: int, lengths: Sequence[int], sent: Mapping[tuple[int, int], Any], *, about: str
+    ) -> dict[int, list[tuple[int, int, Any]]]:
         """Run a round on entries.
 
         Parameters
@@ -68,15 +69,15 @@ class RoundRunner:
             Of the round.
         lengths : sequence of int
             Bytes of a message of every shard of the sparse plan.
-        sent : mapping of (rank, shard) to bytes
+        sent : mapping of (rank, shard) to arrays of uint8
             The messages of this process's ranks in this round.
         about : str
 
         Returns
         -------
         dict
-            For each rank of this process the messages that have arrived, as (shard, sender, bytes), in the order of
-            shards and senders.
+            For each rank of this process the messages that have arrived, as (shard, sender, message), in the order
+            of shards and senders.
         """
         one = self.rounds[number]
         backend = self._execution.backend
@@ -86,14 +87,14 @@ class RoundRunner:
         total = borders[-1] if borders else 0
         like = library.of(np.empty(0, np.uint8))
         areas = {rank: library.empty((total,), like) for rank in backend.ranks}
-        arrived: dict[int, list[tuple[int, int, Bytes]]] = {rank: [] for rank in backend.ranks}
+        arrived: dict[int, list[tuple[int, int, Any]]] = {rank: [] for rank in backend.ranks}
         coming = []
         start = 0
         for place, (together, sender) in enumerate(zip(one.shards, one.senders, strict=True)):
             for shard in together:
                 stop = start + lengths[shard]
                 if sender in areas:
-                    library.put(library.part(areas[sender], start, stop), sent[sender, shard])
+                    self._arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
                 coming += [
                     (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas
                 ]
@@ -102,7 +103,7 @@ class RoundRunner:
         self._execution.run_round(one.plan, borders, op=None, given=lines, results=lines, about=about)
         for rank, shard, sender, start in sorted(coming):
             part = library.part(areas[rank], start, start + lengths[shard])
-            arrived[rank].append((shard, sender, library.values(part)))
+            arrived[rank].append((shard, sender, self._arrays.values(part)))
         return arrived
 
 

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from collectives.arrays.library import ArrayLibrary
-from collectives.sparse.entry_messages import Entries, EntryMessages
-from collectives.sparse.residuals import Residuals
+from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedback
+from collectives.sparse.entry_messages import EntryMessages
+from collectives.sparse.residuals import Handed, Residuals
 from collectives.sparse.round_runner import RoundRunner
-
-Array = NDArray[Any]
 
 IN, BETWEEN, OUT = range(3)
 """The rounds of such a plan."""
@@ -32,6 +28,7 @@ class ServerExchange:
     runner : RoundRunner
         Of a plan of three phases.
     library : ArrayLibrary
+    arrays : EntryArrays
     messages : EntryMessages
         Of the plan's shards.
     about : str
@@ -39,10 +36,16 @@ class ServerExchange:
     """
 
     def __init__(
-        self, runner: RoundRunner, library: ArrayLibrary[Any], messages: EntryMessages, about: str
+        self,
+        runner: RoundRunner,
+        library: ArrayLibrary[Any],
+        arrays: EntryArrays,
+        messages: EntryMessages,
+        about: str,
     ) -> None:
         self._runner = runner
         self._library = library
+        self._arrays = arrays
         self._messages = messages
         self._about = about
         shards = runner.plan.shards
@@ -63,29 +66,49 @@ class ServerExchange:
             A line for each of these ranks.
         """
         library, messages = self._library, self._messages
-        given = {}
-        for rank, line in gradients.items():
-            more = residuals[rank].handed_over(library.values(line), self._owned(rank))
-            given[rank] = line if more is None else library.of(more)
-        totals = {rank: library.empty((messages.size,), line) for rank, line in given.items()}
+        totals = {rank: library.empty((messages.size,), line) for rank, line in gradients.items()}
         borders = messages.borders[1:]
         lines = list(totals.values())
-        about = f"{self._about}, in servers"
-        self._runner.elements(IN, borders, op="sum", given=list(given.values()), results=lines, about=about)
+        handed: dict[int, Handed] = {}
+        try:
+            given = {
+                rank: self._given(residuals[rank], rank, line, handed) for rank, line in gradients.items()
+            }
+            about = f"{self._about}, in servers"
+            self._runner.elements(
+                IN, borders, op="sum", given=list(given.values()), results=lines, about=about
+            )
+        except BaseException:
+            for rank, entries in handed.items():
+                residuals[rank].take_back(entries, self._arrays)
+            raise
         chosen: dict[tuple[int, int], Entries] = {}
         try:
             self._choose(residuals, given, totals, chosen)
-            told = self._exchange(residuals, chosen, totals)
+            sent = self._exchange(residuals, chosen, totals)
             about = f"{self._about}, out in servers"
             self._runner.elements(OUT, borders, op=None, given=lines, results=lines, about=about)
         except BaseException:
-            for (rank, shard), (indices, values) in chosen.items():
-                self._part(residuals[rank], shard).residual[indices] += values
+            for (rank, shard), taken in chosen.items():
+                self._arrays.add(self._part(residuals[rank], shard).residual, taken)
             raise
-        for (rank, shard), (indices, values) in told.items():
-            if values is not chosen[rank, shard][1]:  # rounded on the wire
-                self._part(residuals[rank], shard).residual[indices] += chosen[rank, shard][1] - values
+        for (rank, shard), one in sent.items():
+            if one.lost is not None:
+                self._arrays.add(self._part(residuals[rank], shard).residual, one.lost)
         return lines
+
+    def _given(self, residuals: Residuals, rank: int, line: Any, handed: dict[int, Handed]) -> Any:
+        """The gradient, and what the rank no longer keeps itself, which is noted."""
+        handed[rank] = residuals.hand_over(self._owned(rank), self._arrays)
+        if not handed[rank]:
+            return line
+        copied = self._library.empty(self._library.shape(line), line)
+        self._library.copy(copied, line)
+        values = self._arrays.values(copied)
+        for (start, stop), entries in handed[rank]:
+            self._arrays.add(values[start:stop], entries)
+        self._arrays.store(copied, values)
+        return copied
 
     def _owned(self, rank: int) -> list[tuple[int, int]]:
         """The elements of which a rank keeps the residual."""
@@ -95,7 +118,7 @@ class ServerExchange:
     def _range(self, shard: int) -> tuple[int, int]:
         return self._messages.borders[shard], self._messages.borders[shard + 1]
 
-    def _part(self, residuals: Residuals, shard: int) -> Any:
+    def _part(self, residuals: Residuals, shard: int) -> Feedback:
         return residuals.part(*self._range(shard))
 
     def _choose(
@@ -106,12 +129,11 @@ class ServerExchange:
         chosen: dict[tuple[int, int], Entries],
     ) -> None:
         """Take the largest entries of the sums of this process's servers and what is kept of earlier ones."""
-        library = self._library
         for shard, owners in enumerate(self._owners):
             for rank in owners:
                 if rank in residuals:
                     line = totals[rank] if rank in self._sums[shard] else given[rank]
-                    summed = library.values(library.part(line, *self._range(shard)))
+                    summed = self._arrays.values(self._library.part(line, *self._range(shard)))
                     part = self._part(residuals[rank], shard)
                     chosen[rank, shard] = part.feed(summed, self._messages.entries[shard])
 
@@ -120,29 +142,28 @@ class ServerExchange:
         residuals: Mapping[int, Residuals],
         chosen: Mapping[tuple[int, int], Entries],
         totals: Mapping[int, Any],
-    ) -> dict[tuple[int, int], Entries]:
-        """Put the sums of all servers' entries into the owners' totals; these ranks' entries as the others see them."""
-        messages = self._messages
-        sent, told = {}, {}
-        for (rank, shard), entries in chosen.items():
-            step = residuals[rank].whole.step
-            sent[rank, shard], told[rank, shard] = messages.encoded(entries, shard, rank=rank, step=step)
-        arrived = self._runner.exchange(
-            BETWEEN, messages.lengths, sent, about=f"{self._about}, between servers"
-        )
+    ) -> dict[tuple[int, int], Encoded]:
+        """Put the sums of all servers' entries into the owners' totals; what these ranks have sent for that."""
+        arrays, messages = self._arrays, self._messages
+        sent = {
+            (rank, shard): messages.encoded(entries, shard, rank=rank, step=residuals[rank].whole.step)
+            for (rank, shard), entries in chosen.items()
+        }
+        about = f"{self._about}, between servers"
+        outgoing = {place: one.message for place, one in sent.items()}
+        arrived = self._runner.exchange(BETWEEN, messages.lengths, outgoing, about=about)
         by_sender = {
             (rank, shard, sender): message
             for rank, found in arrived.items()
             for shard, sender, message in found
         }
-        for (rank, shard), own in told.items():
-            start, stop = self._range(shard)
-            total = np.zeros(stop - start, messages.dtype)
+        for (rank, shard), own in sent.items():
+            part = self._library.part(totals[rank], *self._range(shard))
+            total = arrays.zeroed(part)
             for sender in self._owners[shard]:
                 if sender == rank:
-                    indices, values = own
+                    arrays.add(total, own.told)
                 else:
-                    indices, values = messages.decoded(by_sender[rank, shard, sender], shard)
-                total[indices] += values
-            self._library.put(self._library.part(totals[rank], start, stop), total)
-        return told
+                    arrays.add(total, messages.decoded(by_sender[rank, shard, sender], shard))
+            arrays.store(part, total)
+        return sent

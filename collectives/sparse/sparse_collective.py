@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.execution import Execution
 from collectives.request import request
-from collectives.selection.error_feedback import ErrorFeedback
 from collectives.sparse.dense_exchange import DenseExchange
+from collectives.sparse.entry_arrays import entry_arrays
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.explanation import Explanation, choose, entries_of, reason
 from collectives.sparse.pair_exchange import PairExchange
@@ -34,8 +34,6 @@ from topoplan.units import exact
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
-
-Array = NDArray[Any]
 
 NOMINAL = 1 << 20
 """Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
@@ -58,7 +56,8 @@ class SparseCollective:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._plans = SparsePlans(execution)
+        self._arrays = entry_arrays(execution.backend.arrays)
+        self._plans = SparsePlans(execution, self._arrays)
         self._residuals: dict[str, list[Residuals]] = {}
         self._explained: dict[tuple[object, ...], Explanation] = {}
 
@@ -87,7 +86,8 @@ class SparseCollective:
         """
         if key not in self._residuals:
             self._residuals[key] = [
-                Residuals(ErrorFeedback(asked.size, asked.dtype, momentum=momentum)) for _ in asked.inputs
+                Residuals(key, self._arrays.feedback(asked.size, asked.dtype, momentum=momentum), fresh=True)
+                for _ in asked.inputs
             ]
         kept = self._residuals[key][0].whole
         had = (kept.residual.size, kept.residual.dtype.name, kept.momentum)
@@ -107,20 +107,35 @@ class SparseCollective:
         wire: WireFormat | None,
     ) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
+        with self._arrays.here():
+            return self._run(asked, residuals, chosen, density, wire)
+
+    def _run(
+        self,
+        asked: SparseRequest,
+        residuals: list[Residuals],
+        chosen: Explanation,
+        density: float,
+        wire: WireFormat | None,
+    ) -> Any:
         backend = self._execution.backend
-        library = backend.arrays
-        lines = [self._line(asked, one) for one in asked.inputs]
+        lines = [self._arrays.widened(one, asked.dtype) for one in asked.inputs]
+        gradients = dict(zip(backend.ranks, lines, strict=True))
         if (
-            len(lines) > 1 or chosen.exchange == "servers"
-        ):  # else a rank notices its own before anything has happened
-            _refuse_nan([library.values(line) for line in lines])
-        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {density:g} by {chosen.exchange}"
+            len(lines) > 1 or chosen.exchange != "pairs"
+        ):  # else the rank notices it before anything has happened
+            self._refuse_nan(gradients)
+        if wire is not None and wire.values.startswith("fixed"):
+            self._refuse_infinite(gradients, wire)
+        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {float(density)} by {chosen.exchange}"
         if wire is not None:
             about += f", {wire.values} {wire.indices}"
+        if residuals[0].name:
+            about += f", key {_in_short(residuals[0].name)}"
         exchange = self._exchange(asked, chosen, density, wire, about)
         kept = dict(zip(backend.ranks, residuals, strict=True))
         steps = {rank: one.whole.step for rank, one in kept.items()}
-        totals = exchange.run(kept, dict(zip(backend.ranks, lines, strict=True)))
+        totals = exchange.run(kept, gradients)
         for rank, one in kept.items():
             one.whole.step = steps[rank] + 1
         results = [self._finished(asked, place, total) for place, total in enumerate(totals)]
@@ -128,7 +143,8 @@ class SparseCollective:
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
         """The residuals of this process's ranks, by key."""
-        return {key: [one.whole.state() for one in kept] for key, kept in sorted(self._residuals.items())}
+        with self._arrays.here():
+            return {key: [one.whole.state() for one in kept] for key, kept in sorted(self._residuals.items())}
 
     def restore(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Go on from a state of as many ranks.
@@ -149,9 +165,10 @@ class SparseCollective:
             restored[key] = []
             for one in listed:
                 residual = one["residual"]
-                feedback = ErrorFeedback(residual.size, residual.dtype.name, momentum=one["momentum"])
-                feedback.restore(one)
-                restored[key].append(Residuals(feedback))
+                feedback = self._arrays.feedback(residual.size, residual.dtype.name, momentum=one["momentum"])
+                with self._arrays.here():
+                    feedback.restore(one)
+                restored[key].append(Residuals(key, feedback, fresh=False))
         self._residuals = restored
 
     def _explain(
@@ -193,25 +210,27 @@ class SparseCollective:
         wire: WireFormat | None,
         about: str,
     ) -> Exchange:
-        library = self._execution.backend.arrays
+        backend, arrays = self._execution.backend, self._arrays
+        library = backend.arrays
         if chosen.exchange == "dense":
-            return DenseExchange(lambda lines: self._collective("allreduce", lines, "sum", about), library)
+            return DenseExchange(
+                lambda lines: self._collective("allreduce", lines, "sum", about), library, arrays
+            )
         if chosen.exchange == "pairs":
-            messages = EntryMessages((0, asked.size), asked.dtype, density=density, wire=wire)
+            messages = EntryMessages(arrays, (0, asked.size), asked.dtype, density=density, wire=wire)
             return PairExchange(
-                lambda sent: self._gathered(sent, about), self._execution.backend.size, library, messages
+                lambda sent: self._gathered(sent, about), backend.size, library, arrays, messages
             )
         runner = self._plans.runner(chosen.exchange, _entry_share(asked.dtype, density, wire))
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
-        messages = EntryMessages(borders, asked.dtype, density=density, wire=wire)
+        messages = EntryMessages(arrays, borders, asked.dtype, density=density, wire=wire)
         kind = ServerExchange if chosen.exchange == "servers" else TreeExchange
-        return kind(runner, library, messages, about)
+        return kind(runner, library, arrays, messages, about)
 
-    def _gathered(self, messages: list[Array], about: str) -> list[Array]:
+    def _gathered(self, messages: list[Any], about: str) -> list[Any]:
         """The messages of all ranks one after another, for each rank of this process."""
-        library = self._execution.backend.arrays
-        lines = self._collective("allgather", [library.of(message) for message in messages], None, about)
-        return [library.values(line) for line in lines]
+        lines = [self._arrays.line(message) for message in messages]
+        return [self._arrays.values(line) for line in self._collective("allgather", lines, None, about)]
 
     def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
         """A dense collective on arrays of our own; all ranks must mean the same gradient."""
@@ -220,23 +239,35 @@ class SparseCollective:
         results = self._execution.run(replace(checked, about=about))
         return [results] if backend.one_rank else list(results)
 
-    def _line(self, asked: SparseRequest, given: Any) -> Any:
-        """A gradient as one line in the dtype in which it is kept and sent."""
-        library = self._execution.backend.arrays
-        if library.dtype(given) == asked.dtype:
-            return library.line(given)
-        return library.of(np.ascontiguousarray(library.values(given), asked.dtype).reshape(-1))
+    def _refuse_nan(self, gradients: Mapping[int, Any]) -> None:
+        for rank, line in gradients.items():
+            place = self._arrays.first_nan(self._arrays.values(line))
+            if place is not None:
+                raise UsageError(
+                    f"element {place} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
+                )
+
+    def _refuse_infinite(self, gradients: Mapping[int, Any], wire: WireFormat) -> None:
+        for rank, line in gradients.items():
+            place = self._arrays.first_infinite(self._arrays.values(line))
+            if place is not None:
+                raise UsageError(
+                    f"element {place} of the gradient is infinite, on rank {rank}, which {wire.values} has no "
+                    "form for; send such gradients as float16 or as given"
+                )
 
     def _finished(self, asked: SparseRequest, place: int, total: Any) -> Any:
-        library = self._execution.backend.arrays
+        """A result in its shape and dtype, in the caller's array where he gave one."""
+        backend = self._execution.backend
+        library = backend.arrays
         if asked.op == "avg":
-            library.divide(total, self._execution.backend.size)
+            library.divide(total, backend.size)
         given, output = asked.inputs[place], asked.outputs[place]
         result = library.shaped(total, asked.shape)
         if library.dtype(given) != asked.dtype:
-            narrow = library.empty(asked.shape, given)
-            library.put(narrow, library.values(result))
-            result = narrow
+            narrow = library.empty(asked.shape, given) if output is None else output
+            self._arrays.rounded(narrow, result)
+            return narrow
         if output is None:
             return result
         library.copy(output, result)
@@ -250,10 +281,7 @@ def _entry_share(dtype: str, density: float, wire: WireFormat | None) -> Fractio
     return exact(density) * Fraction(nbytes, entries * np.dtype(dtype).itemsize)
 
 
-def _refuse_nan(gradients: list[Array]) -> None:
-    for rank, gradient in enumerate(gradients):
-        places = np.flatnonzero(np.isnan(gradient))
-        if len(places):
-            raise UsageError(
-                f"element {int(places[0])} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
-            )
+def _in_short(name: str) -> str:
+    """A key in the few letters that all ranks compare; of a long one its beginning and a digest."""
+    shown = name.encode("ascii", "replace").decode()[:32]
+    return shown if shown == name else f"{shown} {sha256(name.encode()).hexdigest()[:8]}"

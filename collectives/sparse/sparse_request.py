@@ -10,7 +10,7 @@ from collectives.arguments import check_inputs, check_outputs
 from collectives.backends.backend import Backend
 from topoplan.errors import UsageError
 
-DTYPES = ("float16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Of gradients; those of 16 bits are kept, selected and sent in float32."""
 
 OPERATIONS = ("sum", "avg")

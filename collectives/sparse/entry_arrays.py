@@ -1,0 +1,134 @@
+"""What the exchanges of entries do with arrays, on the processor or on a GPU: the same bits on both.
+
+An exchange sees two kinds of arrays. *Lines* are the back end's (numpy, torch, CuPy), which move between ranks.
+*Values*, indices and messages are what it computes with: numpy arrays, or CuPy arrays where the back end has these. Of
+torch tensors on the processor the values are numpy's on the same memory; those of torch tensors on other devices are
+copied to the processor and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from collectives.arrays.library import ArrayLibrary
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+Entries = tuple[Any, Any]
+"""Indices, ascending, and values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Entries on their way.
+
+    Parameters
+    ----------
+    message : array of uint8
+    told : Entries
+        As those who get the message read them: a wire format may round values.
+    lost : Entries or None
+        What rounding took away, at the same indices; None where nothing is rounded.
+    """
+
+    message: Any
+    told: Entries
+    lost: Entries | None
+
+
+class Feedback(Protocol):
+    """As `collectives.ErrorFeedback`, which see."""
+
+    residual: Any
+    velocity: Any
+    momentum: float
+    step: int
+
+    def feed(self, gradient: Any, k: int) -> Entries:
+        """Take in a gradient, and give out the k largest entries of what is there now."""
+
+    def part(self, start: int, stop: int) -> Feedback:
+        """The feedback of some neighbouring elements, on the same memory."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as numpy copies."""
+
+    def restore(self, state: Any) -> None:
+        """Go on from a state."""
+
+
+class EntryArrays(Protocol):
+    """Computes with gradients and entries; everything but `feedback` inside ``with here()``."""
+
+    def here(self) -> AbstractContextManager[object]:
+        """Where this process computes; what was begun inside is complete when it is left."""
+
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> Feedback:
+        """A new residual, all zero."""
+
+    def values(self, line: Any) -> Any:
+        """The values of a line, only to be read."""
+
+    def line(self, values: Any) -> Any:
+        """A line with these values, which may be the same memory."""
+
+    def zeroed(self, line: Any) -> Any:
+        """Values of zero, to be put into a line by `store`: the same memory where that can be."""
+
+    def store(self, line: Any, values: Any) -> None:
+        """Put values into a line; nothing is done where they are its own memory."""
+
+    def widened(self, array: Any, dtype: str) -> Any:
+        """A gradient as one line of a dtype that holds all its values; the same memory where it is one already."""
+
+    def rounded(self, target: Any, result: Any) -> None:
+        """Put a result into an array of the same shape with fewer bits, each value rounded to the nearest, or even."""
+
+    def first_nan(self, values: Any) -> int | None:
+        """Where the first NaN is; None if there is none."""
+
+    def first_infinite(self, values: Any) -> int | None:
+        """Where the first infinity is, of values without NaN; None if there is none."""
+
+    def nonzero(self, values: Any) -> Entries:
+        """The entries of values that are not zero, as copies."""
+
+    def add(self, total: Any, entries: Entries) -> None:
+        """Add entries, no index twice."""
+
+    def encode(
+        self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
+    ) -> Encoded:
+        """Entries of so many elements as a message; see `collectives.sparse.pairs`."""
+
+    def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
+        """The entries of a message."""
+
+    def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
+        """Add entries up in their order; the k largest of them and the others (`collectives.sparse.merging`)."""
+
+
+def entry_arrays(library: ArrayLibrary[Any]) -> EntryArrays:
+    """Those that suit a back end's arrays.
+
+    Examples
+    --------
+    >>> from collectives.arrays.numpy_arrays import NumpyArrays
+    >>> import numpy as np
+    >>> arrays = entry_arrays(NumpyArrays())
+    >>> total = arrays.zeroed(np.empty(4))
+    >>> arrays.add(total, (np.array([1, 3]), np.array([0.5, 2.0])))
+    >>> total.tolist(), arrays.nonzero(total)[0].tolist()
+    ([0.0, 0.5, 0.0, 2.0], [1, 3])
+    """
+    if library.name == "CuPy":
+        from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
+
+        return GpuEntryArrays(library)
+    from collectives.sparse.host_entry_arrays import HostEntryArrays
+
+    return HostEntryArrays(library)

@@ -1,0 +1,135 @@
+"""Gradients and entries on a GPU, in CuPy arrays.
+
+Residuals, selection, sums and messages stay there. Where a wire format packs or rounds entries, or a rank of a tree
+adds some up and chooses again, those few go through the processor, which has the code for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives.arrays.cupy_arrays import load_cupy
+from collectives.selection.gpu import topk_gpu
+from collectives.selection.gpu_entries import add_entries_gpu
+from collectives.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.selection.gpu_pairs import decode_entries_gpu, encode_entries_gpu
+from collectives.sparse.entry_arrays import Encoded, Entries
+from collectives.sparse.host_entry_arrays import HostEntryArrays
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+
+class GpuEntryArrays:
+    """`EntryArrays` of one GPU.
+
+    Parameters
+    ----------
+    library : CupyArrays
+        Everything runs on its GPU, in its stream.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._cupy: Any = load_cupy("gpu selection")
+        self._library = library
+        self._host = HostEntryArrays(library)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """See `EntryArrays.here`."""
+        with self._library.here() as stream:
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> GpuErrorFeedback:
+        """See `EntryArrays.feedback`."""
+        return GpuErrorFeedback(size, dtype, momentum=momentum, device=self._library.device)
+
+    def values(self, line: Any) -> Any:
+        """See `EntryArrays.values`."""
+        return line
+
+    def line(self, values: Any) -> Any:
+        """See `EntryArrays.line`."""
+        return values
+
+    def zeroed(self, line: Any) -> Any:
+        """See `EntryArrays.zeroed`."""
+        line[...] = 0
+        return line
+
+    def store(self, line: Any, values: Any) -> None:
+        """See `EntryArrays.store`."""
+        if line.data.ptr != values.data.ptr:
+            line[...] = values
+
+    def widened(self, array: Any, dtype: str) -> Any:
+        """See `EntryArrays.widened`."""
+        line = self._library.line(array)
+        if line.dtype == dtype:
+            return line
+        made = self._cupy.empty(line.shape, dtype=dtype)
+        made[...] = line
+        return made
+
+    def rounded(self, target: Any, result: Any) -> None:
+        """See `EntryArrays.rounded`."""
+        target[...] = result
+
+    def first_nan(self, values: Any) -> int | None:
+        """See `EntryArrays.first_nan`."""
+        return self._host.first_nan(values.get()) if np.isnan(_largest(values)) else None
+
+    def first_infinite(self, values: Any) -> int | None:
+        """See `EntryArrays.first_infinite`."""
+        return self._host.first_infinite(values.get()) if np.isinf(_largest(values)) else None
+
+    def nonzero(self, values: Any) -> Entries:
+        """See `EntryArrays.nonzero`."""
+        indices = self._cupy.flatnonzero(values)
+        return indices, values[indices]
+
+    def add(self, total: Any, entries: Entries) -> None:
+        """See `EntryArrays.add`."""
+        add_entries_gpu(total, *entries)
+
+    def encode(
+        self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
+    ) -> Encoded:
+        """See `EntryArrays.encode`."""
+        if wire is None:
+            return Encoded(encode_entries_gpu(*entries), entries, None)
+        made = self._host.encode(_fetched(entries), size=size, wire=wire, rank=rank, step=step)
+        message = self._cupy.asarray(made.message)
+        if made.lost is None:
+            return Encoded(message, entries, None)
+        return Encoded(message, self._put(made.told), self._put(made.lost))
+
+    def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
+        """See `EntryArrays.decode`."""
+        if wire is None:
+            return decode_entries_gpu(message, size=size, dtype=dtype)
+        return self._put(self._host.decode(message.get(), size=size, dtype=dtype, wire=wire))
+
+    def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
+        """See `EntryArrays.merge`."""
+        kept, rest = self._host.merge([_fetched(part) for part in parts], k)
+        return self._put(kept), self._put(rest)
+
+    def _put(self, entries: Entries) -> Entries:
+        return self._cupy.asarray(entries[0]), self._cupy.asarray(entries[1])
+
+
+def _largest(values: Any) -> float:
+    """The value of largest magnitude, or a NaN where there is one."""
+    return float(topk_gpu(values, 1, nan="largest")[1].get()[0]) if values.size else 0.0
+
+
+def _fetched(entries: Entries) -> Entries:
+    return entries[0].get(), entries[1].get()

@@ -1,0 +1,123 @@
+"""Gradients and entries on the processor, in numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays.library import ArrayLibrary
+from collectives.selection.error_feedback import ErrorFeedback
+from collectives.sparse.entry_arrays import Encoded, Entries
+from collectives.sparse.merging import largest_entries, merged
+from collectives.sparse.pairs import decode_entries, encode_entries, within
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+Array = NDArray[Any]
+
+
+class HostEntryArrays:
+    """`EntryArrays` of numpy arrays, for any library of arrays.
+
+    Parameters
+    ----------
+    library : ArrayLibrary
+    """
+
+    def __init__(self, library: ArrayLibrary[Any]) -> None:
+        self._library = library
+
+    def here(self) -> AbstractContextManager[object]:
+        """See `EntryArrays.here`."""
+        return nullcontext()
+
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> ErrorFeedback:
+        """See `EntryArrays.feedback`."""
+        return ErrorFeedback(size, dtype, momentum=momentum)
+
+    def values(self, line: Any) -> Array:
+        """See `EntryArrays.values`."""
+        return self._library.values(line)
+
+    def line(self, values: Array) -> Any:
+        """See `EntryArrays.line`."""
+        return self._library.wrapped(values)
+
+    def zeroed(self, line: Any) -> Array:
+        """See `EntryArrays.zeroed`."""
+        if not self._library.by_numpy(line):
+            return np.zeros(self._library.shape(line), self._library.dtype(line))
+        values = self._library.values(line)
+        values.fill(0)
+        return values
+
+    def store(self, line: Any, values: Array) -> None:
+        """See `EntryArrays.store`."""
+        if not self._library.by_numpy(line):
+            self._library.put(line, values)
+            return
+        target = self._library.values(line)
+        if target.ctypes.data != values.ctypes.data:
+            target[...] = values
+
+    def widened(self, array: Any, dtype: str) -> Any:
+        """See `EntryArrays.widened`."""
+        library = self._library
+        if library.dtype(array) == dtype:
+            return library.line(array)
+        return library.wrapped(np.ascontiguousarray(library.values(array), dtype).reshape(-1))
+
+    def rounded(self, target: Any, result: Any) -> None:
+        """See `EntryArrays.rounded`."""
+        with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
+            self._library.put(target, self._library.values(result))
+
+    def first_nan(self, values: Array) -> int | None:
+        """See `EntryArrays.first_nan`."""
+        if not values.size or not np.isnan(values.max()):  # the largest is NaN if there is one
+            return None
+        return int(np.flatnonzero(np.isnan(values))[0])
+
+    def first_infinite(self, values: Array) -> int | None:
+        """See `EntryArrays.first_infinite`."""
+        if not values.size or not (np.isinf(values.max()) or np.isinf(values.min())):
+            return None
+        return int(np.flatnonzero(np.isinf(values))[0])
+
+    def nonzero(self, values: Array) -> Entries:
+        """See `EntryArrays.nonzero`."""
+        indices = np.flatnonzero(values)
+        return indices, values[indices]
+
+    def add(self, total: Array, entries: Entries) -> None:
+        """See `EntryArrays.add`."""
+        indices, values = entries
+        total[indices] += values
+
+    def encode(
+        self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
+    ) -> Encoded:
+        """See `EntryArrays.encode`."""
+        indices, values = entries
+        if wire is None or wire.lossless_for(values.dtype):
+            message = encode_entries(indices, values, size=size, wire=wire, rank=rank, step=step)
+            return Encoded(message, entries, None)
+        # what a format cannot hold is told another time
+        sent = within(values, wire)
+        message = encode_entries(indices, sent, size=size, wire=wire, rank=rank, step=step)
+        told = decode_entries(message, size=size, dtype=values.dtype.name, wire=wire)
+        lost = np.subtract(values, told[1], where=np.isfinite(values), out=np.zeros_like(values))
+        return Encoded(message, told, (indices, lost))
+
+    def decode(self, message: Array, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
+        """See `EntryArrays.decode`."""
+        return decode_entries(message, size=size, dtype=dtype, wire=wire)
+
+    def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
+        """See `EntryArrays.merge`."""
+        return largest_entries(*merged(parts), k)
