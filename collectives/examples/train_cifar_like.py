@@ -32,7 +32,11 @@ def main() -> None:
     """Train as the command line says."""
     options = _parser().parse_args()
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()) if cuda else "cpu"
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        if cuda
+        else "cpu"
+    )
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -157,12 +161,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
     parser.add_argument("--bucket-mb", type=float, default=0.25, help="of DDP's buckets (default: 0.25)")
     parser.add_argument("--plan", metavar="F.json", help="plan file (default: planned for this job)")
-    parser.add_argument("--density", type=float, help="share of the gradient that is exchanged (default: all)")
+    parser.add_argument(
+        "--density", type=float, help="share of the gradient that is exchanged (default: all)"
+    )
     parser.add_argument("--exchange", default="auto", help="of sparse gradients (default: auto)")
-    parser.add_argument("--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange")
+    parser.add_argument(
+        "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
+    )
     parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")
-    parser.add_argument("--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B")
-    parser.add_argument("--work", type=float, default=0.0, help="seconds of other work in each step (default: 0)")
+    parser.add_argument(
+        "--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B"
+    )
+    parser.add_argument(
+        "--work", type=float, default=0.0, help="seconds of other work in each step (default: 0)"
+    )
     parser.add_argument("--built-in", action="store_true", help="DDP's own allreduce")
     parser.add_argument("--every", type=int, default=50, help="steps between tests (default: 50)")
     parser.add_argument("--out", metavar="F.json", help="write losses and speed")

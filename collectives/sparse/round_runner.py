@@ -68,7 +68,7 @@ class RoundRunner:
         number : int
             Of the round.
         lengths : sequence of int
-            Bytes of a message of every shard of the sparse plan.
+            Bytes of a message of every shard of the sparse plan; 0 where its entries travel with another's.
         sent : mapping of (rank, shard) to arrays of uint8
             The messages of this process's ranks in this round.
         about : str
@@ -93,7 +93,7 @@ class RoundRunner:
         for place, (together, sender) in enumerate(zip(one.shards, one.senders, strict=True)):
             for shard in together:
                 stop = start + lengths[shard]
-                if sender in areas:
+                if sender in areas and lengths[shard]:
                     self._arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
                 coming += [
                     (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas

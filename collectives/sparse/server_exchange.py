@@ -1,13 +1,14 @@
 """The three phases of a sparse allreduce over servers, on arrays (HiTopKComm; `topoplan.schedules.sparse_servers`).
 
-Gradients are summed inside each server. The owner of a shard adds the sum to its residual, chooses the largest entries,
-and sends them to the owners of the shard in all other servers. Each adds up the entries of all servers, its own too, in
-the order of the servers, so that owners have the same bits, and hands them out in its server.
+Gradients are summed inside each server. The owner of a part adds the sum to its residual, chooses the largest entries,
+and sends them to the owners of the part in all other servers. Each adds up the entries of all servers, its own too, in
+the order of the servers, so that owners have the same bits, and hands them out in its server. Neighbouring shards that
+have the same owners are one part: their trees differ, their entries are chosen together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collectives.arrays.library import ArrayLibrary
@@ -15,6 +16,7 @@ from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedb
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.residuals import Handed, Residuals
 from collectives.sparse.round_runner import RoundRunner
+from topoplan.plans.plan import Plan, Shard
 
 IN, BETWEEN, OUT = range(3)
 """The rounds of such a plan."""
@@ -29,8 +31,10 @@ class ServerExchange:
         Of a plan of three phases.
     library : ArrayLibrary
     arrays : EntryArrays
+    borders : sequence of int
+        Where the plan's shards begin and end.
     messages : EntryMessages
-        Of the plan's shards.
+        Of the parts (`part_borders`).
     about : str
         What the elements mean.
     """
@@ -40,17 +44,25 @@ class ServerExchange:
         runner: RoundRunner,
         library: ArrayLibrary[Any],
         arrays: EntryArrays,
+        borders: Sequence[int],
         messages: EntryMessages,
         about: str,
     ) -> None:
         self._runner = runner
         self._library = library
         self._arrays = arrays
+        self._borders = borders[1:]
         self._messages = messages
         self._about = about
         shards = runner.plan.shards
-        self._owners = [tuple(s.root for s in shard.stages if s.op == "gather") for shard in shards]
-        self._sums = [{s.root for s in shard.stages if s.op == "reduce" and s.edges} for shard in shards]
+        self._first = _first_shards(runner.plan)
+        self._owners = [owners_of(shards[first]) for first in self._first]
+        self._sums = [
+            {stage.root for stage in shards[first].stages if stage.op == "reduce" and stage.edges}
+            for first in self._first
+        ]
+        lengths = dict(zip(self._first, messages.lengths, strict=True))
+        self._lengths = [lengths.get(shard, 0) for shard in range(len(shards))]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
         """Add up chosen entries of all servers.
@@ -67,7 +79,6 @@ class ServerExchange:
         """
         library, messages = self._library, self._messages
         totals = {rank: library.empty((messages.size,), line) for rank, line in gradients.items()}
-        borders = messages.borders[1:]
         lines = list(totals.values())
         handed: dict[int, Handed] = {}
         try:
@@ -76,7 +87,7 @@ class ServerExchange:
             }
             about = f"{self._about}, in servers"
             self._runner.elements(
-                IN, borders, op="sum", given=list(given.values()), results=lines, about=about
+                IN, self._borders, op="sum", given=list(given.values()), results=lines, about=about
             )
         except BaseException:
             for rank, entries in handed.items():
@@ -87,14 +98,14 @@ class ServerExchange:
             self._choose(residuals, given, totals, chosen)
             sent = self._exchange(residuals, chosen, totals)
             about = f"{self._about}, out in servers"
-            self._runner.elements(OUT, borders, op=None, given=lines, results=lines, about=about)
+            self._runner.elements(OUT, self._borders, op=None, given=lines, results=lines, about=about)
         except BaseException:
-            for (rank, shard), taken in chosen.items():
-                self._arrays.add(self._part(residuals[rank], shard).residual, taken)
+            for (rank, part), taken in chosen.items():
+                self._arrays.add(self._feedback(residuals[rank], part).residual, taken)
             raise
-        for (rank, shard), one in sent.items():
+        for (rank, part), one in sent.items():
             if one.lost is not None:
-                self._arrays.add(self._part(residuals[rank], shard).residual, one.lost)
+                self._arrays.add(self._feedback(residuals[rank], part).residual, one.lost)
         return lines
 
     def _given(self, residuals: Residuals, rank: int, line: Any, handed: dict[int, Handed]) -> Any:
@@ -112,14 +123,14 @@ class ServerExchange:
 
     def _owned(self, rank: int) -> list[tuple[int, int]]:
         """The elements of which a rank keeps the residual."""
-        ranges = [self._range(shard) for shard, owners in enumerate(self._owners) if rank in owners]
+        ranges = [self._range(part) for part, owners in enumerate(self._owners) if rank in owners]
         return [(start, stop) for start, stop in ranges if start < stop]
 
-    def _range(self, shard: int) -> tuple[int, int]:
-        return self._messages.borders[shard], self._messages.borders[shard + 1]
+    def _range(self, part: int) -> tuple[int, int]:
+        return self._messages.borders[part], self._messages.borders[part + 1]
 
-    def _part(self, residuals: Residuals, shard: int) -> Feedback:
-        return residuals.part(*self._range(shard))
+    def _feedback(self, residuals: Residuals, part: int) -> Feedback:
+        return residuals.part(*self._range(part))
 
     def _choose(
         self,
@@ -129,13 +140,13 @@ class ServerExchange:
         chosen: dict[tuple[int, int], Entries],
     ) -> None:
         """Take the largest entries of the sums of this process's servers and what is kept of earlier ones."""
-        for shard, owners in enumerate(self._owners):
+        for part, owners in enumerate(self._owners):
             for rank in owners:
                 if rank in residuals:
-                    line = totals[rank] if rank in self._sums[shard] else given[rank]
-                    summed = self._arrays.values(self._library.part(line, *self._range(shard)))
-                    part = self._part(residuals[rank], shard)
-                    chosen[rank, shard] = part.feed(summed, self._messages.entries[shard])
+                    line = totals[rank] if rank in self._sums[part] else given[rank]
+                    summed = self._arrays.values(self._library.part(line, *self._range(part)))
+                    feedback = self._feedback(residuals[rank], part)
+                    chosen[rank, part] = feedback.feed(summed, self._messages.entries[part])
 
     def _exchange(
         self,
@@ -146,24 +157,41 @@ class ServerExchange:
         """Put the sums of all servers' entries into the owners' totals; what these ranks have sent for that."""
         arrays, messages = self._arrays, self._messages
         sent = {
-            (rank, shard): messages.encoded(entries, shard, rank=rank, step=residuals[rank].whole.step)
-            for (rank, shard), entries in chosen.items()
+            (rank, part): messages.encoded(entries, part, rank=rank, step=residuals[rank].whole.step)
+            for (rank, part), entries in chosen.items()
         }
         about = f"{self._about}, between servers"
-        outgoing = {place: one.message for place, one in sent.items()}
-        arrived = self._runner.exchange(BETWEEN, messages.lengths, outgoing, about=about)
+        outgoing = {(rank, self._first[part]): one.message for (rank, part), one in sent.items()}
+        arrived = self._runner.exchange(BETWEEN, self._lengths, outgoing, about=about)
         by_sender = {
             (rank, shard, sender): message
             for rank, found in arrived.items()
             for shard, sender, message in found
         }
-        for (rank, shard), own in sent.items():
-            part = self._library.part(totals[rank], *self._range(shard))
-            total = arrays.zeroed(part)
-            for sender in self._owners[shard]:
+        for (rank, part), own in sent.items():
+            line = self._library.part(totals[rank], *self._range(part))
+            total = arrays.zeroed(line)
+            for sender in self._owners[part]:
                 if sender == rank:
                     arrays.add(total, own.told)
                 else:
-                    arrays.add(total, messages.decoded(by_sender[rank, shard, sender], shard))
-            arrays.store(part, total)
+                    message = by_sender[rank, self._first[part], sender]
+                    arrays.add(total, messages.decoded(message, part))
+            arrays.store(line, total)
         return sent
+
+
+def owners_of(shard: Shard) -> tuple[int, ...]:
+    """The owners of a shard, one in each server."""
+    return tuple(stage.root for stage in shard.stages if stage.op == "gather")
+
+
+def part_borders(plan: Plan, borders: Sequence[int]) -> tuple[int, ...]:
+    """Where the parts begin and end, given where shards do."""
+    return (*(borders[first] for first in _first_shards(plan)), borders[-1])
+
+
+def _first_shards(plan: Plan) -> list[int]:
+    """The first shard of every part."""
+    owners = [owners_of(shard) for shard in plan.shards]
+    return [number for number, those in enumerate(owners) if number == 0 or those != owners[number - 1]]

@@ -24,7 +24,7 @@ from collectives.sparse.explanation import Explanation, choose, entries_of, reas
 from collectives.sparse.pair_exchange import PairExchange
 from collectives.sparse.pairs import message_bytes
 from collectives.sparse.residuals import Residuals
-from collectives.sparse.server_exchange import ServerExchange
+from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
 from collectives.sparse.tree_exchange import TreeExchange
@@ -223,9 +223,12 @@ class SparseCollective:
             )
         runner = self._plans.runner(chosen.exchange, _entry_share(asked.dtype, density, wire))
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
+        if chosen.exchange == "servers":
+            parts = part_borders(runner.plan, borders)
+            messages = EntryMessages(arrays, parts, asked.dtype, density=density, wire=wire)
+            return ServerExchange(runner, library, arrays, borders, messages, about)
         messages = EntryMessages(arrays, borders, asked.dtype, density=density, wire=wire)
-        kind = ServerExchange if chosen.exchange == "servers" else TreeExchange
-        return kind(runner, library, arrays, messages, about)
+        return TreeExchange(runner, library, arrays, messages, about)
 
     def _gathered(self, messages: list[Any], about: str) -> list[Any]:
         """The messages of all ranks one after another, for each rank of this process."""

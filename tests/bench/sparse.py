@@ -8,6 +8,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
+from collectives.sparse.server_exchange import part_borders
 from collectives.wire import WireFormat
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, shard_bounds
@@ -45,9 +46,10 @@ def count_bytes() -> None:
         f"# bytes that leave the NIC of a server of 8 GPUs, {ELEMENTS} float32, one sparse allreduce over servers"
     )
     print(
-        "# formula: (servers - 1) x entries x bytes of an entry; packed: as many bits as random entries need"
+        "# formula: (servers - 1) x the messages of all parts, each with round(density x its elements) entries, of 8"
     )
-    print("# servers  density  entries           counted      formula   counted/formula  of dense")
+    print("# bytes each or as the wire format says; least: the bits that random indices need, and the values")
+    print("# servers  density  entries           counted    formula  equal      least  of dense")
     for servers in (2, 4, 16):
         topology = machine(servers)
         plan = topoplan.three_phase(topology)
@@ -74,9 +76,10 @@ def count_bytes() -> None:
 
 
 def message_bytes_of(plan: Plan, density: float, wire: WireFormat | None) -> int:
-    """Bytes of the messages of all shards, each a multiple of 8."""
+    """Bytes of the messages of all parts, each a multiple of 8."""
     total = 0
-    for start, stop in pairwise(shard_bounds((shard.share for shard in plan.shards), ELEMENTS)):
+    borders = part_borders(plan, shard_bounds((shard.share for shard in plan.shards), ELEMENTS))
+    for start, stop in pairwise(borders):
         entries = max(1, round(density * (stop - start)))
         length = entries * 8 if wire is None else wire.encoded_bytes_at_most(entries, stop - start, "float32")
         total += -(-length // 8) * 8
