@@ -98,7 +98,7 @@ class GradientExchange:
         """
         comm, recorder, step = self.communicator, self.recorder, self.recorder.step
         started = recorder.now()
-        nbytes = _nbytes(comm, gradients)
+        nbytes = nbytes_of(comm, gradients)
         if self.how.density is None:
             handle = comm.all_reduce(gradients, op="avg", out=out, async_op=True)
             plan = comm.plan_for("allreduce", nbytes)
@@ -124,7 +124,7 @@ class GradientExchange:
         return handle
 
 
-def _nbytes(comm: Communicator, gradients: Any) -> int:
+def nbytes_of(comm: Communicator, gradients: Any) -> int:
     """Bytes of one rank's gradient."""
     one = gradients if comm.one_rank else gradients[0]
     return math.prod(comm.arrays.shape(one)) * comm.arrays.itemsize(one)
