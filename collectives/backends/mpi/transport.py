@@ -26,6 +26,7 @@ class Transport:
     Parameters
     ----------
     comm : mpi4py communicator
+        Not used where the program has no messages.
     program : Program
     scratch : array
         Where messages arrive.
@@ -33,10 +34,6 @@ class Transport:
     """
 
     def __init__(self, comm: Any, program: Program, scratch: NDArray[Any], watch: Watch) -> None:
-        from mpi4py import MPI
-
-        self._bytes = MPI.BYTE
-        self._error = MPI.Exception
         self._comm = comm
         self._leaving = program.leaving
         self._arriving = program.arriving
@@ -55,9 +52,11 @@ class Transport:
 
     def _begin(self, begin: Callable[..., Any], memory: NDArray[Any], message: Message) -> Any:
         """The request of a message."""
+        from mpi4py import MPI
+
         try:
-            return begin([memory.view(np.uint8), self._bytes], message.peer, FIRST_TAG + message.stream)
-        except self._error as error:
+            return begin([memory.view(np.uint8), MPI.BYTE], message.peer, FIRST_TAG + message.stream)
+        except MPI.Exception as error:
             self._watch.unreachable(message.peer, message.row, error)
 
     def send(self, number: int, data: NDArray[Any]) -> None:

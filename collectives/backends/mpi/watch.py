@@ -42,12 +42,20 @@ class Watch:
     notices : Notices
     timeout : float
         Seconds for each wait.
+    broken : tuple of exception classes
+        What messages raise that cannot be sent or received.
     """
 
-    def __init__(self, control: Control, placement: Placement, notices: Notices, timeout: float) -> None:
-        from mpi4py import MPI
-
-        self._mpi_error: type[Exception] = MPI.Exception
+    def __init__(
+        self,
+        control: Control,
+        placement: Placement,
+        notices: Notices,
+        timeout: float,
+        *,
+        broken: tuple[type[Exception], ...],
+    ) -> None:
+        self._broken = broken
         self._control = control
         self._words = control.words
         self._placement = placement
@@ -55,6 +63,11 @@ class Watch:
         self._timeout = timeout
         self._place = {rank: place for place, rank in enumerate(placement.members)}
         self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
+
+    @property
+    def rank(self) -> int:
+        """The rank on whose behalf it waits."""
+        return self._placement.rank
 
     def word(self, rank: int, name: int, least: int, row: int) -> None:
         """Wait until a word of a rank on this host has a value.
@@ -74,7 +87,7 @@ class Watch:
         """Wait until something is so that depends on a peer; raises as `word`."""
         try:
             self._until(done, peer, row)
-        except self._mpi_error as error:
+        except self._broken as error:
             self.unreachable(peer, row, error)
 
     def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:

@@ -1,0 +1,1 @@
+"""Ranks of one host in shared memory, however their processes were started."""

@@ -1,0 +1,156 @@
+"""The shared back end: one process per rank, all on one host, that share memory without MPI.
+
+What the mpi back end does between ranks of one host: each value is made once, in memory that all see, and read from
+there. The processes need a way to find each other, an allgather of short texts, once: torch's process groups and stores
+have one, and so has whatever started them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import struct
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.library import ArrayLibrary
+from collectives.arrays.result_arrays import ResultArrays
+from collectives.backends.backend import Call, RankArrays
+from collectives.backends.mpi.agreement import Agreement
+from collectives.backends.mpi.backend import CACHED_CHUNK
+from collectives.backends.mpi.control import CLOSED, Control
+from collectives.backends.mpi.execution import execute
+from collectives.backends.mpi.fence import ORDERED
+from collectives.backends.mpi.judging import compare_notes, largest_of
+from collectives.backends.mpi.notices import Notices
+from collectives.backends.mpi.program import program_of
+from collectives.backends.mpi.results import result_blocks
+from collectives.backends.mpi.transport import Transport
+from collectives.backends.mpi.watch import Watch
+from collectives.backends.shared.meeting import Gather, lock_fence, meet
+from collectives.backends.signature import LENGTH, Signature
+from collectives.reduction import reduction
+from topoplan.errors import BackendError
+
+
+class SharedBackend:
+    """`Backend` of one rank among processes of one host; all of them must make one.
+
+    Every failure is a `BackendError` on all ranks that still live: at once where a process dies, after the timeout
+    where it stalls. The memory has no name and is gone with the last process.
+
+    Parameters
+    ----------
+    gather : callable
+        An allgather of short texts among the ranks.
+    rank, size : int
+        This rank, and how many there are.
+    timeout : float
+        Seconds that a rank waits for another one, in each step.
+    arrays : ArrayLibrary, optional
+        numpy by default; torch's for tensors on the CPU.
+
+    Raises
+    ------
+    UsageError
+        The ranks do not see each other's memory.
+    """
+
+    name = "shared"
+    one_rank = True
+    direct = True
+    chunk_bytes: int | None = CACHED_CHUNK
+
+    def __init__(
+        self,
+        gather: Gather,
+        *,
+        rank: int,
+        size: int,
+        timeout: float = 30.0,
+        arrays: ArrayLibrary[Any] | None = None,
+    ) -> None:
+        self.size = size
+        self.ranks: tuple[int, ...] = (rank,)
+        self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
+        self._placement, self._segment = meet(gather, rank=rank, size=size)
+        fence = None if platform.machine() in ORDERED else lock_fence()
+        self._control = Control(self._segment.control, rank, fence=fence)
+        notices = Notices(None, self._placement)
+        self._watch = Watch(self._control, self._placement, notices, timeout, broken=())
+        self._agreement = Agreement(None, self._control, self._placement, self._watch)
+        self._places = {member: place for place, member in enumerate(self._placement.members)}
+        self._calls = 0
+        self._closed = False
+
+    def run(self, call: Call[Any]) -> None:
+        """See `Backend.run`."""
+        try:
+            self._run(call)
+        except BackendError:
+            raise
+        except BaseException as error:
+            text = f"the peer stopped by itself: {type(error).__name__}: {error}"
+            self._watch.tell(self.ranks[0], 0, text, lost=False)
+            raise
+
+    def refuse(self, signature: Signature) -> None:
+        """See `Backend.refuse`."""
+        self._agreement.refuse(signature.pack())
+
+    def largest(self, value: float) -> float:
+        """See `Backend.largest`."""
+        note = json.dumps({"largest": value}).encode().ljust(LENGTH)
+        outcome = self._agreement.reach(note, lambda notes: largest_of(notes, self._watch))
+        largest: float = struct.unpack_from("d", outcome)[0]
+        return largest
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        if not self._closed:
+            self._closed = True
+            self._control.announce(CLOSED, 1)
+            self._segment.close()
+
+    def _run(self, call: Call[Any]) -> None:
+        (memory,) = call.memory
+        mine = call.signature.pack()
+
+        self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
+        self._calls += 1
+        program = program_of(
+            call.table,
+            self._placement,
+            given=memory.given,
+            blocks=result_blocks(call.signature, self.size),
+            itemsize=call.itemsize,
+        )
+        source, shared, result, combine = self._memory(call, memory, program.shared_elements)
+        scratch = shared[:0]
+        execute(
+            program,
+            (source, shared, scratch),
+            result,
+            combine=combine,
+            base=self._calls << 32,
+            places=self._places,
+            place=self._placement.place,
+            control=self._control,
+            watch=self._watch,
+            transport=Transport(None, program, np.empty(0), self._watch),
+        )
+
+    def _memory(self, call: Call[Any], memory: RankArrays[Any], elements: int) -> tuple[Any, Any, Any, Any]:
+        """Source, shared memory, result, and what joins them: numpy's arrays where numpy has the type."""
+        if isinstance(memory.source, np.ndarray):
+            dtype = np.dtype(call.dtype)
+            shared = self._segment.slots(elements, dtype)
+            return memory.source, shared, memory.result, _joining(call.op, dtype)
+        from collectives.backends.shared.torch_memory import tensors_as_arrays
+
+        return tensors_as_arrays(call.op, memory, lambda dtype: self._segment.slots(elements, dtype))
+
+
+def _joining(op: str | None, dtype: np.dtype[Any]) -> Any:
+    return np.add if op is None else reduction(op, dtype)

@@ -1,0 +1,66 @@
+"""How processes of one host come to share memory, with an allgather of short texts as their only way to talk."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+
+from collectives.backends.mpi.control import Control
+from collectives.backends.mpi.placement import Placement
+from collectives.backends.mpi.segment import Segment, can_share, create_memory, open_memory
+from topoplan.errors import UsageError
+
+Gather = Callable[[str], list[str]]
+"""An allgather of short texts among the ranks; all of them call it."""
+
+
+def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
+    """Share memory with all ranks.
+
+    Parameters
+    ----------
+    gather : callable
+        Called twice.
+    rank, size : int
+
+    Raises
+    ------
+    UsageError
+        The ranks do not see each other's memory: they are on different hosts, in different containers, or of different
+        users. Raised on all ranks.
+    """
+    descriptor = create_memory() if rank == 0 and can_share() else -1
+    told = [json.loads(text) for text in gather(json.dumps({"pid": os.getpid(), "descriptor": descriptor}))]
+    fault = "" if told[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
+    if rank and not fault:
+        try:
+            descriptor = open_memory(told[0]["pid"], told[0]["descriptor"])
+            # the same process number may be another process in another container
+            fault = "" if _is_ours(descriptor) else f"process {told[0]['pid']} is not rank 0 here"
+        except OSError as error:
+            fault = f"it cannot see the memory of rank 0 ({error.strerror})"
+    faults = gather(fault)
+    for other, text in enumerate(faults):
+        if text:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise UsageError(f"ranks cannot share memory: rank {other} says {text}; use another back end")
+    placement = Placement(rank, (0,) * size, tuple(one["pid"] for one in told))
+    return placement, Segment(descriptor, Control.size(size))
+
+
+def _is_ours(descriptor: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:topoplan")
+
+
+def lock_fence() -> Callable[[], None]:
+    """A full memory barrier, which taking and giving back a lock of the threads' library is."""
+    lock = threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            pass
+
+    return fence
