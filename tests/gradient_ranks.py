@@ -1,0 +1,174 @@
+"""One MPI process of the tests of GradientSynchronizer; ``gradient_ranks.py FOLDER`` leaves a file of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hand_plans import forest_plan
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from collectives import GradientSynchronizer
+from topoplan.errors import BackendError, UsageError
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((40, 7), "float32"),
+    ((0, 3), "float64"),
+    ((5,), "int64"),
+    ((1000, 300), "float32"),
+    ((), "float32"),
+    ((12, 12), "float64"),
+    ((6,), "float32"),
+]
+
+Arrays = list[NDArray[Any]]
+
+
+def gradients_of(rank: int, seed: int) -> Arrays:
+    """Multiples of the number of ranks, so that averages are whole numbers."""
+    random = np.random.default_rng([rank, seed])
+    return [np.array(random.integers(-999, 999, shape) * SIZE, dtype) for shape, dtype in SHAPES]
+
+
+def is_mean(averages: Arrays, seed: int) -> bool:
+    """Whether these are the averages over all ranks, exactly."""
+    every = [gradients_of(rank, seed) for rank in range(SIZE)]
+    wanted = [
+        np.mean(np.stack(one).astype(float), axis=0).astype(one[0].dtype) for one in zip(*every, strict=True)
+    ]
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(averages, wanted, strict=True))
+
+
+def averages() -> dict[str, Any]:
+    """Dense steps, without a plan: new arrays, in place, and gradients one after another."""
+    with GradientSynchronizer(gradients_of(RANK, 0), bucket_bytes=5000) as synchronizer:
+        right = [is_mean(synchronizer.step(gradients_of(RANK, seed)), seed) for seed in range(3)]
+        own = gradients_of(RANK, 3)
+        synchronizer.step(own, out=own)
+        right.append(is_mean(own, 3))
+        # each rank in another order
+        for index in np.random.default_rng(RANK).permutation(len(SHAPES)).tolist():
+            synchronizer.ready(index, gradients_of(RANK, 4)[index])
+        right.append(is_mean(synchronizer.wait(), 4))
+        exchanged = [(one.key, one.nbytes) for one in synchronizer.recorder.exchanges()]
+        return {
+            "right": right,
+            "ranks": synchronizer.communicator.plan.ranks,
+            "exchanged": exchanged,
+            "buckets": len(synchronizer.buckets),
+        }
+
+
+def sparse() -> dict[str, Any]:
+    """Twenty sparse steps, broken off by a checkpoint in the middle; what was given and kept, over all ranks."""
+    shape = (300, 4)
+
+    def gradient(step: int) -> Arrays:
+        return [np.random.default_rng([RANK, step]).integers(-99, 99, shape) * float(SIZE)]
+
+    given = np.zeros(shape)
+    state: dict[str, Any] = {}
+    for half in range(2):
+        plan = forest_plan(SIZE, "allreduce", "chain")
+        with GradientSynchronizer(gradient(0), plan, density=0.05, exchange="pairs") as synchronizer:
+            if state:
+                synchronizer.load_state_dict(state)
+            for step in range(10 * half, 10 * half + 10):
+                given += SIZE * synchronizer.step(gradient(step))[0]
+            state = synchronizer.state_dict()
+    (bucket,) = state["residuals"].values()
+    kept = WORLD.allreduce(bucket[0]["residual"].reshape(shape))
+    total = WORLD.allreduce(sum(gradient(step)[0] for step in range(20)))
+    return {
+        "conserved": bool(np.array_equal(given + kept, total)),
+        "kept": bool(kept.any()),
+        "step": state["step"],
+    }
+
+
+def _other_buckets() -> None:
+    GradientSynchronizer(
+        gradients_of(RANK, 0), bucket_bytes=5_000_000 if RANK == SIZE - 1 else 5000, timeout=10
+    )
+
+
+def _other_shapes() -> None:
+    """As many elements in the same buckets, but not the same matrix."""
+    parameters = gradients_of(RANK, 0)
+    if RANK == SIZE - 1:
+        parameters[0] = parameters[0].T
+    GradientSynchronizer(parameters, timeout=10)
+
+
+def _no_array() -> None:
+    GradientSynchronizer([[1.0]] if RANK == SIZE - 1 else [np.ones(1)], timeout=10)
+
+
+def _other_world() -> None:
+    GradientSynchronizer(gradients_of(RANK, 0), forest_plan(SIZE + 1, "allreduce", "chain"), timeout=10)
+
+
+def _wrong_gradient() -> None:
+    with GradientSynchronizer(gradients_of(RANK, 0), bucket_bytes=5000, timeout=10) as synchronizer:
+        synchronizer.step(gradients_of(RANK, 0))
+        own = gradients_of(RANK, 1)
+        if RANK == SIZE - 1:
+            own[3] = own[3][:-1]
+        before = [one.copy() for one in own]
+        try:
+            synchronizer.step(own, out=own)
+        finally:
+            assert all(np.array_equal(a, b) for a, b in zip(own, before, strict=True)), "an array was touched"
+
+
+def _nan() -> None:
+    own = [np.ones(2000), np.ones(3000)]
+    with GradientSynchronizer(
+        own, density=0.1, exchange="pairs", bucket_bytes=100, timeout=10
+    ) as synchronizer:
+        synchronizer.step(own)
+        if RANK == SIZE - 1:
+            own[0][5] = np.nan
+        synchronizer.step(own)
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "other buckets": _other_buckets,
+    "other shapes": _other_shapes,
+    "no array": _no_array,
+    "other world": _other_world,
+    "wrong gradient": _wrong_gradient,
+    "nan": _nan,
+}
+
+
+def mistakes() -> dict[str, Any]:
+    """What each rank raises where the last one does something else."""
+    found: dict[str, Any] = {}
+    for name, mistake in MISTAKES.items():
+        try:
+            mistake()
+        except UsageError as error:
+            found[name] = {"kind": "UsageError", "text": str(error)}
+        except BackendError as error:
+            found[name] = {"kind": "BackendError", "text": str(error), "rank": error.rank, "peer": error.peer}
+        WORLD.Barrier()
+    return found
+
+
+def main() -> None:
+    """All of it."""
+    found = {"averages": averages(), "sparse": sparse(), "mistakes": mistakes()}
+    Path(sys.argv[1], f"{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
