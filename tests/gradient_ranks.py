@@ -14,6 +14,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives import GradientSynchronizer
+from collectives.backends.mpi.backend import MpiBackend
 from topoplan.errors import BackendError, UsageError
 
 WORLD = MPI.COMM_WORLD
@@ -140,6 +141,15 @@ def _nan() -> None:
         synchronizer.step(own)
 
 
+def _leaves() -> None:
+    """The last rank has gone when the others want to know what to plan for."""
+    backend = MpiBackend(timeout=10)
+    if RANK == SIZE - 1:
+        backend.close()
+    else:
+        GradientSynchronizer(gradients_of(RANK, 0), backend=backend)
+
+
 MISTAKES: dict[str, Callable[[], None]] = {
     "other buckets": _other_buckets,
     "other shapes": _other_shapes,
@@ -147,6 +157,7 @@ MISTAKES: dict[str, Callable[[], None]] = {
     "other world": _other_world,
     "wrong gradient": _wrong_gradient,
     "nan": _nan,
+    "leaves": _leaves,
 }
 
 

@@ -100,6 +100,31 @@ def test_what_one_rank_cannot_give_names_step_bucket_and_rank_on_the_others(
         assert one["text"].startswith(f"training step 1, {bucket}: rank {rank}, peer {len(others)}")
 
 
+def test_a_rank_that_is_gone_before_there_is_a_plan_is_named_by_the_others(
+    found: list[dict[str, Any]],
+) -> None:
+    *others, last = [one["mistakes"].get("leaves") for one in found]
+    assert last is None
+    for one in others:
+        assert one is not None
+        assert (one["kind"], one["peer"]) == ("BackendError", len(others))
+        assert "the peer has closed its communicator" in one["text"]
+
+
+def test_a_rank_of_tcp_that_is_gone_before_there_is_a_plan_is_named_by_the_others() -> None:
+    def plan(backend: TcpBackend, rank: int) -> Any:
+        if rank == 1:
+            return backend.close()
+        return GradientSynchronizer([np.ones(3)], backend=backend)
+
+    first, none, third = backends_in_threads(3, plan)
+    assert none is None
+    for error in (first, third):
+        assert isinstance(error, BackendError)
+        assert error.peer == 1
+        assert "rank 1 has closed its communicator" in str(error)
+
+
 def test_ranks_of_tcp_agree_on_a_plan_through_their_rendezvous() -> None:
     gradients = [[np.full((3, 4), 3 * rank), np.arange(5.0) * rank] for rank in range(3)]
 
