@@ -302,6 +302,9 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         made(gradients[:2])
     with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
         GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
+    no_plan: Any = "plan.json"
+    with pytest.raises(UsageError, match="a str is no plan"):
+        GradientSynchronizer(gradients, no_plan, backend="loopback")
 
 
 def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:

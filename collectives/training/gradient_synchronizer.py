@@ -101,9 +101,9 @@ class GradientSynchronizer:
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
         opened, plan = open_for_plan(backend, plan, timeout=timeout)
-        self.communicator = comm = Communicator(plan, opened, timeout=timeout)
-        self.recorder = Recorder(name, ranks=comm.size)
         try:
+            self.communicator = comm = Communicator(plan, opened, timeout=timeout)
+            self.recorder = Recorder(name, ranks=comm.size)
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
@@ -114,7 +114,7 @@ class GradientSynchronizer:
                 what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}",
             )
         except BaseException:
-            comm.close()
+            opened.close()
             raise
 
     def step(self, gradients: Any, *, out: Any = None) -> Any:

@@ -43,6 +43,10 @@ def open_for_plan(
         There is no plan, and ranks of this back end cannot ask each other; or as `job_plan`.
     """
     if plan is not None:
+        if not isinstance(plan, Plan | SizePlans):
+            raise UsageError(
+                f"a {type(plan).__name__} is no plan; make one with topoplan.plan, or leave it out"
+            )
         opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
         return opened, plan
     if isinstance(backend, str):
