@@ -1,4 +1,12 @@
-"""collectives: runs a topoplan plan on arrays."""
+"""collectives: runs a topoplan plan on arrays.
+
+What training loops use is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from collectives.communicator import Communicator
 from collectives.handle import Handle
@@ -10,9 +18,17 @@ from collectives.selection.warm_up import warm_up_density
 from collectives.table_check import check_table
 from collectives.transfer_table import TransferTable
 
+if TYPE_CHECKING:
+    from collectives.training.gradient_synchronizer import GradientSynchronizer
+
+_HOME = {
+    "GradientSynchronizer": "collectives.training.gradient_synchronizer",
+}
+
 __all__ = [
     "Communicator",
     "ErrorFeedback",
+    "GradientSynchronizer",
     "Handle",
     "TransferTable",
     "check_table",
@@ -21,3 +37,15 @@ __all__ = [
     "topk",
     "warm_up_density",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'collectives' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

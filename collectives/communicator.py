@@ -449,6 +449,10 @@ class Communicator:
         """
         return self._open().settled(self.plan.collective, self.plan.root, nbytes)
 
+    def refuse(self, reason: str) -> None:
+        """Say that this rank cannot go on, and why: the next collective of the others raises `BackendError`."""
+        self._refuse(reason)
+
     def __enter__(self) -> Communicator:
         return self
 

@@ -58,12 +58,12 @@ class FoundNic:
     active: bool
 
 
-def find_nics(sysfs: Sysfs) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
-    """NICs in natural order of their adapters' names, and notes."""
+def find_nics(sysfs: Sysfs, *, slowest: float = SLOWEST) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
+    """NICs in natural order of their adapters' names, and notes; ``slowest`` is the least Gb/s of an interface."""
     adapters = _natural(sysfs.names(sysfs.root / "class/infiniband"))
     names = _natural(sysfs.names(sysfs.root / "class/net"))
     found = _physical(sysfs, [_rdma(sysfs, name) for name in adapters])
-    interfaces = _physical(sysfs, [_interface(sysfs, name) for name in names])
+    interfaces = _physical(sysfs, [_interface(sysfs, name, slowest) for name in names])
     taken = {nic.busid for nic in found}
     plain = [nic for nic in interfaces if nic.busid not in taken]
     remote = [nic for nic in found if nic.active]
@@ -97,14 +97,14 @@ def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
     return FoundNic(name, busid, sum(known) if known else None, any(up for _, up in rates))
 
 
-def _interface(sysfs: Sysfs, name: str) -> FoundNic | None:
+def _interface(sysfs: Sysfs, name: str, slowest: float) -> FoundNic | None:
     """A physical network interface that is up and fast enough."""
     folder = sysfs.root / "class/net" / name
     busid = sysfs.pci_device(folder / "device")
     if not busid or sysfs.text(folder / "operstate") in ("down", "notpresent"):
         return None
     megabits = sysfs.number(folder / "speed")
-    if megabits is None or megabits < 1000 * SLOWEST:
+    if megabits is None or megabits <= 0 or megabits < 1000 * slowest:
         return None
     return FoundNic(name, busid, megabits / 1000, active=True)
 

@@ -45,13 +45,15 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
     ProbeError
         No driver, no GPU, or no nvidia-ml-py; the message says what to install or to give instead.
     """
-    named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
-    if named is not None and not os.path.isdir(named):
-        raise UsageError(
-            f"{os.fspath(named)!r} is no folder to read in place of /sys; name one, or leave --sysfs-root and "
-            f"{SYSFS_ROOT} out"
-        )
-    sysfs = Sysfs(Path(named or "/sys").absolute())
+    return visible(probe_host(sysfs_root=sysfs_root, refresh=refresh), os.environ)
+
+
+def probe_host(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = False) -> Topology:
+    """As `probe`, but with all GPUs that the driver shows, whatever ``CUDA_VISIBLE_DEVICES`` says.
+
+    For jobs in which each process of a host sees a GPU of its own: one of them reads the machine for all.
+    """
+    sysfs = host_sysfs(sysfs_root)
     kept = cache_file(sysfs)
     topology = None if refresh else read_cache(kept)
     if topology is None:
@@ -64,4 +66,21 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
                 f"what driver and kernel say does not fit together: {error}; give a file instead, and report this"
             ) from None
         write_cache(kept, topology)
-    return visible(topology, os.environ)
+    return topology
+
+
+def host_sysfs(sysfs_root: str | os.PathLike[str] | None = None) -> Sysfs:
+    """A reader of the folder that stands for ``/sys``.
+
+    Raises
+    ------
+    UsageError
+        The folder is not there.
+    """
+    named = os.environ.get(SYSFS_ROOT) or None if sysfs_root is None else sysfs_root
+    if named is not None and not os.path.isdir(named):
+        raise UsageError(
+            f"{os.fspath(named)!r} is no folder to read in place of /sys; name one, or leave --sysfs-root and "
+            f"{SYSFS_ROOT} out"
+        )
+    return Sysfs(Path(named or "/sys").absolute())

@@ -26,6 +26,7 @@ from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
 from collectives.backends.mpi.program import program_of
 from collectives.backends.mpi.results import result_blocks
+from collectives.backends.mpi.texts import gather_texts
 from collectives.backends.mpi.transport import Transport
 from collectives.backends.mpi.watch import Watch
 from collectives.backends.signature import LENGTH, Signature
@@ -156,6 +157,16 @@ class MpiBackend:
         outcome = self._agreement.reach(note, lambda notes: largest_of(notes, self._watch))
         largest: float = struct.unpack_from("d", outcome)[0]
         return largest
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; all ranks must call it, between collectives.
+
+        Raises
+        ------
+        BackendError
+            A rank died, stalled, or makes another call.
+        """
+        return gather_texts(self._comm, self._watch, text)
 
     def close(self) -> None:
         """See `Backend.close`."""

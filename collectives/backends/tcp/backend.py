@@ -164,6 +164,21 @@ class TcpBackend:
             self._give_up(error)
             raise
 
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; all ranks must call it, between collectives.
+
+        Raises
+        ------
+        BackendError
+            A rank is gone, does not answer, or makes another call.
+        """
+        self._check_open()
+        try:
+            return [str(one) for one in self._job.ask({"type": "gather", "data": text})["data"]]
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
         # a child that was forked off must not say goodbye for its parent

@@ -1,0 +1,279 @@
+"""Gradients averaged over all ranks in training loops without torch: on arrays of numpy or CuPy, bucket by bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from collectives.backends.backend import Backend
+from collectives.communicator import Communicator
+from collectives.training.bucket_exchange import BucketExchange
+from collectives.training.bucket_memory import BucketMemory
+from collectives.training.buckets import BUCKET_BYTES, buckets_of
+from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
+from collectives.training.gradient_shapes import GradientShapes
+from collectives.training.job_backend import open_for_plan
+from collectives.training.layout_agreement import agree_on_layout
+from collectives.training.recorder import Recorder
+from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+FORMAT = "topoplan.gradients/1"
+"""Of `GradientSynchronizer.state_dict`."""
+
+
+class GradientSynchronizer:
+    """Averages the gradients of a model over all ranks, step by step.
+
+    Gradients travel in buckets, in the reverse order of the parameters. While one is exchanged the next is filled;
+    `ready` lets that begin before all gradients are there. All ranks must have the same parameters and settings, and
+    make the same calls; that is compared once, here.
+
+    Arguments that do not fit raise `UsageError` before anything of theirs is written, and `BackendError` on the other
+    ranks, so that nobody waits. Where another rank fails, `BackendError` names training step and bucket; each out array
+    is then complete or untouched.
+
+    Parameters
+    ----------
+    parameters : list of arrays; with several ranks in this process a list of such lists
+        What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
+    plan : Plan or SizePlans, optional
+        None lets the ranks of mpi and tcp agree on one (`collectives.training.job_plan`): the processes as they lie on
+        their hosts, without GPUs.
+    backend : str or Backend
+    bucket_bytes : int
+        Longest bucket; an array that is longer is one of its own.
+    density : float, or callable from step to float, optional
+        Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
+    exchange, momentum, wire
+        Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
+    timeout : float
+        Seconds that a rank waits for the others, when a plan is made too.
+    name : str
+        Of the recorder.
+
+    Attributes
+    ----------
+    communicator : Communicator
+    recorder : Recorder
+        What was exchanged, and the number of steps so far.
+    buckets : tuple of Bucket
+
+    Raises
+    ------
+    UsageError
+        An argument does not fit, or ranks differ in parameters or settings; the plan is for another number of ranks.
+    BackendError
+        The ranks do not find each other.
+
+    Examples
+    --------
+    >>> import numpy as np, topoplan
+    >>> plan = topoplan.plan(topoplan.load("v100x4"))
+    >>> parameters = [[np.zeros((2, 2)), np.zeros(3)] for rank in range(4)]
+    >>> with GradientSynchronizer(parameters, plan, backend="loopback") as synchronizer:
+    ...     averages = synchronizer.step([[np.full((2, 2), float(rank)), np.arange(3.0)] for rank in range(4)])
+    >>> averages[3]
+    [array([[1.5, 1.5],
+           [1.5, 1.5]]), array([0., 1., 2.])]
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        plan: Plan | SizePlans | None = None,
+        *,
+        backend: str | Backend[Any] = "mpi",
+        bucket_bytes: int = BUCKET_BYTES,
+        density: Density | None = None,
+        exchange: str = "auto",
+        momentum: float = 0.0,
+        wire: WireFormat | None = None,
+        timeout: float = 30.0,
+        name: str = "gradients",
+    ) -> None:
+        how = Exchanged(density, exchange, momentum, wire)
+        opened, plan = open_for_plan(backend, plan, timeout=timeout)
+        try:
+            self.communicator = comm = Communicator(plan, opened, timeout=timeout)
+            self.recorder = Recorder(name, ranks=comm.size)
+            with self._refusing("making the synchronizer"):
+                self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
+                self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
+                self._exchange = self._made(how, self._shapes.lists(parameters, "parameter"))
+            agree_on_layout(
+                opened,
+                f"{self._layout} {how if not callable(density) else ''}",
+                what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}",
+            )
+        except BaseException:
+            opened.close()
+            raise
+
+    def step(self, gradients: Any, *, out: Any = None) -> Any:
+        """Average all gradients of a step.
+
+        Parameters
+        ----------
+        gradients : list of arrays, one for each parameter; with several ranks in this process a list of such lists
+        out : as ``gradients``, optional
+            Where to put the averages: the gradients themselves, or arrays that share no memory with them. By default
+            new arrays.
+
+        Returns
+        -------
+        As ``gradients``.
+
+        Raises
+        ------
+        UsageError
+            A gradient is missing, or has another shape or dtype than its parameter: nothing has moved. Or it is to be
+            sparse and holds NaN: the buckets before it have moved.
+        BackendError
+            Another rank failed.
+        """
+        with self._refusing():
+            if self._exchange.given:
+                raise UsageError("gradients of this step were given with ready already; end it with wait")
+            listed = self._shapes.lists(gradients, "gradient")
+            outs = None if out is None else self._shapes.lists(out, "out array")
+        for index in reversed(range(len(self._shapes))):
+            wanted = None if outs is None else [one[index] for one in outs]
+            self._exchange.put(index, [one[index] for one in listed], wanted)
+        return self._finished(outs)
+
+    def ready(self, index: int, gradient: Any) -> None:
+        """Give one gradient of a step as soon as it is known; buckets start when they are full.
+
+        Until `wait` it must not be changed. Every gradient is given once, in any order; buckets start in theirs, so
+        the reverse order of the parameters lets them start earliest.
+
+        Parameters
+        ----------
+        index : int
+            Of the parameter.
+        gradient : array; with several ranks in this process a list of one for each
+
+        Raises
+        ------
+        UsageError, BackendError
+            As `step`.
+        """
+        with self._refusing():
+            arrays = self._shapes.one(index, gradient, "gradient")
+            if index in self._exchange.given:
+                raise UsageError(f"gradient {index} was given already; give each once, then call wait")
+        self._exchange.put(index, arrays, None)
+
+    def wait(self, *, out: Any = None) -> Any:
+        """End the step: the averages of the gradients that were given with `ready`; all as in `step`."""
+        with self._refusing():
+            missing = sorted(set(range(len(self._shapes))) - self._exchange.given)
+            if missing:
+                listed = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
+                raise UsageError(
+                    f"not given in this step: gradient {listed}; where there is none, give zeros"
+                )
+            outs = None if out is None else self._shapes.lists(out, "out array")
+        return self._finished(outs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
+
+        Raises
+        ------
+        UsageError
+            A step is not over.
+        """
+        self._check_between_steps()
+        return {
+            "format": FORMAT,
+            "ranks": self.communicator.size,
+            "layout": self._layout,
+            "step": self.recorder.step,
+            "residuals": self.communicator.sparse_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on the same rank.
+
+        Raises
+        ------
+        UsageError
+            It is of other parameters, other buckets or another number of ranks; nothing has changed.
+        """
+        self._check_between_steps()
+        expected = {"format": FORMAT, "ranks": self.communicator.size, "layout": self._layout}
+        for key, value in expected.items():
+            if state.get(key) != value:
+                found, wanted = str(state.get(key))[:60], str(value)[:60]
+                raise UsageError(
+                    f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
+                    "parameters, bucket_bytes and number of ranks"
+                )
+        self.communicator.restore_sparse_state(state["residuals"])
+        self.recorder.step = int(state["step"])
+
+    def close(self) -> None:
+        """Leave the job; closing twice is fine."""
+        self.communicator.close()
+
+    def __enter__(self) -> GradientSynchronizer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _layout(self) -> str:
+        """What all ranks must share, and a state too."""
+        told = repr((self._shapes.shapes, self.buckets))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def _made(self, how: Exchanged, parameters: list[list[Any]]) -> BucketExchange:
+        """The exchange, its memory, and for sparse gradients the plans too: what does not fit shows now."""
+        comm, shapes = self.communicator, self._shapes.shapes
+        memory = []
+        for bucket in self.buckets:
+            likes = [one[bucket.members[0]] for one in parameters]
+            memory.append(BucketMemory(bucket, shapes, comm.arrays, likes))
+            if how.density is not None:
+                lines = memory[-1].given or likes
+                comm.explain(
+                    lines[0] if comm.one_rank else lines,
+                    density=how.density_at(0),
+                    exchange=how.exchange,
+                    wire=how.wire,
+                )
+        return BucketExchange(GradientExchange(comm, how, self.recorder), memory, shapes)
+
+    def _finished(self, outs: list[list[Any]] | None) -> Any:
+        averages = self._exchange.finish(outs)
+        return averages[0] if self.communicator.one_rank else averages
+
+    @contextlib.contextmanager
+    def _refusing(self, when: str = "") -> Iterator[None]:
+        """Arguments that do not fit are told to the other ranks, which would wait for this one."""
+        try:
+            yield
+        except UsageError as error:
+            text = f"{when or f'training step {self.recorder.step}'}: {error}"
+            with contextlib.suppress(BackendError):
+                self.communicator.refuse(text)
+            raise UsageError(text) from error
+
+    def _check_between_steps(self) -> None:
+        if self._exchange.given:
+            raise UsageError("the step is not over; call wait first")
