@@ -68,7 +68,6 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
             self.param_groups.pop()
             raise
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move all parameters that have gradients; they must be the same ones on all ranks.
 
@@ -92,6 +91,12 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Measure what is owned, gather the rates, and move everything."""
         layers = self._with_gradients()
         rated = [number for number, (_, group) in enumerate(layers) if group["adapt"]]
         owned = rated
@@ -108,7 +113,6 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         for number, (parameter, group) in enumerate(layers):
             measured = found.pop(number, None)
             self._move(parameter, group, float(group["lr"]) * speeds.get(number, 1.0), measured)
-        return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state, as in `torch.optim.Optimizer`, but without rounding it to parameters of 16 bits."""

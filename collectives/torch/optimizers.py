@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from collectives.communicator import Communicator
 from collectives.torch.layer_optimizer import Group, LayerOptimizer, zeros_for
 from collectives.training.layer_rates import lamb_rate, lars_rate
@@ -38,6 +36,7 @@ class Lars(LayerOptimizer):
 
     Examples
     --------
+    >>> import torch
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lars([weights], lr=2.0, coefficient=0.01).step()
@@ -107,6 +106,7 @@ class Lamb(LayerOptimizer):
 
     Examples
     --------
+    >>> import torch
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lamb([weights], lr=0.1, eps=1e-12).step()

@@ -73,8 +73,12 @@ def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> list[tupl
 
 
 def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...], str]:
-    for what, array in (("weights", weights), ("a gradient", gradient)):
-        if not isinstance(array, np.ndarray):
+    # a gradient that was computed from an array without dimensions is a scalar
+    for what, array, kinds in (
+        ("weights", weights, np.ndarray),
+        ("a gradient", gradient, np.ndarray | np.floating),
+    ):
+        if not isinstance(array, kinds):
             raise UsageError(f"layer {layer} has {what} of type {type(array).__name__}; give a numpy array")
     if weights.dtype not in DTYPES:
         raise UsageError(f"layer {layer} has weights of {weights.dtype}; use float16, float32 or float64")
