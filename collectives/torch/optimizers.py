@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from collectives.communicator import Communicator
 from collectives.torch.layer_optimizer import Group, LayerOptimizer, zeros_for
 from collectives.training.layer_rates import lamb_rate, lars_rate
@@ -36,7 +38,6 @@ class Lars(LayerOptimizer):
 
     Examples
     --------
-    >>> import torch
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lars([weights], lr=2.0, coefficient=0.01).step()
@@ -106,7 +107,6 @@ class Lamb(LayerOptimizer):
 
     Examples
     --------
-    >>> import torch
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lamb([weights], lr=0.1, eps=1e-12).step()
@@ -153,8 +153,10 @@ class Lamb(LayerOptimizer):
         kept["step"] += 1
         b1, b2 = group["betas"]
         gradient = parameter.grad.to(kept["first"].dtype)
-        kept["first"].mul_(b1).add_(gradient, alpha=1 - b1)
+        kept["first"].lerp_(gradient, 1 - b1)
         kept["second"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        scale = kept["second"].sqrt().mul_(1 / math.sqrt(1 - b2 ** kept["step"])).add_(group["eps"])
-        update = kept["first"].div(scale).mul_(1 / (1 - b1 ** kept["step"]))
+        # what undoes the bias of the first moment goes into the divisor: one pass less
+        biased, unbiased = 1 - b1 ** kept["step"], 1 / math.sqrt(1 - b2 ** kept["step"])
+        scale = kept["second"].sqrt().mul_(biased * unbiased).add_(biased * group["eps"])
+        update = torch.div(kept["first"], scale, out=scale)
         return update.add_(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else update
