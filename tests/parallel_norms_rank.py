@@ -66,7 +66,7 @@ def trajectories(comm: Communicator) -> dict[str, Any]:
     """Whether parameters are those of a rank alone after every step, and how far they have gone."""
     found = {}
     for method, make in MADE.items():
-        for dtype in ("float32", "float64", "bfloat16"):
+        for dtype in ("float32", "bfloat16"):
             alone, shared = model(dtype), model(dtype)
             serial, parallel = make(groups(alone)), make(groups(shared), communicator=comm)
             same = []

@@ -14,6 +14,9 @@ from topoplan.errors import UsageError
 
 Array = NDArray[Any]
 
+Layout = list[tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shape and dtype of each layer."""
+
 DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 """Of weights."""
 
@@ -50,7 +53,7 @@ def working(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
-def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> list[tuple[tuple[int, ...], str]]:
+def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> Layout:
     """Shape and dtype of each layer.
 
     Raises
@@ -72,7 +75,7 @@ def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> list[tupl
     return [_layer(*both) for both in zip(range(len(weights)), weights, gradients, strict=True)]
 
 
-def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...], str]:
+def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
     # a gradient that was computed from an array without dimensions is a scalar
     for what, array, kinds in (
         ("weights", weights, np.ndarray),
@@ -96,32 +99,31 @@ def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...]
             f"layer {layer} has weights of {weights.dtype} and a gradient of {gradient.dtype}, which is wider; "
             f"convert it to {working(weights.dtype)}"
         )
-    return weights.shape, weights.dtype.name
+    return weights.shape, weights.dtype
 
 
-def difference(one: Sequence[object], other: Sequence[object]) -> str:
+def difference(one: Sequence[tuple[object, object]], other: Sequence[tuple[object, object]]) -> str:
     """Where two lists of layers differ first, as a clause.
 
     Examples
     --------
     >>> difference([((3,), "float32"), ((2,), "float32")], [((3,), "float32"), ((2,), "float64")])
-    "layer 1 is ((2,), 'float32') and was ((2,), 'float64')"
+    'layer 1 is (2,) of float32 and was (2,) of float64'
     """
     if len(one) != len(other):
         return f"there are {len(one)} and were {len(other)}"
     first = next(layer for layer in range(len(one)) if one[layer] != other[layer])
-    return f"layer {first} is {one[first]} and was {other[first]}"
+    here, before = (f"{shape} of {dtype}" for shape, dtype in (one[first], other[first]))
+    return f"layer {first} is {here} and was {before}"
 
 
-def kept_for(layers: Sequence[tuple[tuple[int, ...], str]], names: Sequence[str]) -> list[dict[str, Array]]:
+def kept_for(layers: Layout, names: Sequence[str]) -> list[dict[str, Array]]:
     """Zeros for each layer, by name."""
-    lines = [(math.prod(shape), working(np.dtype(dtype))) for shape, dtype in layers]
+    lines = [(math.prod(shape), working(dtype)) for shape, dtype in layers]
     return [{name: np.zeros(size, dtype) for name in names} for size, dtype in lines]
 
 
-def check_kept(
-    kept: Sequence[Sequence[dict[str, Array]]], layers: Sequence[tuple[tuple[int, ...], str]], *, ranks: int
-) -> None:
+def check_kept(kept: Sequence[Sequence[dict[str, Array]]], layers: Layout, *, ranks: int) -> None:
     """Whether what was kept is of these layers, on so many ranks in this process.
 
     Raises
@@ -131,10 +133,10 @@ def check_kept(
     """
     if len(kept) != ranks:
         raise UsageError(f"the state is of {len(kept)} ranks in a process, not of {ranks}; take another one")
-    fitting = [(math.prod(shape), working(np.dtype(dtype)).name) for shape, dtype in layers]
+    fitting = [(math.prod(shape), working(dtype)) for shape, dtype in layers]
     for each in kept:
         for name in each[0] if each else ():
-            found = [(one[name].size, one[name].dtype.name) for one in each]
+            found = [(one[name].size, one[name].dtype) for one in each]
             if found != fitting:
                 raise UsageError(
                     f"the state was saved with other layers: in its {name}, {difference(fitting, found)}; "

@@ -15,12 +15,17 @@ from typing import Any
 import numpy as np
 
 from collectives.communicator import Communicator
-from collectives.training.layer_arrays import Array, Layer, check_kept, difference, kept_for, layers_of
+from collectives.training.layer_arrays import (
+    Array,
+    Layer,
+    Layout,
+    check_kept,
+    difference,
+    kept_for,
+    layers_of,
+)
 from collectives.training.parallel_rates import ParallelRates
 from topoplan.errors import UsageError
-
-Layout = list[tuple[tuple[int, ...], str]]
-"""Shape and dtype of each layer."""
 
 Replica = tuple[Sequence[Array], Sequence[Array]]
 """Weights and gradients of one rank."""
@@ -180,9 +185,7 @@ class LayerOptimiser(ABC):
         rated = [layer for layer in range(len(first)) if layer not in self.excluded]
         parallel = None
         if self.communicator is not None:
-            about = (
-                f"{type(self).__name__} {self._settings()} {decays} {rated} {[dtype for _, dtype in first]}"
-            )
+            about = f"{type(self).__name__} {self._settings()} {decays} {rated} {[str(dtype) for _, dtype in first]}"
             sizes = [math.prod(first[layer][0]) for layer in rated]
             parallel = ParallelRates(self.communicator, sizes, about=about)
         self._layers, self._decays, self._kept = first, decays, kept
