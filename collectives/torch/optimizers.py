@@ -89,6 +89,9 @@ class Lars(LayerOptimizer):
 class Lamb(LayerOptimizer):
     """LAMB, as `collectives.training.lamb.Lamb`.
 
+    The updates that a rank measures are kept until all rates are there: alone that is as much memory as the parameters
+    take, with N ranks about an N-th of it.
+
     Parameters
     ----------
     params : iterable of parameters, or of groups
@@ -98,7 +101,7 @@ class Lamb(LayerOptimizer):
     eps, weight_decay : float
         As ``betas`` of groups that have none of their own.
     communicator : Communicator or None
-        Whose ranks share the updates that are measured, and the memory for them.
+        Whose ranks share the norms.
 
     Raises
     ------
