@@ -1,0 +1,1 @@
+"""Plans inside torch's training loops."""
