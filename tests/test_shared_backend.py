@@ -120,7 +120,7 @@ def test_tensors_on_the_cpu_are_shared_bfloat16_too(tmp_path: Path) -> None:
 def test_ranks_that_cannot_see_the_memory_of_the_first_are_refused_on_all() -> None:
     def gather(text: str) -> list[str]:
         if "pid" in text:
-            return [json.dumps({"pid": 2**30, "descriptor": 3}), text]
+            return [json.dumps({"pid": 2**30, "descriptor": 3, "file": []}), text]
         return ["", text]
 
     with pytest.raises(

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from collectives.backends.mpi.control import Control
 from collectives.backends.mpi.placement import Placement
@@ -32,13 +33,15 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
         users. Raised on all ranks.
     """
     descriptor = create_memory() if rank == 0 and can_share() else -1
-    told = [json.loads(text) for text in gather(json.dumps({"pid": os.getpid(), "descriptor": descriptor}))]
+    mine = {"pid": os.getpid(), "descriptor": descriptor, "file": _identity(descriptor)}
+    told = [json.loads(text) for text in gather(json.dumps(mine))]
     fault = "" if told[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
     if rank and not fault:
         try:
             descriptor = open_memory(told[0]["pid"], told[0]["descriptor"])
             # the same process number may be another process in another container
-            fault = "" if _is_ours(descriptor) else f"process {told[0]['pid']} is not rank 0 here"
+            same = _identity(descriptor) == told[0]["file"]
+            fault = "" if same else f"process {told[0]['pid']} is not rank 0 here"
         except OSError as error:
             fault = f"it cannot see the memory of rank 0 ({error.strerror})"
     faults = gather(fault)
@@ -51,8 +54,12 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[Placement, Segment]:
     return placement, Segment(descriptor, Control.size(size))
 
 
-def _is_ours(descriptor: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:topoplan")
+def _identity(descriptor: int) -> list[int | str]:
+    """What tells one memory from all others, on any host."""
+    if descriptor < 0:
+        return []
+    known = os.fstat(descriptor)
+    return [known.st_dev, known.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
 
 
 def lock_fence() -> Callable[[], None]:
