@@ -20,20 +20,32 @@ from collectives.transfer_table import TransferTable
 
 if TYPE_CHECKING:
     from collectives.training.gradient_synchronizer import GradientSynchronizer
+    from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+    from collectives.training.report import report
 
 _HOME = {
+    "ASP": "collectives.training.modes",
+    "BSP": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
+    "LocalSGD": "collectives.training.modes",
+    "SSP": "collectives.training.modes",
+    "report": "collectives.training.report",
 }
 
 __all__ = [
+    "ASP",
+    "BSP",
+    "SSP",
     "Communicator",
     "ErrorFeedback",
     "GradientSynchronizer",
     "Handle",
+    "LocalSGD",
     "TransferTable",
     "check_table",
     "lower",
     "mstopk",
+    "report",
     "topk",
     "warm_up_density",
 ]

@@ -14,8 +14,9 @@ from file_gather import FileGather
 from tcp_jobs import call, given_to, seal
 
 import topoplan
-from collectives import Communicator
+from collectives import ASP, BSP, SSP, Communicator, GradientSynchronizer, LocalSGD
 from collectives.backends.shared.backend import SharedBackend
+from collectives.training.straggler import Straggler
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
@@ -90,7 +91,37 @@ def torch_tensors(comm: Communicator, rank: int) -> Any:
     return sums
 
 
-WHAT = {one.__name__: one for one in (agreement, in_place, killed, stopped, different, torch_tensors)}
+def trained(comm: Communicator, rank: int) -> Any:
+    """Two parameters of a plain loop in every mode: what they have become."""
+    told = []
+    for mode in (BSP(), SSP(2), ASP(), LocalSGD(3)):
+        with GradientSynchronizer(
+            [np.zeros((3, 2)), np.zeros(5)],
+            comm.plan,
+            backend=SharedBackend(GATHER[0], rank=rank, size=comm.size),
+            bucket_bytes=48,
+            mode=mode,
+        ) as synchronizer:
+            weights = [np.zeros((3, 2)), np.zeros(5)]
+            for step in range(12):
+                Straggler(1, 3, 2, 8).hold_up(rank, step, 0.003)
+                gradients = [np.full((3, 2), float(comm.size * (rank + 1))), np.arange(5.0) * comm.size]
+                for weight, average in zip(weights, synchronizer.step(gradients), strict=True):
+                    weight += average
+                synchronizer.after_step(weights)
+            rest = synchronizer.finish()
+            if rest is not None:
+                for weight, average in zip(weights, rest, strict=True):
+                    weight += average
+            told.append([weight.reshape(-1).tolist() for weight in weights])
+    return told
+
+
+GATHER: list[FileGather] = []
+
+WHAT = {
+    one.__name__: one for one in (agreement, trained, in_place, killed, stopped, different, torch_tensors)
+}
 
 
 def main() -> None:
@@ -103,8 +134,9 @@ def main() -> None:
         from collectives.arrays.torch_arrays import TorchArrays
 
         arrays = TorchArrays([torch.device("cpu")])
+    GATHER.append(FileGather(folder, rank, size))
     backend = SharedBackend(
-        FileGather(folder, rank, size),
+        GATHER[0],
         rank=rank,
         size=size,
         timeout=1.0 if what == "stopped" else 20.0,

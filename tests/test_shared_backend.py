@@ -101,6 +101,16 @@ def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> N
         assert "11" in text
 
 
+def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> None:
+    """Twelve steps of three ranks: each gradient is used once by everyone, however late."""
+    first, second = [12 * (1 + 2 + 3.0)] * 6, [12 * 3 * place for place in range(5)]
+    for told in job("trained", 3, tmp_path):
+        for sums in told[:3]:
+            assert sums == [first, [float(value) for value in second]]
+        # alone each rank uses its own gradients, and parameters are averaged
+        assert told[3] == [[12 * 2 * 3.0] * 6, [float(value) for value in second]]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_tensors_on_the_cpu_are_shared_bfloat16_too(tmp_path: Path) -> None:
     results = job("torch_tensors", 3, tmp_path)

@@ -136,7 +136,7 @@ def test_a_slow_rank_is_sent_sums_and_not_a_queue() -> None:
             for _ in range(200):
                 box.post("w", np.ones(1000))
             box.tick()
-            most = max(len(sender._waiting) for sender in box._senders.values())
+            most = max(sender.waiting for sender in box._senders.values())
             box.drain()
             return most
         total = np.zeros(1000)

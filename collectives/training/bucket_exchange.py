@@ -7,14 +7,17 @@ told with training step and bucket, and the step is given up.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.communicator import Communicator
 from collectives.handle import Handle
 from collectives.training.bucket_memory import BucketMemory
 from collectives.training.buckets import Bucket
-from collectives.training.gradient_exchange import GradientExchange
+from collectives.training.step_exchange import StepExchange
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
@@ -26,7 +29,8 @@ class BucketExchange:
 
     Parameters
     ----------
-    exchange : GradientExchange
+    communicator : Communicator
+    exchange : StepExchange
     memory : sequence of BucketMemory
     shapes : sequence of tuple of int
         Of all gradients.
@@ -39,12 +43,13 @@ class BucketExchange:
 
     def __init__(
         self,
-        exchange: GradientExchange,
+        communicator: Communicator,
+        exchange: StepExchange,
         memory: Sequence[BucketMemory],
         shapes: Sequence[tuple[int, ...]],
     ) -> None:
         self._exchange = exchange
-        self._comm: Communicator = exchange.communicator
+        self._comm = communicator
         self._recorder = exchange.recorder
         self._memory = tuple(memory)
         self._shapes = tuple(shapes)
@@ -77,9 +82,31 @@ class BucketExchange:
             for place, mine in enumerate(averages):
                 fresh = self._comm.arrays.empty(self._shapes[index], arrays[place])
                 mine[index] = fresh if outs is None else outs[place][index]
-        self._recorder.end_step()
+        self._exchange.end_step()
         self._begin()
         return averages
+
+    def rest(self, left: Mapping[str, NDArray[Any]]) -> list[Any]:
+        """What is left over of each bucket, by its key, as an array for each parameter; zeros where nothing is.
+
+        For one rank to a process.
+        """
+        library = self._comm.arrays
+        found: list[Any] = [None] * len(self._shapes)
+        for memory in self._memory:
+            bucket = memory.bucket
+            line = left.get(_key(bucket))
+            for position, index in enumerate(bucket.members):
+                shape = self._shapes[index]
+                if line is None:
+                    found[index] = library.of(np.zeros(shape, bucket.dtype))
+                else:
+                    part = line.reshape(-1)[bucket.borders[position] : bucket.borders[position + 1]]
+                    found[index] = library.of(np.ascontiguousarray(part).reshape(shape))
+        return [
+            library.of(np.zeros(shape)) if one is None else one
+            for one, shape in zip(found, self._shapes, strict=True)
+        ]
 
     def _begin(self) -> None:
         """Nothing of a step is there yet."""
@@ -93,8 +120,7 @@ class BucketExchange:
             alone = self._comm.one_rank
             given = memory.given[0] if alone else memory.given
             averages = memory.averages[0] if alone else memory.averages
-            key = f"bucket {memory.bucket.number}"
-            self._handles.append(self._exchange.start(key, given, out=averages))
+            self._handles.append(self._exchange.start(_key(memory.bucket), given, out=averages))
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:
@@ -116,6 +142,10 @@ class BucketExchange:
         for memory in self._memory:
             memory.forget()
         self._begin()
+
+
+def _key(bucket: Bucket) -> str:
+    return f"bucket {bucket.number}"
 
 
 def _told(heading: str, error: TopoplanError) -> TopoplanError:

@@ -79,6 +79,10 @@ class GradientExchange:
         self.how = how
         self.recorder = recorder
 
+    def end_step(self) -> None:
+        """All gradients of a step have been waited for."""
+        self.recorder.end_step()
+
     def start(self, key: str, gradients: Any, *, out: Any = None) -> Handle[Any]:
         """Begin to average a gradient.
 

@@ -15,9 +15,15 @@ from collectives.training.bucket_memory import BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, buckets_of
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
 from collectives.training.gradient_shapes import GradientShapes
-from collectives.training.job_backend import open_for_plan
+from collectives.training.gradient_state import restored, saved
+from collectives.training.job_backend import GathersTexts, open_for_plan
 from collectives.training.layout_agreement import agree_on_layout
+from collectives.training.local_exchange import LocalExchange
+from collectives.training.modes import BSP, Mode
 from collectives.training.recorder import Recorder
+from collectives.training.report import watch
+from collectives.training.stale_exchange import StaleExchange
+from collectives.training.step_exchange import step_exchange
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -25,16 +31,12 @@ from topoplan.plans.size_plans import SizePlans
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
 
-FORMAT = "topoplan.gradients/1"
-"""Of `GradientSynchronizer.state_dict`."""
-
 
 class GradientSynchronizer:
     """Averages the gradients of a model over all ranks, step by step.
 
-    Gradients travel in buckets, in the reverse order of the parameters. While one is exchanged the next is filled;
-    `ready` lets that begin before all gradients are there. All ranks must have the same parameters and settings, and
-    make the same calls; that is compared once, here.
+    Gradients travel in buckets, in the reverse order of the parameters, one exchanged while the next is filled. All
+    ranks must have the same parameters and settings, and make the same calls; that is compared once, here.
 
     Arguments that do not fit raise `UsageError` before anything of theirs is written, and `BackendError` on the other
     ranks, so that nobody waits. Where another rank fails, `BackendError` names training step and bucket; each out array
@@ -54,6 +56,8 @@ class GradientSynchronizer:
         Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
+    mode : BSP, SSP, ASP or LocalSGD, optional
+        How far ranks may be apart (`collectives.training.modes`); BSP by default.
     timeout : float
         Seconds that a rank waits for the others, when a plan is made too.
     name : str
@@ -96,23 +100,29 @@ class GradientSynchronizer:
         exchange: str = "auto",
         momentum: float = 0.0,
         wire: WireFormat | None = None,
+        mode: Mode | None = None,
         timeout: float = 30.0,
         name: str = "gradients",
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
+        self.mode: Mode = BSP() if mode is None else mode
         opened, plan = open_for_plan(backend, plan, timeout=timeout)
         try:
             self.communicator = comm = Communicator(plan, opened, timeout=timeout)
-            self.recorder = Recorder(name, ranks=comm.size)
+            self.recorder = watch(Recorder(name, ranks=comm.size))
+            self._steps: GradientExchange | StaleExchange | LocalExchange | None = None
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
-                self._exchange = self._made(how, self._shapes.lists(parameters, "parameter"))
+                memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
             agree_on_layout(
                 opened,
-                f"{self._layout} {how if not callable(density) else ''}",
-                what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}",
+                f"{self._layout} {how if not callable(density) else ''} {self.mode}",
+                what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}, {self.mode}",
             )
+            gather = opened.gather_texts if isinstance(opened, GathersTexts) else None
+            self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
+            self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
         except BaseException:
             opened.close()
             raise
@@ -184,6 +194,37 @@ class GradientSynchronizer:
             outs = None if out is None else self._shapes.lists(out, "out array")
         return self._finished(outs)
 
+    def after_step(self, parameters: Any) -> None:
+        """Call it when the optimiser has used the averages: with `LocalSGD` it averages the parameters when it is time.
+
+        Parameters
+        ----------
+        parameters : as those that the synchronizer was made with, writeable
+            Changed in place; not touched in other modes.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed.
+        """
+        if isinstance(self._steps, LocalExchange):
+            listed = self._shapes.lists(parameters, "parameter")
+            self._steps.average(listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True)))
+
+    def finish(self) -> list[Any] | None:
+        """After the last step: what other ranks have still sent and this one has not used, or None if there is none.
+
+        Only with `SSP` and `ASP`. Used like the averages of one more step, it makes the sums of all ranks the same.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or does not finish within the timeout.
+        """
+        if not isinstance(self._steps, StaleExchange):
+            return None
+        return self._exchange.rest(self._steps.finish())
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
 
@@ -193,13 +234,7 @@ class GradientSynchronizer:
             A step is not over.
         """
         self._check_between_steps()
-        return {
-            "format": FORMAT,
-            "ranks": self.communicator.size,
-            "layout": self._layout,
-            "step": self.recorder.step,
-            "residuals": self.communicator.sparse_state(),
-        }
+        return saved(self.communicator, self._layout, self.recorder.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on the same rank.
@@ -210,19 +245,12 @@ class GradientSynchronizer:
             It is of other parameters, other buckets or another number of ranks; nothing has changed.
         """
         self._check_between_steps()
-        expected = {"format": FORMAT, "ranks": self.communicator.size, "layout": self._layout}
-        for key, value in expected.items():
-            if state.get(key) != value:
-                found, wanted = str(state.get(key))[:60], str(value)[:60]
-                raise UsageError(
-                    f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
-                    "parameters, bucket_bytes and number of ranks"
-                )
-        self.communicator.restore_sparse_state(state["residuals"])
-        self.recorder.step = int(state["step"])
+        self.recorder.step = restored(self.communicator, self._layout, state)
 
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
+        if isinstance(self._steps, StaleExchange):
+            self._steps.close()
         self.communicator.close()
 
     def __enter__(self) -> GradientSynchronizer:
@@ -242,8 +270,8 @@ class GradientSynchronizer:
         told = repr((self._shapes.shapes, self.buckets))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
-    def _made(self, how: Exchanged, parameters: list[list[Any]]) -> BucketExchange:
-        """The exchange, its memory, and for sparse gradients the plans too: what does not fit shows now."""
+    def _memory(self, how: Exchanged, parameters: list[list[Any]]) -> list[BucketMemory]:
+        """Of all buckets, and for sparse gradients the plans too: what does not fit shows now."""
         comm, shapes = self.communicator, self._shapes.shapes
         memory = []
         for bucket in self.buckets:
@@ -257,7 +285,7 @@ class GradientSynchronizer:
                     exchange=how.exchange,
                     wire=how.wire,
                 )
-        return BucketExchange(GradientExchange(comm, how, self.recorder), memory, shapes)
+        return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
         averages = self._exchange.finish(outs)

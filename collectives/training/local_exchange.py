@@ -43,6 +43,10 @@ class LocalExchange:
         done.set_result(results[0] if comm.one_rank else results)
         return Handle(done)
 
+    def end_step(self) -> None:
+        """All gradients of a step have been waited for."""
+        self.recorder.end_step()
+
     def average(self, parameters: Sequence[Any]) -> None:
         """Average parameters over all ranks, in place, if the step that has just ended is one of those.
 
@@ -63,7 +67,8 @@ class LocalExchange:
         with recorder.waiting():
             for number, one in enumerate(parameters):
                 started, nbytes = recorder.now(), nbytes_of(comm, one)
-                comm.all_reduce(one, op="avg", out=one)
+                listed = one if comm.one_rank else list(one)
+                comm.all_reduce(listed, op="avg", out=listed)
                 plan = comm.plan_for("allreduce", nbytes)
                 recorder.add(
                     f"parameter {number}",

@@ -25,15 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.training.mail_sender import FINISHED, GOODBYE, Sender
 from collectives.training.modes import may_begin
 from topoplan.errors import BackendError
 
 Array = NDArray[Any]
 Gather = Callable[[str], list[str]]
 """An allgather of short texts among the ranks of the job."""
-
-GOODBYE = "goodbye"
-FINISHED = "finished"
 
 
 class Mailbox:
@@ -65,7 +63,7 @@ class Mailbox:
         self._gone: set[int] = set()
         self._failure: BackendError | None = None
         self._closed = False
-        self._senders: dict[int, _Sender] = {}
+        self._senders: dict[int, Sender] = {}
         self._incoming: list[Connection] = []
         self._threads: list[threading.Thread] = []
         self._meet(gather)
@@ -182,7 +180,7 @@ class Mailbox:
             for peer in self._clocks:
                 contact = contacts[peer]
                 where = ("127.0.0.1" if contact["host"] == name else contact["address"], contact["port"])
-                self._senders[peer] = _Sender(peer, Client(where, authkey=key), self._lost, self.rank)
+                self._senders[peer] = Sender(peer, Client(where, authkey=key), self._lost, self.rank)
         except OSError as error:
             raise self._fail(peer, f"cannot reach rank {peer}: {error.strerror or error}") from None
         accepting.join(self._timeout)
@@ -239,72 +237,6 @@ class Mailbox:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-class _Sender:
-    """What waits to be sent to one rank, and the thread that sends it."""
-
-    def __init__(
-        self, peer: int, connection: Connection, lost: Callable[[int, str], None], rank: int
-    ) -> None:
-        self._peer = peer
-        self._connection = connection
-        self._lost = lost
-        self._waiting: dict[str, Array] = {}
-        self._clock: int | None = None
-        self._kind = "clock"
-        self._ending = False
-        self._changed = threading.Condition()
-        connection.send_bytes(str(rank).encode())
-        self._thread = threading.Thread(target=self._work, name=f"mail to {peer}", daemon=True)
-        self._thread.start()
-
-    def add(self, key: str, gradient: Array) -> None:
-        with self._changed:
-            known = self._waiting.get(key)
-            self._waiting[key] = gradient.copy() if known is None else known + gradient
-            self._changed.notify()
-
-    def tell(self, clock: int, *, finished: bool = False) -> None:
-        with self._changed:
-            self._clock = clock
-            self._kind = FINISHED if finished else "clock"
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
-        self._thread.join()
-        self._connection.close()
-
-    def _work(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    while not (self._waiting or self._clock is not None or self._ending):
-                        self._changed.wait()
-                    waiting, self._waiting = self._waiting, {}
-                    clock, self._clock = self._clock, None
-                    kind, ending = self._kind, self._ending
-                for key, gradient in waiting.items():
-                    head = {
-                        "kind": "gradient",
-                        "key": key,
-                        "dtype": gradient.dtype.str,
-                        "shape": gradient.shape,
-                    }
-                    self._connection.send_bytes(json.dumps(head).encode())
-                    self._connection.send_bytes(
-                        np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data
-                    )
-                if clock is not None:
-                    self._connection.send_bytes(json.dumps({"kind": kind, "clock": clock}).encode())
-                if ending:
-                    self._connection.send_bytes(json.dumps({"kind": GOODBYE}).encode())
-                    return
-        except OSError as error:
-            self._lost(self._peer, f"cannot send to rank {self._peer}: {error.strerror or error}")
 
 
 def _wake(connection: Connection) -> None:

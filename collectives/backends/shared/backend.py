@@ -83,6 +83,11 @@ class SharedBackend:
         self._places = {member: place for place, member in enumerate(self._placement.members)}
         self._calls = 0
         self._closed = False
+        self._gather = gather
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; all ranks must call it, between collectives."""
+        return self._gather(text)
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
