@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
+
+Result = TypeVar("Result")
 
 
 class Communicator:
@@ -420,6 +422,30 @@ class Communicator:
         """
         sparse = self._sparse_collective()
         self._in_order.run(lambda: sparse.restore(state))
+
+    def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """Remove what is kept of some keys, and return it as `sparse_state` would: to arrange it anew."""
+        sparse = self._sparse_collective()
+        return self._in_order.run(lambda: sparse.take(keys))
+
+    def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from a state of some keys, whatever else is kept.
+
+        Raises
+        ------
+        UsageError
+            It is of another number of ranks.
+        """
+        sparse = self._sparse_collective()
+        self._in_order.run(lambda: sparse.put(state))
+
+    def in_background(self, task: Callable[[], Result]) -> Handle[Result]:
+        """Call a function in the thread of ``async_op=True``, after what was started there before and before the rest.
+
+        For what later collectives meet in their thread, a CUDA stream for example. It must not use the communicator.
+        """
+        self._open()
+        return self._in_order.submit(task)
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
