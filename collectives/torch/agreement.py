@@ -106,7 +106,9 @@ def _checked(plan: Plans, size: int) -> tuple[str, str]:
     if not isinstance(plan, Plan | SizePlans):
         return f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size", ""
     if len(plan.ranks) != size:
-        fault = f"the plan is for {len(plan.ranks)} ranks and the process group has {size}; plan for {size} GPUs"
+        fault = (
+            f"the plan is for {len(plan.ranks)} ranks and the process group has {size}; plan for {size} GPUs"
+        )
         return fault, ""
     try:
         PlanStore(plan)

@@ -26,7 +26,9 @@ def in_bucket(error: TopoplanError, *, rank: int, step: int, bucket: int, nbytes
     >>> str(found), found.peer
     ('training step 7, bucket 1 of 4096 bytes: rank 0, peer 2: the peer is gone', 2)
     """
-    told = str(error) if isinstance(error, BackendError) and error.rank is not None else f"rank {rank}: {error}"
+    told = (
+        str(error) if isinstance(error, BackendError) and error.rank is not None else f"rank {rank}: {error}"
+    )
     named = BackendError(f"training step {step}, bucket {bucket} of {nbytes} bytes: {told}")
     named.rank = rank
     if isinstance(error, BackendError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from collectives.handle import Handle
 from collectives.torch.bucket_errors import in_bucket
@@ -51,7 +51,7 @@ class BucketExchange:
         self._stream = SideStream(comm)
         self._under_way: list[torch.futures.Future[Any]] = []
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Begin to average a bucket; the future is that of its buffer, which then holds the average.
 
         Raises
@@ -74,7 +74,7 @@ class BucketExchange:
             self._exchange.recorder.end_step()
         return future
 
-    def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         buffer = bucket.buffer()
         where: dict[str, int] = {
             "rank": self._exchange.communicator.ranks[0],
@@ -100,7 +100,7 @@ class BucketExchange:
             told=lambda error: in_bucket(error, **where),
         )
 
-    def _begin(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> tuple[torch.Tensor, Handle[Any]]:
+    def _begin(self, bucket: GradBucket, buffer: torch.Tensor) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self._layout(bucket)
         exchange, step = self._exchange, self._exchange.recorder.step
@@ -116,7 +116,7 @@ class BucketExchange:
         self._stream.after_current(given)
         return given, exchange.start(layout.key, given, op=op, out=given)
 
-    def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
+    def _layout(self, bucket: GradBucket) -> BucketLayout:
         parameters = bucket.parameters()
         return BucketLayout(
             tuple(self._numbers.of(one) for one in parameters), tuple(one.numel() for one in parameters)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from collectives.training.recorder import Recorder
 
@@ -24,10 +25,10 @@ class BuiltInExchange:
         self._group = group
         self._recorder = recorder
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """The average of a bucket over all ranks, in its own memory."""
         recorder, step, started = self._recorder, self._recorder.step, self._recorder.now()
-        buffer = bucket.buffer()
+        buffer: torch.Tensor = bucket.buffer()
         key = f"bucket {bucket.index()}"
         buffer.div_(dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)

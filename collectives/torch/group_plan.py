@@ -67,8 +67,6 @@ def gather_over(group: dist.ProcessGroup, device: torch.device) -> Gather:
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         found = gathered(padded.to(device))
-        return [
-            one[:length].numpy().tobytes().decode() for one, length in zip(found, lengths, strict=True)
-        ]
+        return [one[:length].numpy().tobytes().decode() for one, length in zip(found, lengths, strict=True)]
 
     return gather

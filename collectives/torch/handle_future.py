@@ -48,8 +48,10 @@ def future_of(
                 finish()
             except TopoplanError as error:
                 future.set_exception(told(error))
-            except BaseException as error:  # else nobody would hear of it and whoever waits would wait for ever
-                future.set_exception(error)  # type: ignore[arg-type]  # torch says Exception
+            except (
+                BaseException
+            ) as error:  # else nobody would hear of it and whoever waits would wait for ever
+                future.set_exception(error)
             else:
                 future.set_result(result)
 

@@ -3,12 +3,12 @@
 # annotations are no strings here: DDP compares them with its own types
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from collectives.torch.hook_state import HookState
 
 
-def topoplan_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks in the background: ``model.register_comm_hook(state, topoplan_hook)``.
 
     Parameters

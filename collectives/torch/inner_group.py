@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 DELEGATED = (
     "_end_coalescing",
@@ -37,19 +38,17 @@ DELEGATED = (
 """What the process group beneath does as it is; releases of torch that lack one of these do not ask for it."""
 
 
-def inner_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> tuple[dist.ProcessGroup, str]:
+def inner_group(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.ProcessGroup, str]:
     """The process group, and what serves which kind of device in it."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
     group._set_default_backend(kind.GLOO)
     group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return group, "cpu:gloo"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
     group._register_backend(torch.device("cuda"), kind.NCCL, nccl)
     return group, "cpu:gloo,cuda:nccl"

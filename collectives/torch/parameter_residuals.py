@@ -134,9 +134,7 @@ def _together(one: Mapping[int, Kept], other: Mapping[int, Kept]) -> dict[int, K
     return found
 
 
-def _apart(
-    state: Mapping[str, list[Mapping[str, Any]]], layouts: Mapping[str, BucketLayout]
-) -> dict[int, Kept]:
+def _apart(state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]) -> dict[int, Kept]:
     """The residuals of buckets by parameter, without those that hold nothing."""
     found = {}
     for key, (one,) in state.items():

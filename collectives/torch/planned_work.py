@@ -11,7 +11,7 @@ import torch.distributed as dist
 from collectives.handle import Handle
 
 
-class PlannedWork(dist._Work):  # type: ignore[misc]  # torch has no public name for what may be derived from
+class PlannedWork(dist.Work):
     """`torch.distributed.Work` of a collective in the background.
 
     Parameters

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from collectives.arrays.torch_arrays import DTYPES
 from collectives.backends.torch.backend import TorchBackend
@@ -59,7 +61,7 @@ class PlannedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner: dist.ProcessGroup, served: str, *, timeout: timedelta) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         self.inner = inner
         self.served = served
         self.communicator: Communicator | None = None
@@ -146,7 +148,7 @@ class PlannedGroup(dist.ProcessGroup):
         return self._scattered(output, _line(input), op)
 
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def shutdown(self) -> None:
         """Give up everything."""
@@ -170,7 +172,8 @@ class PlannedGroup(dist.ProcessGroup):
         finish: Callable[[], None],
         tensors: list[Any],
     ) -> PlannedWork:
-        assert self.communicator is not None and self._stream is not None, "`_carries` was asked before"
+        assert self.communicator is not None, "`_carries` was asked before"
+        assert self._stream is not None, "made with it"
         self._stream.after_current(given)
         handle = start(self.communicator)
         future = future_of(handle, tensors, device=given.device, stream=self._stream, finish=finish)
@@ -255,12 +258,10 @@ def _put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None
 
 def _like(tensor: torch.Tensor) -> Any:
     """numpy's type with which the reductions of a tensor are told."""
-    import numpy as np
-
     return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
     inner, served = inner_group(store, rank, size, timeout)
     return PlannedGroup(inner, served, timeout=timeout)
 

@@ -32,7 +32,7 @@ class SideStream:
         if not tensor.is_cuda:
             return
         if self._stream is None:
-            side = self._stream = torch.cuda.Stream(tensor.device)
+            side = self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
             self._communicator.in_background(lambda: torch.cuda.set_stream(side))
         stream = self._stream
         made = torch.cuda.current_stream(tensor.device).record_event()
