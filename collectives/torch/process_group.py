@@ -69,7 +69,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._timeout = timeout.total_seconds()
         self._stream: SideStream | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:  # torch names it so
         """The name of the back end."""
         return "topoplan"
 
