@@ -16,6 +16,7 @@ from collectives.communicator import Communicator
 from collectives.torch.agreement import Plans, agreed_plan, gather_by
 from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.built_in import BuiltInExchange
+from collectives.torch.host_backend import backend_of
 from collectives.torch.parameter_numbers import ParameterNumbers
 from collectives.torch.parameter_residuals import Kept
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
@@ -52,6 +53,8 @@ class HookState:
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
+    shared : bool
+        Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
@@ -90,6 +93,7 @@ class HookState:
         wire: WireFormat | None = None,
         compress: str | None = None,
         timeout: float = 30.0,
+        shared: bool = True,
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
@@ -100,7 +104,8 @@ class HookState:
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.recorder = Recorder("hook", ranks=self.size)
-        verdict = agreed_plan(plan, self.group, gather_by(self.group))
+        gather = gather_by(self.group)
+        verdict = agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
@@ -112,7 +117,8 @@ class HookState:
             )
             self.buckets = BuiltInExchange(self.group, self.recorder)
             return
-        backend = TorchBackend(self.group, timeout=timeout)
+        messages = TorchBackend(self.group, timeout=timeout)
+        backend = backend_of(messages, gather, timeout=timeout) if shared else messages
         self.communicator = Communicator(verdict.plan, backend, timeout=timeout)
         self.buckets = BucketExchange(
             GradientExchange(self.communicator, how, self.recorder),

@@ -25,6 +25,7 @@ from collectives.reduction import reduction
 from collectives.torch.agreement import Verdict, agreed_plan
 from collectives.torch.group_plan import gather_over, given_plan
 from collectives.torch.handle_future import future_of
+from collectives.torch.host_backend import backend_of
 from collectives.torch.inner_group import DELEGATED, inner_group
 from collectives.torch.planned_work import PlannedWork
 from collectives.torch.side_stream import SideStream
@@ -200,7 +201,8 @@ class PlannedGroup(dist.ProcessGroup):
             if verdict.plan is None:
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
-                backend = TorchBackend(self, timeout=self._timeout)
+                messages = TorchBackend(self, timeout=self._timeout)
+                backend = backend_of(messages, gather_over(self.inner, device), timeout=self._timeout)
                 self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
                 self._stream = SideStream(self.communicator)
         return self.communicator is not None

@@ -54,6 +54,7 @@ def work() -> None:
     contenders: dict[str, dict[str, Any] | None] = {
         BUILT_IN: None,
         "by plan": {},
+        "by messages": {"shared": False},
         "in bfloat16": {"compress": "bfloat16"},
         "density 0.01": {"density": 0.01},
     }

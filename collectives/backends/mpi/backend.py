@@ -23,6 +23,7 @@ from collectives.backends.mpi.fence import memory_fence
 from collectives.backends.mpi.leaving import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet
 from collectives.backends.mpi.notices import Notices
+from collectives.backends.mpi.operations import Program
 from collectives.backends.mpi.program import program_of
 from collectives.backends.mpi.results import result_blocks
 from collectives.backends.mpi.transport import Transport
@@ -96,7 +97,7 @@ class MpiBackend:
         self._control = Control(self._segment.control, self._placement.place, fence=memory_fence(members))
         members.Free()
         self._notices = Notices(self._comm, self._placement)
-        self._watch = Watch(self._control, self._placement, self._notices, timeout)
+        self._watch = Watch(self._control, self._placement, self._notices, timeout, broken=(mpi.Exception,))
         self._agreement = Agreement(self._comm, self._control, self._placement, self._watch)
         self._places = {rank: place for place, rank in enumerate(self._placement.members)}
         self._calls = 0
@@ -131,7 +132,7 @@ class MpiBackend:
             itemsize=call.itemsize,
         )
         scratch = np.empty(program.scratch_elements, dtype)
-        self._transport = Transport(self._comm, program, scratch, self._watch)
+        self._transport = self._messages(program, scratch)
         execute(
             program,
             (memory.source, self._segment.slots(program.shared_elements, dtype), scratch),
@@ -144,6 +145,9 @@ class MpiBackend:
             watch=self._watch,
             transport=self._transport,
         )
+
+    def _messages(self, program: Program, scratch: NDArray[Any]) -> Transport:
+        return Transport(self._comm, program, scratch, self._watch)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""

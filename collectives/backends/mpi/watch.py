@@ -42,12 +42,20 @@ class Watch:
     notices : Notices
     timeout : float
         Seconds for each wait.
+    broken : tuple of exception types
+        What is raised where a message cannot reach a peer; none where no messages are sent.
     """
 
-    def __init__(self, control: Control, placement: Placement, notices: Notices, timeout: float) -> None:
-        from mpi4py import MPI
-
-        self._mpi_error: type[Exception] = MPI.Exception
+    def __init__(
+        self,
+        control: Control,
+        placement: Placement,
+        notices: Notices,
+        timeout: float,
+        *,
+        broken: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._broken = broken
         self._control = control
         self._words = control.words
         self._placement = placement
@@ -74,7 +82,7 @@ class Watch:
         """Wait until something is so that depends on a peer; raises as `word`."""
         try:
             self._until(done, peer, row)
-        except self._mpi_error as error:
+        except self._broken as error:
             self.unreachable(peer, row, error)
 
     def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:
