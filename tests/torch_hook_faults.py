@@ -28,7 +28,7 @@ def faults(*, last: Callable[[dict[str, Any]], object]) -> None:
     struck = size - 1
     pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
-    groups = [dist.new_group() for _ in range(4)]
+    groups = [dist.new_group() for _ in range(6)]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end us when one of us is killed
 
     def at(number: int, kind: signal.Signals) -> Callable[[int], None]:
@@ -36,8 +36,14 @@ def faults(*, last: Callable[[dict[str, Any]], object]) -> None:
 
     found = {
         "nan": _told(groups[0], nan=rank == 1, density=0.1),
+        "nan by messages": _told(groups[4], nan=rank == 1, density=0.1, shared=False),
         "sizes": _told(groups[1], cap=100 if rank == 1 else 0.0002),
     }
+    found["stalled by messages"] = _told(groups[5], strike=at(struck, signal.SIGSTOP), shared=False)
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(pids[struck], signal.SIGCONT)
+    dist.barrier()
     found["stalled"] = _told(groups[2], strike=at(struck, signal.SIGSTOP))
     if rank == 0:
         time.sleep(0.2)  # the others are to hear of a rank that does not run

@@ -81,6 +81,7 @@ def work() -> None:
 def _model(megabytes: int, plan: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """Parameters of so many megabytes under DDP, and the state of its hook."""
     import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from collectives.torch import HookState, topoplan_hook
@@ -89,13 +90,11 @@ def _model(megabytes: int, plan: Any, options: dict[str, Any] | None) -> tuple[A
         def __init__(self) -> None:
             super().__init__()
             count = (megabytes << 18) // PARAMETERS
-            generator = torch.Generator().manual_seed(1)
-            self.parts = torch.nn.ParameterList(
-                [torch.randn(count, generator=generator) for _ in range(PARAMETERS)]
-            )
+            self.slopes = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()))
+            self.parts = torch.nn.ParameterList([torch.zeros(count) for _ in range(PARAMETERS)])
 
         def forward(self) -> torch.Tensor:
-            return torch.stack([torch.dot(part, part) for part in self.parts]).sum()
+            return torch.stack([torch.dot(part, self.slopes) for part in self.parts]).sum()
 
     model = DistributedDataParallel(Parameters(), gradient_as_bucket_view=True)
     state = None if options is None else HookState(plan, **options)
