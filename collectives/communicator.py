@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
+
+Result = TypeVar("Result")
 
 
 class Communicator:
@@ -76,6 +78,8 @@ class Communicator:
         Whether methods take one array, not a list.
     arrays : ArrayLibrary
         The kind of arrays that methods take.
+    chunk_bytes : int or None
+        Longest piece that moves at once; None where it is searched for.
 
     Raises
     ------
@@ -126,7 +130,8 @@ class Communicator:
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        chunks = ChunkSizes(opened.name, fixed=opened.chunk_bytes if chunk_bytes is None else chunk_bytes)
+        self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
+        chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         if self._chunk_file is not None and self._chunk_file.exists():
             chunks.load(self._chunk_file)
@@ -420,6 +425,30 @@ class Communicator:
         """
         sparse = self._sparse_collective()
         self._in_order.run(lambda: sparse.restore(state))
+
+    def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """Remove what is kept of some keys, and return it as `sparse_state` would: to arrange it anew."""
+        sparse = self._sparse_collective()
+        return self._in_order.run(lambda: sparse.take(keys))
+
+    def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from a state of some keys, whatever else is kept.
+
+        Raises
+        ------
+        UsageError
+            It is of another number of ranks.
+        """
+        sparse = self._sparse_collective()
+        self._in_order.run(lambda: sparse.put(state))
+
+    def in_background(self, task: Callable[[], Result]) -> Handle[Result]:
+        """Call a function in the thread of ``async_op=True``, after what was started there before and before the rest.
+
+        For what later collectives meet in their thread, a CUDA stream for example. It must not use the communicator.
+        """
+        self._open()
+        return self._in_order.submit(task)
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""

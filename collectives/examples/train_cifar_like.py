@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import time
@@ -22,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import topoplan
+from collectives import ASP, BSP, SSP, LocalSGD, report
 from collectives.examples.cifar_like import images
+from collectives.torch import HookState, topoplan_hook
+from collectives.training.modes import Mode
 from collectives.training.straggler import Straggler
 
 TRAINED, TESTED = 8192, 4096
@@ -64,6 +69,7 @@ def network() -> nn.Module:
 
 def _train(options: argparse.Namespace, device: torch.device) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(options.seed)
     model = nn.parallel.DistributedDataParallel(network().to(device, dtype), bucket_cap_mb=options.bucket_mb)
@@ -84,7 +90,7 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         if straggler is not None:
             straggler.hold_up(rank, step, options.work)
         time.sleep(options.work)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
         if state is not None:
@@ -94,14 +100,12 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
     seconds = time.perf_counter() - started
-    if state is not None:
-        state.finish(model.parameters())
+    if state is not None and state.finish():
+        optimiser.step()
     final = _test(model.module, new.to(dtype), their_labels)
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
         if state is not None:
-            from collectives import report
-
             print(report())
             if options.plot:
                 report().plot(options.plot)
@@ -110,12 +114,9 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             Path(options.out).write_text(json.dumps(told))
 
 
-def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from collectives.torch import HookState, topoplan_hook
-    from topoplan import load_plan
-
+def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:
     state = HookState(
-        load_plan(options.plan) if options.plan else None,
+        topoplan.load_plan(options.plan) if options.plan else None,
         density=options.density,
         exchange=options.exchange,
         compress=options.compress,
@@ -125,16 +126,16 @@ def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namesp
     return state
 
 
-def _mode(text: str):  # type: ignore[no-untyped-def]
-    from collectives.training.modes import ASP, BSP, SSP, LocalSGD
-
+def _mode(text: str) -> Mode:
     name, _, number = text.partition(":")
-    kinds = {"bsp": BSP, "asp": ASP}
-    if name in kinds and not number:
-        return kinds[name]()
-    kinds_with_number = {"ssp": SSP, "local": LocalSGD}
-    if name in kinds_with_number and number.isdigit():
-        return kinds_with_number[name](int(number))
+    if name == "bsp":
+        return BSP()
+    if name == "asp":
+        return ASP()
+    if name == "ssp" and number.isdigit():
+        return SSP(int(number))
+    if name == "local" and number.isdigit():
+        return LocalSGD(int(number))
     raise SystemExit(f"--mode {text!r} is none of bsp, ssp:2, asp, local:8")
 
 

@@ -7,7 +7,7 @@ wire takes away. By which exchange entries travel, or whether the whole gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from hashlib import sha256
@@ -154,6 +154,18 @@ class SparseCollective:
         UsageError
             It is of another number of ranks; nothing has changed.
         """
+        self._residuals = self._made(state)
+
+    def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """The residuals of some keys as `state` would give them, which are then no longer kept."""
+        taken = {key: self._residuals.pop(key) for key in sorted(keys) if key in self._residuals}
+        return {key: [one.whole.state() for one in kept] for key, kept in taken.items()}
+
+    def put(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from a state of some keys, and with what is kept of the others; raises as `restore`."""
+        self._residuals.update(self._made(state))
+
+    def _made(self, state: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, list[Residuals]]:
         ranks = len(self._execution.backend.ranks)
         restored: dict[str, list[Residuals]] = {}
         for key, listed in state.items():
@@ -169,7 +181,7 @@ class SparseCollective:
                 with self._arrays.here():
                     feedback.restore(one)
                 restored[key].append(Residuals(key, feedback, fresh=False))
-        self._residuals = restored
+        return restored
 
     def _explain(
         self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None

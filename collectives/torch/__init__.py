@@ -1,1 +1,7 @@
-"""Plans inside torch's training loops."""
+"""Inside torch's training loop: a communication hook for DDP, and the process-group back end "topoplan"."""
+
+from collectives.torch.hook import topoplan_hook
+from collectives.torch.hook_state import HookState
+from collectives.torch.process_group import PlannedGroup
+
+__all__ = ["HookState", "PlannedGroup", "topoplan_hook"]

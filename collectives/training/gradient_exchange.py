@@ -83,7 +83,7 @@ class GradientExchange:
         """All gradients of a step have been waited for."""
         self.recorder.end_step()
 
-    def start(self, key: str, gradients: Any, *, out: Any = None) -> Handle[Any]:
+    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
         """Begin to average a gradient.
 
         Parameters
@@ -92,6 +92,8 @@ class GradientExchange:
             The same for the same gradient in every step.
         gradients : array, or a list of one for each rank of this process
             Not changed, unless given as ``out`` too.
+        op : str
+            avg; or sum, of gradients that were divided by the number of ranks before.
         out : as ``gradients``
             Where to put the averages; new arrays by default.
 
@@ -104,7 +106,7 @@ class GradientExchange:
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         if self.how.density is None:
-            handle = comm.all_reduce(gradients, op="avg", out=out, async_op=True)
+            handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
             plan = comm.plan_for("allreduce", nbytes)
             told: Mapping[str, Any] = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
@@ -113,7 +115,7 @@ class GradientExchange:
             handle = comm.sparse_all_reduce(
                 gradients,
                 density=density,
-                op="avg",
+                op=op,
                 key=key,
                 momentum=self.how.momentum,
                 exchange=self.how.exchange,

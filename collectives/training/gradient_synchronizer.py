@@ -23,6 +23,7 @@ from collectives.training.modes import BSP, Mode
 from collectives.training.recorder import Recorder
 from collectives.training.report import watch
 from collectives.training.stale_exchange import StaleExchange
+from collectives.training.start_line import log_start
 from collectives.training.step_exchange import step_exchange
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plan
@@ -123,6 +124,7 @@ class GradientSynchronizer:
             gather = opened.gather_texts if isinstance(opened, GathersTexts) else None
             self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
+            log_start(comm, how, self.mode)
         except BaseException:
             opened.close()
             raise

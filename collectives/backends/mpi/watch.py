@@ -42,8 +42,8 @@ class Watch:
     notices : Notices
     timeout : float
         Seconds for each wait.
-    broken : tuple of exception classes
-        What messages raise that cannot be sent or received.
+    broken : tuple of exception types
+        What is raised where a message cannot reach a peer; none where no messages are sent.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Watch:
         notices: Notices,
         timeout: float,
         *,
-        broken: tuple[type[Exception], ...],
+        broken: tuple[type[Exception], ...] = (),
     ) -> None:
         self._broken = broken
         self._control = control

@@ -78,7 +78,8 @@ def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
     UsageError
         Neither serves this group.
     """
-    config = dist.get_backend_config(group)
+    # a group that stands for others says what it stands for; torch knows only its name
+    config = getattr(group, "served", None) or dist.get_backend_config(group)
     pairs = (pair.split(":") for pair in config.split(",") if ":" in pair)
     served = {device: library for device, library in pairs if (device, library) in SERVED}
     if not served:

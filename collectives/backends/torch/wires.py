@@ -196,7 +196,7 @@ class NcclWires:
             for number, message in enumerate(messages)
         ]
         try:
-            works = dist.batch_isend_irecv(operations)
+            works = self._batch(operations)
         except RuntimeError as error:
             raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
         self._unordered += works
@@ -221,6 +221,16 @@ class NcclWires:
         self._queued.clear()
         self._unordered = []
         self._group.abort()
+
+    def _batch(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        if type(self._group) is dist.ProcessGroup:
+            return dist.batch_isend_irecv(operations)
+        # torch makes one group call only in process groups of its own class
+        device = operations[0].tensor.device
+        self._group._start_coalescing(device)
+        for one in operations:
+            one.op(one.tensor, one.peer, self._group, one.tag)
+        return [self._group._end_coalescing(device)]
 
     def _order(self) -> None:
         for work in self._unordered:

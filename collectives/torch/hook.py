@@ -1,0 +1,30 @@
+"""The communication hook of DistributedDataParallel: buckets of gradients are averaged by a plan."""
+
+# annotations are no strings here: DDP compares them with its own types
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+
+from collectives.torch.hook_state import HookState
+
+
+def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over all ranks in the background: ``model.register_comm_hook(state, topoplan_hook)``.
+
+    Parameters
+    ----------
+    state : HookState
+    bucket : GradBucket
+
+    Returns
+    -------
+    Future
+        Of the averaged buffer of the bucket. It ends when the exchange has ended; for the last bucket of a step it has.
+
+    Raises
+    ------
+    BackendError
+        In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
+        rank, the peer, the step of training and the bucket. DDP and the process group must then be made anew.
+    """
+    return state.buckets.average(bucket)

@@ -1,0 +1,221 @@
+"""The state of the DDP hook: by which plan buckets are averaged, how, and what sparse gradients have left over."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from collectives.backends.torch.open_group import existing_group
+from collectives.communicator import Communicator
+from collectives.torch.agreement import Plans, agreed_plan, gather_by
+from collectives.torch.bucket_exchange import BucketExchange
+from collectives.torch.built_in import BuiltInExchange
+from collectives.torch.group_backend import backend_of
+from collectives.torch.mode_exchange import ModeExchange
+from collectives.torch.parameter_numbers import ParameterNumbers
+from collectives.torch.parameter_residuals import Kept
+from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
+from collectives.training.modes import BSP, Mode
+from collectives.training.recorder import Recorder
+from collectives.training.report import watch
+from collectives.training.start_line import log_start
+from collectives.training.step_exchange import step_exchange
+from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from collectives.wire.filters import WireFormat
+
+NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types in which dense gradients may travel."""
+
+
+class HookState:
+    """What `topoplan_hook` needs: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
+
+    All ranks of the group make one, with the same arguments. Where no plan fits, all of them warn once with the reason
+    and use torch's own allreduce, of whole gradients.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans, optional
+        One for as many ranks as the group has; by default made from what the job runs on.
+    group : ProcessGroup, optional
+        The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs.
+    density : float, or callable from step to float, optional
+        Share of the gradient's entries that every rank sends, the rest being kept (`collectives.ErrorFeedback`); by
+        default everything is sent. Gradients of 16 bits are then kept and sent in float32.
+    exchange, momentum, wire
+        Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
+    compress : str, optional
+        "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
+    timeout : float
+        Seconds that a rank waits for the next message of a peer.
+    shared : bool
+        Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
+    mode : BSP, SSP, ASP or LocalSGD, optional
+        How far ranks may be apart (`collectives.training.modes`); BSP by default. SSP and ASP begin with the third
+        step, when DDP has arranged its buckets.
+    parameters : iterable of Parameter, optional
+        The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
+        step brings them: the same for the same model and ``bucket_cap_mb``.
+
+    Attributes
+    ----------
+    communicator : Communicator or None
+        None where torch's own allreduce is used.
+    reason : str
+        Why it is; empty where it is not.
+    recorder : Recorder
+        Of what was exchanged, and how long it took.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range, or torch.distributed is not initialised.
+    BackendError
+        The ranks do not find each other.
+
+    Notes
+    -----
+    A run that is restored from a checkpoint goes on bit for bit where its buckets are the same: with one bucket, or
+    with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
+    chosen, for one step. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    """
+
+    def __init__(
+        self,
+        plan: Plans | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        density: Density | None = None,
+        exchange: str = "auto",
+        momentum: float = 0.0,
+        wire: WireFormat | None = None,
+        compress: str | None = None,
+        timeout: float = 30.0,
+        shared: bool = True,
+        mode: Mode | None = None,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+    ) -> None:
+        how = Exchanged(density, exchange, momentum, wire)
+        if compress is not None and compress not in NARROW:
+            raise UsageError(f"gradients cannot travel as {compress!r}; use {' or '.join(NARROW)}")
+        if compress is not None and density is not None:
+            raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
+        self.group = existing_group(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.mode: Mode = BSP() if mode is None else mode
+        self.recorder = watch(Recorder("hook", ranks=self.size))
+        gather = gather_by(self.group)
+        verdict = agreed_plan(plan, self.group, gather)
+        self.reason = verdict.reason
+        self.communicator: Communicator | None = None
+        self.momentum = momentum
+        numbers = ParameterNumbers(parameters)
+        self.buckets: BucketExchange | BuiltInExchange | ModeExchange
+        if verdict.plan is None:
+            warnings.warn(
+                f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
+            )
+            self.buckets = BuiltInExchange(self.group, self.recorder)
+            return
+        backend = backend_of(self.group, gather, timeout=timeout, shared=shared)
+        self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
+        steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
+        in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
+        narrow = None if compress is None else NARROW[compress]
+        buckets = BucketExchange(in_step, numbers, narrow=narrow)
+        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets)
+        log_start(comm, how, self.mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
+
+        Returns
+        -------
+        dict
+            Of numbers and tensors, as `torch.save` takes it.
+        """
+        kept = self.buckets.residuals.by_parameter() if isinstance(self.buckets, BucketExchange) else {}
+        return {
+            "rank": self.rank,
+            "ranks": self.size,
+            "step": self.recorder.step,
+            "momentum": self.momentum,
+            "residuals": {number: torch.from_numpy(one.residual) for number, one in kept.items()},
+            "velocities": {
+                number: torch.from_numpy(one.velocity)
+                for number, one in kept.items()
+                if one.velocity is not None
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank.
+
+        Raises
+        ------
+        UsageError
+            It is another rank's, or of another number of ranks or another momentum; nothing has changed.
+        """
+        if (state["rank"], state["ranks"]) != (self.rank, self.size):
+            raise UsageError(
+                f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
+                f"{self.size}; every rank loads what it saved itself"
+            )
+        if state["momentum"] != self.momentum:
+            raise UsageError(
+                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+            )
+        velocities = state["velocities"]
+        kept = {
+            int(number): Kept(
+                residual.numpy().copy(), velocities[number].numpy().copy() if number in velocities else None
+            )
+            for number, residual in state["residuals"].items()
+        }
+        self.recorder.step = int(state["step"])
+        if isinstance(self.buckets, BucketExchange):
+            self.buckets.residuals.replace(kept)
+        elif kept:
+            held = math.fsum(float(one.residual.sum()) for one in kept.values())
+            warnings.warn(
+                f"residuals with a sum of {held:g} are not used: gradients are averaged whole", stacklevel=2
+            )
+
+    def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Call it after ``optimizer.step()``: with `LocalSGD` it averages the parameters when it is time.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed.
+        """
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.after_step(parameters)
+
+    def finish(self) -> bool:
+        """After the last step: whether gradients that came late are now in the parameters, for one more optimiser step.
+
+        Only with `SSP` and `ASP`; used so, all ranks have used the same gradients in the end.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or does not finish within the timeout.
+        """
+        return isinstance(self.buckets, ModeExchange) and self.buckets.finish()
+
+    def close(self) -> None:
+        """Give up the communicator, but not the process group. Closing twice is fine."""
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.close()
+        if self.communicator is not None:
+            self.communicator.close()

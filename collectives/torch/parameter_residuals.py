@@ -1,0 +1,146 @@
+"""Residuals of sparse gradients by parameter, whichever buckets hold these from step to step.
+
+A communicator keeps one residual for a bucket. When buckets are arranged anew, the residuals are taken apart and put
+together again as the parameters now lie. A parameter whose gradient is zero throughout on this rank takes no part in
+the step: it may be one that no rank has used, of which DDP throws the average away, and with it what had been sent. Its
+residual, and its velocity, wait here until it has a gradient again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.communicator import Communicator
+from collectives.torch.bucket_layout import BucketLayout
+from topoplan.errors import UsageError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What one parameter has not sent yet.
+
+    Parameters
+    ----------
+    residual : (n,) array
+    velocity : (n,) array or None
+        With momentum.
+    """
+
+    residual: Array
+    velocity: Array | None = None
+
+    def empty(self) -> bool:
+        """Whether there is nothing to keep."""
+        return not self.residual.any() and (self.velocity is None or not self.velocity.any())
+
+    def copy(self) -> Kept:
+        """The same in memory of its own."""
+        return Kept(self.residual.copy(), None if self.velocity is None else self.velocity.copy())
+
+    def plus(self, other: Kept) -> Kept:
+        """Both together."""
+        if self.velocity is None or other.velocity is None:
+            velocity = other.velocity if self.velocity is None else self.velocity
+        else:
+            velocity = self.velocity + other.velocity
+        return Kept(self.residual + other.residual, velocity)
+
+
+class ParameterResiduals:
+    """The residuals of one rank.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Keeps those of the buckets as they are now.
+    momentum : float
+    """
+
+    def __init__(self, communicator: Communicator, *, momentum: float) -> None:
+        self._communicator = communicator
+        self._momentum = momentum
+        self._layouts: dict[str, BucketLayout] = {}
+        self._waiting: dict[int, Kept] = {}
+
+    def arrange(self, layout: BucketLayout, *, idle: Collection[int], dtype: str, step: int) -> None:
+        """Make the residual of a bucket ready for its gradients.
+
+        Parameters
+        ----------
+        layout : BucketLayout
+        idle : collection of int
+            The parameters that take no part.
+        dtype : str
+            Of the residual.
+        step : int
+            Of training.
+
+        Raises
+        ------
+        UsageError
+            What was restored from a checkpoint does not fit a parameter.
+        """
+        known = layout.key in self._layouts
+        if known and not idle and self._waiting.keys().isdisjoint(layout.numbers):
+            return
+        held = set(layout.numbers)
+        touched = [key for key, other in self._layouts.items() if not held.isdisjoint(other.numbers)]
+        taken = _apart(self._communicator.take_sparse_state(touched), self._layouts)
+        self._waiting = _together(self._waiting, taken)
+        for key in touched:
+            del self._layouts[key]
+        self._layouts[layout.key] = layout
+        residual = np.zeros(layout.size, dtype)
+        velocity = np.zeros(layout.size, dtype) if self._momentum else None
+        for number, start, stop in layout.parts():
+            if number in idle or number not in self._waiting:
+                continue
+            kept = self._waiting.pop(number)
+            if kept.residual.size != stop - start:
+                raise UsageError(
+                    f"the checkpoint holds {kept.residual.size} elements for parameter {number}, which has "
+                    f"{stop - start}; load it into the model that it was saved from"
+                )
+            residual[start:stop] = kept.residual
+            if velocity is not None and kept.velocity is not None:
+                velocity[start:stop] = kept.velocity
+        state = {"residual": residual, "velocity": velocity, "momentum": self._momentum, "step": step}
+        self._communicator.put_sparse_state({layout.key: [state]})
+
+    def by_parameter(self) -> dict[int, Kept]:
+        """Everything that has not been sent, as copies, by the numbers of the parameters."""
+        there = _apart(self._communicator.sparse_state(), self._layouts)
+        return {number: kept.copy() for number, kept in sorted(_together(self._waiting, there).items())}
+
+    def replace(self, kept: Mapping[int, Kept]) -> None:
+        """Go on from what `by_parameter` gave, instead of what is kept now."""
+        self._communicator.restore_sparse_state({})
+        self._layouts.clear()
+        self._waiting = dict(kept)
+
+
+def _together(one: Mapping[int, Kept], other: Mapping[int, Kept]) -> dict[int, Kept]:
+    """What both hold: of one parameter both may, where ranks add up inside servers for the owner of a part."""
+    found = dict(one)
+    for number, kept in other.items():
+        found[number] = found[number].plus(kept) if number in found else kept
+    return found
+
+
+def _apart(state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]) -> dict[int, Kept]:
+    """The residuals of buckets by parameter, without those that hold nothing."""
+    found = {}
+    for key, (one,) in state.items():
+        for number, start, stop in layouts[key].parts():
+            velocity = one["velocity"]
+            kept = Kept(one["residual"][start:stop], None if velocity is None else velocity[start:stop])
+            if not kept.empty():
+                found[number] = kept
+    return found

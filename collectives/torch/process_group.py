@@ -1,0 +1,269 @@
+"""The process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``.
+
+allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
+to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
+variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from collectives.arrays.torch_arrays import DTYPES
+from collectives.communicator import Communicator
+from collectives.handle import Handle
+from collectives.reduction import reduction
+from collectives.torch.agreement import Verdict, agreed_plan
+from collectives.torch.group_backend import backend_of
+from collectives.torch.group_plan import gather_over, given_plan
+from collectives.torch.handle_future import future_of
+from collectives.torch.inner_group import DELEGATED, inner_group
+from collectives.torch.planned_work import PlannedWork
+from collectives.torch.side_stream import SideStream
+from topoplan.errors import TopoplanError, UsageError
+
+OPERATIONS = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+)
+"""What plans reduce by."""
+
+
+class PlannedGroup(dist.ProcessGroup):
+    """A process group whose collectives run by a plan; torch makes it.
+
+    Parameters
+    ----------
+    inner : ProcessGroup
+        What carries its messages.
+    served : str
+        What serves which kind of device in it, as "cpu:gloo,cuda:nccl".
+    timeout : timedelta
+        In which each step of a collective must end.
+
+    Attributes
+    ----------
+    communicator : Communicator or None
+        None until the first collective, and where no plan fits.
+    reason : str
+        Why no plan fits; empty where one does.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, served: str, *, timeout: timedelta) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
+        self.inner = inner
+        self.served = served
+        self.communicator: Communicator | None = None
+        self.reason = ""
+        self._timeout = timeout.total_seconds()
+        self._stream: SideStream | None = None
+
+    def getBackendName(self) -> str:  # torch names it so
+        """The name of the back end."""
+        return "topoplan"
+
+    def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce a tensor over all ranks, in place."""
+        op = _operation(opts)
+        if not isinstance(tensors, list) or op is None or not self._carries(tensors, op):
+            return self.inner.allreduce(tensors, *_given(opts), *others)
+        (tensor,) = tensors
+        flat = _line(tensor)
+        return self._started(
+            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
+            flat,
+            lambda: _put([tensor], [flat]),
+            tensors,
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the root's tensor to all ranks."""
+        if not isinstance(tensors, list) or opts is None or not self._carries(tensors, None):
+            return self.inner.broadcast(tensors, *_given(opts), *others)
+        (tensor,) = tensors
+        flat, root = _line(tensor), int(opts.rootRank)
+        return self._started(
+            lambda comm: comm.broadcast(flat, root=root, out=flat, async_op=True),
+            flat,
+            lambda: _put([tensor], [flat]),
+            tensors,
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy the tensors of all ranks to all ranks."""
+        listed = isinstance(inputs, list) and len(outputs) == 1
+        alike = listed and all(
+            one.numel() == inputs[0].numel() and one.dtype == inputs[0].dtype for one in outputs[0]
+        )
+        if not alike or not self._carries(inputs, None):
+            return self.inner.allgather(outputs, inputs, *_given(opts), *others)
+        flat = _line(inputs[0])
+        whole = flat.new_empty(self.size() * flat.numel())
+        return self._started(
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True),
+            flat,
+            lambda: _put(outputs[0], whole.chunk(self.size()) if whole.numel() else []),
+            outputs,
+        )
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Put the tensors of all ranks into one."""
+        if output.dtype != input.dtype or not self._carries([input], None):
+            return self.inner._allgather_base(output, input, *_given(opts))
+        flat = _line(input)
+        whole = _line(output)
+        return self._started(
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True),
+            flat,
+            lambda: _put([output], [whole]),
+            [output],
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce one tensor for each rank over all ranks; each rank gets its own."""
+        op = _operation(opts)
+        alike = isinstance(outputs, list) and len(inputs) == 1
+        alike = alike and all(one.numel() == outputs[0].numel() for one in inputs[0])
+        if op is None or not alike or not self._carries([*inputs[0], *outputs], op):
+            return self.inner.reduce_scatter(outputs, inputs, *_given(opts), *others)
+        whole = torch.cat([_line(one) for one in inputs[0]])
+        return self._scattered(outputs[0], whole, op)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
+        """Reduce a tensor over all ranks; each rank gets its block."""
+        op = _operation(opts)
+        if op is None or not self._carries([input], op):
+            return self.inner._reduce_scatter_base(output, input, *_given(opts))
+        return self._scattered(output, _line(input), op)
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def shutdown(self) -> None:
+        """Give up everything."""
+        if self.communicator is not None:
+            self.communicator.close()
+        self.inner.shutdown()
+
+    def _scattered(self, output: torch.Tensor, whole: torch.Tensor, op: str) -> PlannedWork:
+        flat = _line(output)
+        return self._started(
+            lambda comm: comm.reduce_scatter(whole, op=op, out=flat, async_op=True),
+            whole,
+            lambda: _put([output], [flat]),
+            [output],
+        )
+
+    def _started(
+        self,
+        start: Callable[[Communicator], Handle[Any]],
+        given: torch.Tensor,
+        finish: Callable[[], None],
+        tensors: list[Any],
+    ) -> PlannedWork:
+        assert self.communicator is not None, "`_carries` was asked before"
+        assert self._stream is not None, "made with it"
+        self._stream.after_current(given)
+        handle = start(self.communicator)
+        future = future_of(handle, tensors, device=given.device, stream=self._stream, finish=finish)
+        return PlannedWork(handle, future, tensors)
+
+    def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
+        """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
+                return False
+            if op is not None:
+                try:
+                    reduction(op, _like(tensor))
+                except UsageError:
+                    return False
+        return len({tensor.dtype for tensor in tensors}) == 1 and self._planned()
+
+    def _planned(self) -> bool:
+        """Whether there is a plan; found out by all ranks together in the first collective."""
+        if self.communicator is None and not self.reason:
+            device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
+            verdict = self._verdict(device)
+            self.reason = verdict.reason
+            if verdict.plan is None:
+                warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
+            else:
+                backend = backend_of(self, gather_over(self.inner, device), timeout=self._timeout)
+                self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
+                self._stream = SideStream(self.communicator)
+        return self.communicator is not None
+
+    def _verdict(self, device: torch.device) -> Verdict:
+        gather = gather_over(self.inner, device)
+        members = dist.get_process_group_ranks(self)
+        plan, fault = None, ""
+        try:
+            plan = given_plan(members, dist.get_world_size())
+        except (TopoplanError, OSError) as error:
+            fault = str(error)
+        for rank, told in enumerate(gather(fault)):
+            if told:
+                return Verdict(None, f"rank {rank}: {told}")
+        return agreed_plan(plan, self, gather)
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    def method(self: PlannedGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.inner, name)(*arguments, **named)
+
+    method.__name__ = name
+    method.__doc__ = f"As `torch.distributed.ProcessGroup.{name}` of the group beneath."
+    return method
+
+
+for _name in DELEGATED:
+    setattr(PlannedGroup, _name, _delegated(_name))
+
+
+def _operation(opts: Any) -> str | None:
+    """The reduction of a collective's options; None where plans have none."""
+    if opts is None:
+        return None
+    return next((name for op, name in OPERATIONS if opts.reduceOp == op), None)
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor one after another: its own memory where they lie so, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
+    """Copy lines into tensors that they are not the memory of."""
+    with torch.inference_mode():
+        for target, line in zip(targets, lines, strict=False):
+            if target.data_ptr() != line.data_ptr():
+                target.detach().copy_(line.view(target.shape))
+
+
+def _like(tensor: torch.Tensor) -> Any:
+    """numpy's type with which the reductions of a tensor are told."""
+    return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
+
+
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
+    inner, served = inner_group(store, rank, size, timeout)
+    return PlannedGroup(inner, served, timeout=timeout)
+
+
+dist.Backend.register_backend("topoplan", _make, devices=["cpu", "cuda"])
