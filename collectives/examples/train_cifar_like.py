@@ -154,7 +154,7 @@ def _test(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step (default: 32)")
     parser.add_argument("--rate", type=float, default=0.05, help="of learning (default: 0.05)")
     parser.add_argument("--sgd-momentum", type=float, default=0.9, help="of the optimiser (default: 0.9)")
