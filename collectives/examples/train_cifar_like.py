@@ -99,7 +99,7 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             losses.append((step + 1, _test(model.module, new.to(dtype), their_labels)))
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
-    seconds = time.perf_counter() - started
+    seconds, gap = _slowest(time.perf_counter() - started, None if state is None else state.gap)
     if state is not None and state.finish():
         optimiser.step()
     final = _test(model.module, new.to(dtype), their_labels)
@@ -110,8 +110,16 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             if options.plot:
                 report().plot(options.plot)
         if options.out:
-            told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds}
+            told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds, "gap": gap}
             Path(options.out).write_text(json.dumps(told))
+
+
+def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
+    """Time of the slowest rank, and the largest gap of all ranks."""
+    told: list[tuple[float, int | None]] = [(0.0, None)] * dist.get_world_size()
+    dist.all_gather_object(told, (seconds, gap))
+    gaps = [one for _, one in told if one is not None]
+    return max(one for one, _ in told), max(gaps, default=None)
 
 
 def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:

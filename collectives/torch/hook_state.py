@@ -213,6 +213,11 @@ class HookState:
         """
         return isinstance(self.buckets, ModeExchange) and self.buckets.finish()
 
+    @property
+    def gap(self) -> int | None:
+        """With `SSP` and `ASP`, how many steps this rank was ahead of the slowest when it had ended one, at most."""
+        return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
+
     def close(self) -> None:
         """Give up the communicator, but not the process group. Closing twice is fine."""
         if isinstance(self.buckets, ModeExchange):

@@ -70,6 +70,11 @@ class ModeExchange:
             for part, tensor in zip(_parts(line, group), group, strict=True):
                 tensor.copy_(part)
 
+    @property
+    def gap(self) -> int | None:
+        """As `StaleExchange.gap`; None where no clocks are kept."""
+        return self._exchange.gap if isinstance(self._exchange, StaleExchange) else None
+
     def finish(self) -> bool:
         """With `SSP` and `ASP`, put what is left over into the gradients of the parameters; whether anything is.
 

@@ -84,6 +84,11 @@ class StaleExchange:
         self._begun = False
         self.recorder.end_step()
 
+    @property
+    def gap(self) -> int:
+        """How many steps this rank was ahead of the slowest when it had ended one, at most."""
+        return self.mailbox.farthest + 1
+
     def finish(self) -> dict[str, Array]:
         """Wait for all ranks to finish; what is still to be used of each key, divided by the number of ranks.
 
