@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives.arguments import put_kept, set_apart
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import AVERAGED, Backend, Call, RankArrays
 from collectives.backends.signature import Signature
 from collectives.chunk_size import ChunkSizes
 from collectives.lowering import lower, lower_to
@@ -210,7 +210,7 @@ class Execution:
     def _finished(self, request: Request, one: RankArrays[Any], output: Any | None) -> Any:
         """The result in its shape, in the caller's array where he gave one."""
         library = self.backend.arrays
-        if request.op == "avg":
+        if request.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
             library.divide(one.result, self.backend.size)
         result = library.shaped(one.result, request.shape)
         if output is None:

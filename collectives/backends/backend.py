@@ -16,6 +16,9 @@ from topoplan.plans.plan import Plan
 
 Array = TypeVar("Array")
 
+AVERAGED = ("float16", "float32", "float64", "complex64", "complex128")
+"""Types whose averages a back end may divide itself: numpy divides them alike wherever they are."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankArrays(Generic[Array]):
@@ -58,7 +61,8 @@ class Call(Generic[Array]):
     signature : Signature
         What all ranks must agree on before the first byte moves.
     op : str or None
-        Reduction (sum, prod, min, max, avg: added up here, divided by the communicator); None where data is copied.
+        Reduction (sum, prod, min, max, or avg: added up here, and divided by the communicator unless the back end
+        `averages`); None where data is copied.
     dtype : str
         numpy's name of the elements' type.
     itemsize : int
@@ -91,6 +95,9 @@ class Backend(Protocol[Array]):
     direct : bool
         Whether results may be written to the caller's arrays. A back end that can fail after it has begun to write
         them says False; its results are copied to the caller's arrays when they are complete.
+    averages : bool
+        Whether it divides the averages of `AVERAGED` types by the number of ranks, in the pass that hands results over;
+        if not, the communicator divides them.
     chunk_bytes : int or None
         The chunk size that suits it; None where the best one depends on the machine and has to be found.
     """
@@ -100,6 +107,7 @@ class Backend(Protocol[Array]):
     one_rank: bool
     size: int
     direct: bool
+    averages: bool
     chunk_bytes: int | None
 
     @property

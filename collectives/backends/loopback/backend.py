@@ -54,6 +54,7 @@ class Loopback:
     name = "loopback"
     one_rank = False
     direct = True
+    averages = False
     chunk_bytes: int | None = 256 << 10
 
     def __init__(self, size: int, *, threads: int | None = None) -> None:

@@ -65,6 +65,7 @@ class PacedLoopback:
     name = "paced loopback"
     one_rank = False
     direct = True
+    averages = False
     chunk_bytes: int | None = 1 << 30
 
     def __init__(self, size: int, *, scale: float = 1.0, clock: Clock | None = None) -> None:

@@ -59,6 +59,7 @@ class LoopbackGpu:
     name = "loopback-gpu"
     one_rank = False
     direct = True
+    averages = False
     chunk_bytes: int | None = None
 
     def __init__(

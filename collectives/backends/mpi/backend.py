@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call
+from collectives.backends.backend import AVERAGED, Call
 from collectives.backends.mpi.agreement import Agreement
 from collectives.backends.mpi.control import CLOSED, Control
 from collectives.backends.mpi.execution import execute
@@ -71,6 +71,7 @@ class MpiBackend:
     name = "mpi"
     one_rank = True
     direct = True
+    averages = True
 
     def __init__(
         self,
@@ -145,6 +146,7 @@ class MpiBackend:
             control=self._control,
             watch=self._watch,
             transport=self._transport,
+            divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
         )
 
     def refuse(self, signature: Signature) -> None:

@@ -29,6 +29,7 @@ def execute(
     control: Control,
     watch: Watch,
     transport: Transport,
+    divisor: int = 1,
 ) -> None:
     """Run a program to its end.
 
@@ -48,6 +49,8 @@ def execute(
     place : int
         Where this one stands.
     control, watch, transport
+    divisor : int
+        By which the result is divided on its way.
     """
     words = control.words
     fence = control.fence
@@ -82,5 +85,9 @@ def execute(
     for rank, least, row in program.complete:
         watch.word(rank, DONE, base + least, row)
     shared = memories[SHARED]
-    for origin, elements in program.parts:
-        result[elements] = shared[origin]
+    with np.errstate(all="ignore"):
+        for origin, elements in program.parts:
+            if divisor == 1:
+                result[elements] = shared[origin]
+            else:
+                np.divide(shared[origin], divisor, out=result[elements])

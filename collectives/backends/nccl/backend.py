@@ -82,6 +82,7 @@ class NcclBackend:
     name = "nccl"
     one_rank = True
     direct = False
+    averages = False
     chunk_bytes: int | None = None
 
     def __init__(

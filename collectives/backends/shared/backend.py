@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, RankArrays
+from collectives.backends.backend import AVERAGED, Call, RankArrays
 from collectives.backends.mpi.agreement import Agreement
 from collectives.backends.mpi.backend import CACHED_CHUNK
 from collectives.backends.mpi.control import CLOSED, Control
@@ -60,6 +60,7 @@ class SharedBackend:
     name = "shared"
     one_rank = True
     direct = True
+    averages = True
     chunk_bytes: int | None = CACHED_CHUNK
 
     def __init__(
@@ -144,6 +145,7 @@ class SharedBackend:
             control=self._control,
             watch=self._watch,
             transport=Transport(None, program, np.empty(0), self._watch),
+            divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
         )
 
     def _memory(self, call: Call[Any], memory: RankArrays[Any], elements: int) -> tuple[Any, Any, Any, Any]:

@@ -75,6 +75,7 @@ class TcpBackend:
     name = "tcp"
     one_rank = True
     direct = False
+    averages = False
     chunk_bytes: int | None = None
 
     def __init__(

@@ -52,6 +52,7 @@ class TorchBackend:
     name = "torch"
     one_rank = True
     direct = False
+    averages = False
     chunk_bytes: int | None = None
 
     _lanes = 1
