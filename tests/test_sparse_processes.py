@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,13 @@ OTHER_CALLS: dict[str, dict[str, Any]] = {
 def test_ranks_that_mean_another_call_are_refused_before_anything_is_exchanged(
     exchange: str, different: str
 ) -> None:
+    ready = threading.Barrier(4, timeout=60)
+
     def body(comm: Communicator, rank: int) -> tuple[Array, Array]:
         usual = {"density": 0.05, "exchange": exchange, "key": "this"}
         for key in ("this", "other"):
             comm.sparse_all_reduce(whole_numbers(rank, 0), density=0.05, exchange="pairs", key=key)
+        ready.wait()  # the others may fail in the next call while a rank still ends this one
         asked = usual | (OTHER_CALLS[different] if rank == 1 else {})
         before, gradient = kept(comm, asked["key"]), whole_numbers(rank, 1)
         with pytest.raises(BackendError, match="the peer runs another collective"):

@@ -34,7 +34,7 @@ def images(count: int, *, seed: int) -> tuple[NDArray[np.float32], NDArray[np.in
     --------
     >>> shown, labels = images(5, seed=1)
     >>> shown.shape, labels.tolist()
-    ((5, 3, 32, 32), [4, 5, 7, 9, 0])
+    ((5, 3, 32, 32), [4, 5, 5, 9, 0])
     """
     classes = np.random.default_rng(10)
     places = classes.uniform(8, SIDE - 8, (CLASSES, BLOBS, 2))

@@ -23,7 +23,7 @@ def start_line(communicator: Communicator, how: Exchanged, mode: Mode) -> str:
     >>> with Communicator(topoplan.plan(topoplan.load("dgx-2"))) as comm:
     ...     told = start_line(comm, Exchanged(), BSP())
     >>> told.split(": ")[1]
-    'one-hop of dgx-2 (16 of height 1), 80 GB/s of at most 80, chunks of 64KB'
+    'one-hop of dgx-2 (16 of height 1), 80 GB/s of at most 80, chunks of 256KB'
     """
     plan = communicator.plan
     chosen = plan if isinstance(plan, Plan) else plan.plans[-1]

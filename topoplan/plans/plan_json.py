@@ -306,6 +306,8 @@ def _one_fabric(value: dict[str, object], of: str) -> OneFabric:
     """The certificate inside one that is made of others."""
     inner = _dict(value.get("certificate"), f"certificate: certificate of {of}")
     part = _certificate(inner) if inner.get("kind") in ("cut", "partition", "lengths", "trivial") else None
+    if inner.get("kind") == "channels" and of == "a channel":
+        raise PlanError("certificate: a channel's certificate cannot itself be one of channels")
     if not isinstance(part, OneFabric):
         raise PlanError(f"certificate: that of {of} must be a cut, a partition, lengths or trivial")
     return part

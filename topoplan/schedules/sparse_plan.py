@@ -57,7 +57,7 @@ def sparse_plan(
     >>> machines = [topoplan.Server(topoplan.load("dgx-1v"), count=4)]
     >>> made = sparse_plan(topoplan.cluster(machines, nic_gbps=25, nics=1), density=0.01)
     >>> made.schedule, made.trees, round(made.rate, 2), round(made.bound, 2)
-    ('sparse three-phase', 8, 52.08, 52.08)
+    ('sparse three-phase', 32, 52.08, 52.08)
     """
     started = time.perf_counter()
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
