@@ -1,10 +1,10 @@
-# make demo: set up and run the main job.  make test: set up and pass the tests.
+# make demo: set up and run the main job.  make test: set up and pass the tests.  make train: train with 4 processes.
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= cuda12
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo train test test-gpu lint bench clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -13,6 +13,9 @@ demo: $(VENV)/.demo
 	$(BIN)/topoplan bench build/plan.json --sizes 64KB:4MB
 	$(BIN)/topoplan simulate build/plan.json --sizes 64KB:256MB
 	$(BIN)/topoplan compare dgx-1v --all-allocations --plot build/allocations.png
+
+train: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto
