@@ -18,7 +18,7 @@ train: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-gpu: $(VENV)/.gpu
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5

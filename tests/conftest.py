@@ -27,6 +27,25 @@ ANSWERS = Path(os.environ.get("TOPOPLAN_ANSWERS", ROOT.parent / "shared" / "answ
 
 Run = Callable[..., tuple[int, str, str]]
 
+WITH_JOBS = (
+    "test_gradient_synchronizer_jobs",
+    "test_job_plan_mpi",
+    "test_mpi",
+    "test_parallel_norms_torch",
+    "test_torch",
+    "test_torch_hook",
+    "test_torch_modes",
+)
+"""Modules whose tests look at what one job of processes has found, which is started once where they run together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of such a module together, where the tests run in several processes."""
+    for item in items:
+        module = item.path.stem
+        if module in WITH_JOBS:
+            item.add_marker(pytest.mark.xdist_group(module))
+
 
 @pytest.fixture(scope="session")
 def machines_dir() -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from collectives import GradientSynchronizer
 from collectives.backends.mpi.launch import mpiexec_command
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.backends.tcp.rendezvous import Rendezvous
-from conftest import ROOT
 from topoplan.errors import BackendError, TopoplanError, UsageError
+
+ROOT = Path(__file__).parent.parent
 
 LIMIT = 100
 """Seconds after which processes hang."""

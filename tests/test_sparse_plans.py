@@ -20,6 +20,7 @@ from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.plans.certificate import BetweenServers, Certificate, Entries, InsideServer
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.fabric import Fabric
+from topoplan.plans.images import ImageShards
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.plans.rounds import ROUND, rounds
@@ -27,7 +28,7 @@ from topoplan.plans.servers import Servers
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.events import run_events
-from topoplan.topology import Topology
+from topoplan.topology import Device, Link, Topology
 from topoplan.units import entry_share
 
 DGX = topoplan.load("dgx-1v")
@@ -141,6 +142,40 @@ def spoiled(name: str) -> Plan:
         return with_stage(PAIR, 0, at, replace(gather, entries=None))
     if name == "no bytes":
         return with_stage(PAIR, 0, at, replace(gather, entries=Fraction(0)))
+    if name == "more bytes than there are":
+        return with_stage(PAIR, 0, at, replace(gather, entries=Fraction(10**999)))
+    if name == "an owner that is handed the sum":
+        shards = tuple(
+            replace(shard, stages=(Stage("broadcast", shard.stages[0].root, ()), *shard.stages))
+            for shard in PAIR.shards
+        )
+        return replace(PAIR, shards=shards)
+    if name == "an exchange in pieces":
+        three = sparse_servers(servers_of(2, 2, 2), entries=Fraction(1, 50))
+        return replace(
+            three,
+            shards=tuple(
+                replace(
+                    shard,
+                    stages=tuple(
+                        piece
+                        for stage in shard.stages
+                        for piece in (
+                            [replace(stage, edges=(edge,)) for edge in stage.edges]
+                            if stage.op == "gather"
+                            else [stage]
+                        )
+                    ),
+                )
+                for shard in three.shards
+            ),
+        )
+    if name == "entries that count twice":
+        one, other = TREES.shards[0].stages[0], TREES.shards[1].stages[0]
+        between_children = next(edge for edge in other.edges if edge.child != one.root)
+        again = Stage("reduce", other.root, (between_children,), one.entries)
+        stages = (one, again, *TREES.shards[0].stages[1:])
+        return replace(TREES, shards=(replace(TREES.shards[0], stages=stages), *TREES.shards[1:]))
     if name == "rounds differ":
         shards = list(PAIR.shards)
         shards[1] = replace(
@@ -167,7 +202,14 @@ def spoiled(name: str) -> Plan:
     [
         ("a gather reaches nobody", "ends with the contribution of rank 0 0 times instead of 1"),
         ("a gather without entries", "a gather moves entries, and the stage says none"),
-        ("no bytes", "0 bytes of entries for a byte of the shard must be above zero"),
+        ("no bytes", "0 bytes of entries for a byte of the shard must be from 1e-09 to 1000000"),
+        ("more bytes than there are", "must be from 1e-09 to 1000000"),
+        ("an owner that is handed the sum", "broadcasts where only a reduce has its place"),
+        ("an exchange in pieces", "6 ranks gather for 3 servers"),
+        (
+            "entries that count twice",
+            "a rank has sent its own already|all shards of a sparse plan",
+        ),
         ("rounds differ", "times instead of 1"),
         ("entries in a server", "all shards of a sparse plan take the same rounds"),
         ("a broadcast", "instead of 0"),
@@ -229,6 +271,36 @@ def test_the_proof_of_three_phases_holds_only_where_elements_stay_inside_and_ent
 def test_a_proof_that_proves_nothing_is_refused(certificate: Certificate, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         topoplan.verify(replace(PAIR, certificate=certificate))
+
+
+def test_a_symmetry_that_takes_a_server_to_several_smuggles_no_elements_between_them() -> None:
+    """Four GPUs on two servers, all joined alike: the image of a tree inside a server is one between them."""
+    names = ("g0", "g1", "g2", "g3")
+    devices = tuple(Device(name, "gpu", server=server) for name, server in zip(names, "aabb", strict=True))
+    links = tuple(Link(one, other, "nvlink", 10.0) for one in names for other in names if one != other)
+
+    def tree(op: str, root: int, child: int) -> Stage:
+        entries = Fraction(1, 50) if op == "gather" else None
+        return Stage(op, root, (Edge(root, child, (names[root], names[child]), "nvlink"),), entries)
+
+    inside = [("reduce", 0, 1), ("reduce", 2, 3), ("gather", 0, 2), ("gather", 2, 0)]
+    stages = tuple(tree(*one) for one in (*inside, ("broadcast", 0, 1), ("broadcast", 2, 3)))
+    shards = ImageShards(names, 4, ((0, 2, 1, 3),), (Shard(Fraction(1, 2), stages),))
+    smuggler = Plan(
+        collective="allreduce",
+        ranks=names,
+        root=None,
+        topology=Topology("square", devices, links),
+        channels=("nvlink",),
+        schedule="hand",
+        method="hand",
+        shards=shards,
+        rate=1000 / 51,
+        bound=1000.0,
+        certificate=BetweenServers(Fraction(1, 50), ("g0", "g1")),
+    )
+    with pytest.raises(PlanError, match=r"owner|leaves its server|gather for"):
+        topoplan.verify(smuggler)
 
 
 # Files, words, rounds, times

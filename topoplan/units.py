@@ -44,6 +44,19 @@ def nearest_float(value: Fraction) -> float:
         return math.inf
 
 
+def shown(value: Fraction) -> str:
+    """A rational number as text: as it is where that is short.
+
+    Examples
+    --------
+    >>> shown(Fraction(1, 6)), shown(Fraction(1, 3**80))
+    ('1/6', 'about 6.76517e-39')
+    """
+    if max(abs(value.numerator), value.denominator) < 1 << 64:
+        return str(value)
+    return f"about {nearest_float(value):.9g}"
+
+
 def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 32) -> Fraction:
     """Bytes of entries for each byte of elements.
 

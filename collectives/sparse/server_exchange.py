@@ -192,6 +192,6 @@ def part_borders(plan: Plan, borders: Sequence[int]) -> tuple[int, ...]:
 
 
 def _first_shards(plan: Plan) -> list[int]:
-    """The first shard of every part."""
-    owners = [owners_of(shard) for shard in plan.shards]
-    return [number for number, those in enumerate(owners) if number == 0 or those != owners[number - 1]]
+    """The first shard of every part: its messages take the way of all."""
+    ways = [[stage for stage in shard.stages if stage.op == "gather"] for shard in plan.shards]
+    return [number for number, way in enumerate(ways) if number == 0 or way != ways[number - 1]]

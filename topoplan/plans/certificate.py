@@ -32,6 +32,7 @@ from topoplan.errors import PlanError
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.forest_length import forest_length, zero_parts
 from topoplan.plans.servers import Servers
+from topoplan.units import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class Lengths:
 class Trivial:
     """One rank: nothing moves, nothing bounds."""
 
+
+LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
+"""Bytes of entries for each byte of a shard, beyond which none are meant."""
 
 OneFabric = Cut | Partition | Lengths | Trivial
 """What bounds a plan whose links are one fabric."""
@@ -132,6 +136,7 @@ def certified_bound(certificate: Certificate, fabric: Fabric, collective: str, r
     if isinstance(certificate, Channels):
         return _channels_bound(certificate, fabric, collective, root)
     if isinstance(certificate, Entries):
+        check_entries(certificate.entries)
         return certified_bound(certificate.certificate, fabric, collective, root) / certificate.entries
     if isinstance(certificate, InsideServer):
         return certified_bound(
@@ -222,6 +227,7 @@ def _server(name: str, fabric: Fabric) -> Fabric:
 
 def _between_bound(certificate: BetweenServers, fabric: Fabric) -> Fraction:
     """Every server on the side sends what it has chosen to the others: once for each it must cross the border."""
+    check_entries(certificate.entries)
     side = _node_set(certificate.side, fabric)
     servers = Servers(fabric)
     inside = 0
@@ -236,6 +242,21 @@ def _between_bound(certificate: BetweenServers, fabric: Fabric) -> Fraction:
         capacity for ends, capacity in zip(fabric.ends, fabric.capacity, strict=True) if _leaves(ends, side)
     )
     return sum(crossing, Fraction(0)) / (certificate.entries * inside)
+
+
+def check_entries(entries: Fraction) -> None:
+    """Refuse a size of entries that no exchange has.
+
+    Raises
+    ------
+    PlanError
+        It is not between `LEAST_ENTRIES` and `MOST_ENTRIES`.
+    """
+    if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
+        raise PlanError(
+            f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
+            f"{MOST_ENTRIES}"
+        )
 
 
 def _leaves(ends: tuple[int, int], side: set[int]) -> bool:

@@ -8,7 +8,6 @@ once.
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import groupby
 
 from topoplan.errors import PlanError
 from topoplan.plans.certificate import BetweenServers, Entries, InsideServer, Sparse
@@ -16,6 +15,7 @@ from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, Shard, Stage
 from topoplan.plans.rounds import rounds
 from topoplan.plans.servers import Servers
+from topoplan.units import shown
 
 
 def check_sparse(plan: Plan, fabric: Fabric) -> None:
@@ -46,15 +46,21 @@ def check_sparse(plan: Plan, fabric: Fabric) -> None:
         return
     if plan.collective != "allreduce":
         raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
-    rounds(plan)
+    kinds = [one.kind for one in rounds(plan)]
     if isinstance(certificate, Entries):
         for number, (shard, _) in enumerate(plan.shard_counts):
             _check_all_entries(shard, number, certificate.entries)
     elif isinstance(certificate, InsideServer | BetweenServers):
+        if kinds != ["elements", "gather", "elements"]:
+            raise PlanError(
+                f"takes the rounds {', '.join(kinds)}, and the bound holds for elements, one exchange, and elements"
+            )
         least = certificate.entries if isinstance(certificate, BetweenServers) else Fraction(0)
+        servers = Servers(fabric)
         home = {device.name: device.server for device in fabric.topology.devices}
-        for number, (shard, _) in enumerate(plan.shard_counts):
-            _check_phases(shard, number, least, Servers(fabric), home)
+        # every image too: a symmetry may take a server to several
+        for number, shard in enumerate(plan.shards):
+            _check_phases(shard, number, least, servers, home)
     else:
         raise PlanError(
             "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"
@@ -62,27 +68,45 @@ def check_sparse(plan: Plan, fabric: Fabric) -> None:
 
 
 def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:
+    """Entries are summed up trees on which no rank sends twice, and then handed down."""
+    sent: set[int] = set()
+    falling = False
     for position, stage in enumerate(shard.stages):
-        if stage.edges and (stage.op == "gather" or stage.entries is None or stage.entries < least):
+        if stage.op == "gather" or stage.entries is None or stage.entries < least:
             raise PlanError(
-                f"{stage.op}s {stage.weight} bytes for a byte of the shard, and the bound holds for trees on which "
-                f"{least} bytes of entries move",
+                f"{stage.op}s {shown(stage.weight)} bytes for a byte of the shard, and the bound holds for trees on "
+                f"which {shown(least)} bytes of entries move",
                 shard=number,
                 stage=position,
             )
+        falling = falling or stage.op == "broadcast"
+        for edge in reversed(stage.top_down()) if stage.op == "reduce" else ():
+            if falling or {edge.child, edge.parent} & sent:
+                raise PlanError(
+                    "sums entries of which a rank has sent its own already; they would count twice",
+                    shard=number,
+                    stage=position,
+                    rank=edge.child,
+                )
+            sent.add(edge.child)
 
 
 def _check_phases(shard: Shard, number: int, least: Fraction, servers: Servers, home: dict[str, str]) -> None:
-    """Elements inside servers, one exchange between one rank of each, elements inside servers."""
-    if [kind for kind, _ in groupby(stage.op == "gather" for stage in shard.stages)].count(True) != 1:
-        raise PlanError("the bound holds for one exchange of entries", shard=number)
-    owner: dict[int, int] = {}
-    for position, stage in enumerate(shard.stages):
-        fault = (
-            _exchange_fault(stage, least, servers, owner)
-            if stage.op == "gather"
-            else _inside_fault(stage, home)
+    """Elements are summed at one owner in each server, who exchanges entries with the others and hands elements out."""
+    gathers = [stage for stage in shard.stages if stage.op == "gather"]
+    owner = {int(servers.of_rank[stage.root]): stage.root for stage in gathers}
+    if len(owner) < len(gathers) or len(owner) < len(servers.names):
+        raise PlanError(
+            f"{len(gathers)} ranks gather for {len(servers.names)} servers, and the bound holds for one of each",
+            shard=number,
         )
+    exchanged = False
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather":
+            exchanged = True
+            fault = _exchange_fault(stage, least, servers, owner)
+        else:
+            fault = _inside_fault(stage, "broadcast" if exchanged else "reduce", servers, owner, home)
         if fault:
             raise PlanError(fault, shard=number, stage=position)
 
@@ -90,21 +114,26 @@ def _check_phases(shard: Shard, number: int, least: Fraction, servers: Servers, 
 def _exchange_fault(stage: Stage, least: Fraction, servers: Servers, owner: dict[int, int]) -> str:
     if stage.weight < least:
         return (
-            f"gathers {stage.weight} bytes of entries for a byte of the shard, and the bound supposes {least}"
+            f"gathers {shown(stage.weight)} bytes of entries for a byte of the shard, and the bound supposes "
+            f"{shown(least)}"
         )
-    for rank in (stage.root, *(edge.child for edge in stage.edges)):
-        server = int(servers.of_rank[rank])
-        if owner.setdefault(server, rank) != rank:
-            return (
-                f"gathers at ranks {owner[server]} and {rank} of {servers.names[server]}, and the bound holds for one "
-                "rank of each server"
-            )
+    for edge in stage.edges:
+        server = int(servers.of_rank[edge.child])
+        if owner[server] != edge.child:
+            return f"gathers at rank {edge.child}, and the owner in {servers.names[server]} is rank {owner[server]}"
     return ""
 
 
-def _inside_fault(stage: Stage, home: dict[str, str]) -> str:
+def _inside_fault(
+    stage: Stage, op: str, servers: Servers, owner: dict[int, int], home: dict[str, str]
+) -> str:
     if stage.entries is not None:
         return f"{stage.op}s entries, and the bound holds where elements move inside servers"
+    if stage.op != op:
+        return f"{stage.op}s where only a {op} has its place, before or after the exchange"
+    server = int(servers.of_rank[stage.root])
+    if owner[server] != stage.root:
+        return f"{stage.op}s at rank {stage.root}, and the owner in {servers.names[server]} is rank {owner[server]}"
     for edge in stage.edges:
         if edge.channel == "network" or len({home.get(device, "") for device in edge.route}) > 1:
             return f"the route {'-'.join(edge.route)} leaves its server, and the bound holds where elements stay inside"

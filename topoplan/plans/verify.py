@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.plans.certificate import certified_bound
+from topoplan.plans.certificate import certified_bound, check_entries
 from topoplan.plans.channel_check import check_channels
 from topoplan.plans.fabric import Fabric
 from topoplan.plans.images import ImageShards, owner_of
@@ -25,7 +25,7 @@ from topoplan.plans.loads import full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, OPERATIONS, ROOTED, Plan, Shard, Stage
 from topoplan.plans.sparse_check import check_sparse
 from topoplan.plans.symmetry import is_automorphism, orbits
-from topoplan.units import TOLERANCE, nearest_float
+from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
 """Counts of contributions stop growing here: wrapped around, a wrong count could look right."""
@@ -166,7 +166,7 @@ def _check_shares(plan: Plan) -> None:
     previous = 0
     for number, (shard, count) in enumerate(plan.shard_counts):
         if shard.share <= 0:
-            raise PlanError(f"share {_shown(shard.share)} must be above zero", shard=number)
+            raise PlanError(f"share {shown(shard.share)} must be above zero", shard=number)
         total += shard.share * count
         if plan.collective in ("allgather", "reduce_scatter"):
             owner = _owner(plan, shard, number)
@@ -181,12 +181,12 @@ def _check_shares(plan: Plan) -> None:
             previous = owner
             owned[owner] += shard.share * count
     if total != 1:
-        raise PlanError(f"the shares add up to {_shown(total)}, not 1")
+        raise PlanError(f"the shares add up to {shown(total)}, not 1")
     if plan.collective in ("allgather", "reduce_scatter"):
         for rank, share in enumerate(_shared_by_symmetry(plan, owned)):
             if share != Fraction(1, len(plan.ranks)):
                 raise PlanError(
-                    f"owns {_shown(share)} of the buffer instead of 1/{len(plan.ranks)}", rank=rank
+                    f"owns {shown(share)} of the buffer instead of 1/{len(plan.ranks)}", rank=rank
                 )
 
 
@@ -213,12 +213,11 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             )
         if stage.entries is None and stage.op == "gather":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
-        if stage.entries is not None and stage.entries <= 0:
-            raise PlanError(
-                f"{_shown(stage.entries)} bytes of entries for a byte of the shard must be above zero",
-                shard=number,
-                stage=position,
-            )
+        if stage.entries is not None:
+            try:
+                check_entries(stage.entries)
+            except PlanError as error:
+                raise error.within(number, position) from None
         for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
             if not 0 <= rank < size:
                 raise PlanError(f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank)
@@ -296,15 +295,6 @@ def _owner(plan: Plan, shard: Shard, number: int) -> int:
 def _integer(value: int | None) -> int:
     assert value is not None
     return value
-
-
-def _shown(share: Fraction) -> str:
-    """A share as text: as it is where that is short."""
-    return (
-        str(share)
-        if max(abs(share.numerator), share.denominator) < 1 << 64
-        else f"about {nearest_float(share):.9g}"
-    )
 
 
 def _check_claim(name: str, claimed: float, recomputed: Fraction | None) -> None:

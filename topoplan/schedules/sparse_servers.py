@@ -90,6 +90,10 @@ def sparse_servers(
     servers = Servers(fabric)
     servers.check()
     count = len(servers.names)
+    if count == fabric.size:
+        raise UsageError(
+            f"each of {count} servers has one GPU, so nothing is summed inside; use the trees of sparse_trees"
+        )
     parts, routes = _parts(fabric.topology, fabric.channels)
     if len(parts) * count**2 > MOST_EDGES:
         raise UsageError(
