@@ -50,7 +50,7 @@ def shown(value: Fraction) -> str:
     Examples
     --------
     >>> shown(Fraction(1, 6)), shown(Fraction(1, 3**80))
-    ('1/6', 'about 6.76517e-39')
+    ('1/6', 'about 6.7654957e-39')
     """
     if max(abs(value.numerator), value.denominator) < 1 << 64:
         return str(value)
