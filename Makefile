@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= cuda12
+SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
 
-.PHONY: demo train test test-gpu lint bench clean
+.PHONY: demo train test test-all test-random test-gpu lint bench clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -19,6 +20,16 @@ train: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# What takes longer, all but what needs a GPU.
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not gpu"
+
+# Other examples each time; SEED=... repeats a run.
+test-random: $(VENV)/.test
+	@echo "seed $(SEED)"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "hypothesis and not gpu and not slow" \
+		--hypothesis-profile=random --hypothesis-seed=$(SEED)
 
 test-gpu: $(VENV)/.gpu
 	$(BIN)/python -m pytest -m gpu || test $$? -eq 5

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 from fake_machine.fixtures import fake_here as fake_here
 from fake_machine.fixtures import fake_host as fake_host
@@ -20,6 +21,11 @@ from topoplan.cli.main import main
 # and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples every time; `make test-random` searches among others, with --hypothesis-profile=random.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("random", print_blob=True)
+hypothesis.settings.load_profile("fixed")
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))

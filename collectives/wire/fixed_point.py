@@ -58,7 +58,8 @@ def to_fixed_point(
     values : ndarray of float16, float32 or float64, shape (k,)
         Finite, at most 2^127 in magnitude.
     bits : int
-        8 or 16. The error of a value is below the block's largest magnitude over 126 or 32639.
+        8 or 16. The error of a value is below the block's largest magnitude over 126 or 32639, or where that quotient
+        is subnormal in float32 below the largest over 127 or 32767, plus 2^-149.
     seed, step, stream : int
         What the random numbers depend on besides the position, each from 0 to 2^64 - 1. Give every step its number,
         and every rank its own stream, so that their errors are independent.
