@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_streams import Machine
 from feedback_steps import CASES, compare_steps, equal_states, widened
-from nvrtc import compiled, compilers
+from nvrtc import built, compilers
 from selection_data import drawn, same
 from selection_on_cpu import Launches, install_selection
 
@@ -35,7 +35,7 @@ def test_four_blocks_of_every_feedback_kernel_fit_and_spill_nothing(architecture
     if 12 not in compilers():
         pytest.skip("no NVRTC of CUDA 12: pip install nvidia-cuda-nvrtc-cu12")
     names = [name for name in FEEDBACK_LINES if architecture == 90 or name.endswith("float32_float32")]
-    made = compiled(compilers()[12], selection_source(names), architecture)
+    made = built(compilers()[12], selection_source(names), architecture)
     assert sorted(made.registers) == sorted(names)
     assert {name: size for name, size in made.spilled.items() if size} == {}
     assert max(made.registers.values()) * THREADS * 4 <= 65536
@@ -54,7 +54,7 @@ def test_four_blocks_of_every_feedback_kernel_fit_and_spill_nothing(architecture
 def test_every_feedback_kernel_compiles_for_the_other_architectures(architecture: int) -> None:
     if 12 not in compilers():
         pytest.skip("no NVRTC of CUDA 12: pip install nvidia-cuda-nvrtc-cu12")
-    made = compiled(compilers()[12], selection_source(FEEDBACK_LINES), architecture)
+    made = built(compilers()[12], selection_source(FEEDBACK_LINES), architecture)
     assert sorted(made.registers) == sorted(FEEDBACK_LINES)
     assert not any(made.spilled.values())
 

@@ -12,7 +12,7 @@ from compiled_kernels import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from nvrtc import Compiled, compiled, compilers
+from nvrtc import Built, built, compilers
 
 from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.source import BYTES, divide_kernel, join_kernel
@@ -42,18 +42,18 @@ WHOLE_VECTOR = r"(?:v4\.[buf]32|v2\.[buf]64)\b"
 
 
 @pytest.fixture(scope="module")
-def every_kernel() -> dict[tuple[int, int], Compiled]:
+def every_kernel() -> dict[tuple[int, int], Built]:
     """All kernels for all architectures that the installed compilers know."""
     if not compilers():
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc for CUDA 13)")
     wanted = [case for case in ARCHITECTURES if case[0] in compilers()]
     source = kernel_source(kernel_names())
     with ThreadPoolExecutor() as pool:
-        done = pool.map(lambda case: compiled(compilers()[case[0]], source, case[1]), wanted)
+        done = pool.map(lambda case: built(compilers()[case[0]], source, case[1]), wanted)
         return dict(zip(wanted, done, strict=True))
 
 
-def of(made: dict[tuple[int, int], Compiled], release: int, architecture: int) -> Compiled:
+def of(made: dict[tuple[int, int], Built], release: int, architecture: int) -> Built:
     if (release, architecture) not in made:
         pytest.skip(f"no NVRTC of CUDA {release}")
     return made[release, architecture]
@@ -61,7 +61,7 @@ def of(made: dict[tuple[int, int], Compiled], release: int, architecture: int) -
 
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
 def test_every_kernel_compiles_and_keeps_its_values_in_registers(
-    every_kernel: dict[tuple[int, int], Compiled], release: int, architecture: int
+    every_kernel: dict[tuple[int, int], Built], release: int, architecture: int
 ) -> None:
     made = of(every_kernel, release, architecture)
     assert sorted(made.registers) == sorted(kernel_names())
@@ -71,7 +71,7 @@ def test_every_kernel_compiles_and_keeps_its_values_in_registers(
 
 @pytest.mark.parametrize(("release", "architecture"), [(12, 70), (12, 90), (13, 100)])
 def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
-    every_kernel: dict[tuple[int, int], Compiled], release: int, architecture: int
+    every_kernel: dict[tuple[int, int], Built], release: int, architecture: int
 ) -> None:
     kernels = re.split(r"\.entry (\w+)\(", of(every_kernel, release, architecture).ptx)[1:]
     for name, body in zip(kernels[::2], kernels[1::2], strict=True):
@@ -83,7 +83,7 @@ def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
 
 
 def test_sums_and_products_of_floats_are_rounded_as_written_and_never_fused(
-    every_kernel: dict[tuple[int, int], Compiled],
+    every_kernel: dict[tuple[int, int], Built],
 ) -> None:
     """Only complex products have a fused multiply-add, as numpy's have, and divisions have those of Newton's steps."""
     ptx = of(every_kernel, 12, 90).ptx

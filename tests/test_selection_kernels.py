@@ -11,7 +11,7 @@ import pytest
 from fake_streams import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvrtc import Compiled, compiled, compilers
+from nvrtc import Built, built, compilers
 from selection_data import DATA, DTYPES, drawn, reference, same
 from selection_on_cpu import Launches, install_selection, launch
 
@@ -37,18 +37,18 @@ def names_for(architecture: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def every_kernel() -> dict[tuple[int, int], Compiled]:
+def every_kernel() -> dict[tuple[int, int], Built]:
     if not compilers():
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc for CUDA 13)")
     wanted = [case for case in ARCHITECTURES if case[0] in compilers()]
     with ThreadPoolExecutor() as pool:
         done = pool.map(
-            lambda case: compiled(compilers()[case[0]], selection_source(names_for(case[1])), case[1]), wanted
+            lambda case: built(compilers()[case[0]], selection_source(names_for(case[1])), case[1]), wanted
         )
         return dict(zip(wanted, done, strict=True))
 
 
-def of(made: dict[tuple[int, int], Compiled], release: int, architecture: int) -> Compiled:
+def of(made: dict[tuple[int, int], Built], release: int, architecture: int) -> Built:
     if (release, architecture) not in made:
         pytest.skip(f"no NVRTC of CUDA {release}")
     return made[release, architecture]
@@ -56,7 +56,7 @@ def of(made: dict[tuple[int, int], Compiled], release: int, architecture: int) -
 
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
 def test_four_blocks_of_every_selection_kernel_fit_and_spill_nothing(
-    every_kernel: dict[tuple[int, int], Compiled], release: int, architecture: int
+    every_kernel: dict[tuple[int, int], Built], release: int, architecture: int
 ) -> None:
     made = of(every_kernel, release, architecture)
     assert sorted(made.registers) == sorted(names_for(architecture))
@@ -69,13 +69,13 @@ def test_four_blocks_of_every_selection_kernel_fit_and_spill_nothing(
 def test_every_selection_kernel_compiles_for_the_other_architectures(architecture: int) -> None:
     if 12 not in compilers():
         pytest.skip("no NVRTC of CUDA 12: pip install nvidia-cuda-nvrtc-cu12")
-    made = compiled(compilers()[12], selection_source(selection_kernel_names()), architecture)
+    made = built(compilers()[12], selection_source(selection_kernel_names()), architecture)
     assert sorted(made.registers) == sorted(selection_kernel_names())
     assert not any(made.spilled.values())
 
 
 def test_kernels_that_read_all_data_do_so_in_vectors_of_16_bytes(
-    every_kernel: dict[tuple[int, int], Compiled],
+    every_kernel: dict[tuple[int, int], Built],
 ) -> None:
     kernels = re.split(r"\.entry (\w+)\(", of(every_kernel, 12, WHOLE).ptx)[1:]
     bodies = dict(zip(kernels[::2], kernels[1::2], strict=True))

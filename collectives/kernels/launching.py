@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives.kernels.source import OPTIONS, divide_kernel, join_kernel, kernel_source
+from collectives.kernels.compiler import load_kernel
+from collectives.kernels.source import divide_kernel, join_kernel, kernel_source
 from collectives.kernels.work import THREADS, TILE_BYTES, Work
 
 BLOCKS_PER_PROCESSOR = 8
@@ -84,6 +85,5 @@ class Kernels:
 
     def _kernel(self, name: str) -> Any:
         if name not in self._compiled:
-            module = self._cupy.RawModule(code=kernel_source([name]), options=OPTIONS)
-            self._compiled[name] = module.get_function(name)
+            self._compiled[name] = load_kernel(self._cupy, kernel_source([name]), name)
         return self._compiled[name]

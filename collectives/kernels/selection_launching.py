@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives.kernels.compiler import load_kernel
 from collectives.kernels.selection_source import KEY_BITS, selection_kernel, selection_source
-from collectives.kernels.source import OPTIONS
 from collectives.kernels.work import THREADS, TILE_BYTES
 
 BINS = 2048
@@ -47,8 +47,7 @@ class SelectionKernels:
         """Run one kernel, see `selection_kernel`; arrays, and numbers of the widths that it takes."""
         name = selection_kernel(form, dtype)
         if name not in self._compiled:
-            module = self._cupy.RawModule(code=selection_source([name]), options=OPTIONS)
-            self._compiled[name] = module.get_function(name)
+            self._compiled[name] = load_kernel(self._cupy, selection_source([name]), name)
         self._compiled[name]((blocks,), (THREADS,), arguments)
 
 

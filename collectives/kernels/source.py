@@ -39,9 +39,6 @@ BYTES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigne
 
 OPERATIONS = {"sum": "Sum", "avg": "Sum", "prod": "Prod", "min": "Min", "max": "Max"}
 
-OPTIONS = ("-std=c++17",)
-"""What the compiler must be told."""
-
 
 def join_kernel(op: str | None, dtype: str, itemsize: int) -> str:
     """The name of the kernel that joins with an operation and copies; None only copies.
