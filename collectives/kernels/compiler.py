@@ -1,7 +1,7 @@
 """Compiling the kernels with NVRTC, and loading them into the GPU that is current.
 
-CuPy's own way to compile appends ``-ftz=true`` behind all options, which makes float32 denormals zero; results would not
-have numpy's bits. So CuPy only loads here. A compiler needs neither a GPU nor a driver.
+CuPy's own way to compile appends ``-ftz=true`` behind all options, which makes float32 denormals zero; results would
+not have numpy's bits. So CuPy only loads here. A compiler needs neither a GPU nor a driver.
 """
 
 from __future__ import annotations
