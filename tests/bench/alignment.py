@@ -47,7 +47,9 @@ class Crossing:
 
 def main() -> None:
     """Print the share of bytes that are copied in packs, on four machines."""
-    print("# allreduce of float32 over nccl with its own settings, and over torch: messages of all ranks, and the")
+    print(
+        "# allreduce of float32 over nccl with its own settings, and over torch: messages of all ranks, and the"
+    )
     print(f"# share of their bytes that start on multiples of {PACK} bytes at both ends")
     print("# machine   elements  nccl messages  in packs  torch messages  in packs")
     for name in MACHINES:
@@ -65,12 +67,14 @@ def packed_share(crossings: list[Crossing]) -> float:
     return sum(one.nbytes for one in crossings if one.packed) / sum(one.nbytes for one in crossings)
 
 
-def nccl_crossings(plan: Plan, table: TransferTable, itemsize: int) -> list[Crossing]:
-    """The messages of the nccl back end."""
+def nccl_crossings(
+    plan: Plan, table: TransferTable, itemsize: int, *, by_tree: bool = False
+) -> list[Crossing]:
+    """The messages of the nccl back end, with one lane for all trees or one for each."""
     sends: dict[int, Message] = {}
     receives: dict[int, Message] = {}
     for one in memory_of(plan, table.count):
-        made = program_of(table, one, itemsize, step_bytes=STEP_BYTES)
+        made = program_of(table, one, itemsize, step_bytes=STEP_BYTES, by_tree=by_tree)
         for step in (step for lane in made.lanes for step in lane.steps):
             sends.update((message.row, message) for message in step.sends)
             receives.update((message.row, message) for message in step.receives)
