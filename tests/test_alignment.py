@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hand_plans import SHAPES, forest_plan
 
 import topoplan
-from collectives import TransferTable, lower
+from collectives import Communicator, TransferTable, lower
+from collectives.backends.backend import Call
+from collectives.backends.loopback.backend import Loopback
+from collectives.wire import WireFormat
 from tests.bench.alignment import COUNTS, MACHINES, PACK, Crossing, nccl_crossings, torch_crossings
 from topoplan.plans.plan import ALIGNMENT, COLLECTIVES, Plan
 
@@ -83,3 +88,33 @@ def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective:
         table = lower(plan, count, chunk_elements=300)
         for crossings in BACKENDS.values():
             assert all_packed(crossings(plan, table, 1))
+
+
+class Recording(Loopback):
+    """Keeps the tables that it runs."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tables: list[TransferTable] = []
+
+    def run(self, call: Call[Any]) -> None:
+        self.tables.append(call.table)
+        super().run(call)
+
+
+@pytest.mark.parametrize("wire", [None, WireFormat()], ids=["pairs of numbers", "packed"])
+@pytest.mark.parametrize("exchange", ["pairs", "servers", "tree", "balanced"])
+def test_messages_of_entries_start_on_borders_in_the_areas_that_they_cross_in(
+    exchange: str, wire: WireFormat | None
+) -> None:
+    """Elements and entries alike; 8 bytes an entry, of which most messages have an odd number."""
+    servers = [topoplan.Server(topoplan.load("dgx-1v"), list(range(number))) for number in (4, 4)]
+    backend = Recording(8)
+    with Communicator(topoplan.three_phase(topoplan.cluster(servers, nic_gbps=100)), backend) as comm:
+        gradients = [
+            np.random.default_rng(rank).standard_normal(5003).astype(np.float32) for rank in range(8)
+        ]
+        comm.sparse_all_reduce(gradients, density=0.021, exchange=exchange, wire=wire)
+    starts = np.concatenate([table.start for table in backend.tables])
+    assert len(set(starts.tolist())) > 1
+    assert not (starts % PACK).any()

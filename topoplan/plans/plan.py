@@ -309,8 +309,8 @@ def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | N
 
 
 ALIGNMENT = 16
-"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: GPUs and NCCL
-copy 16 bytes at a time where both addresses are multiples of 16, and far less where not."""
+"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: NCCL and
+kernels copy 16 bytes at a time where addresses are multiples of 16, and else far fewer."""
 
 
 def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> list[int]:
