@@ -286,14 +286,14 @@ def test_bfloat16_is_rounded_after_every_join(machine: Machine, cupy: ModuleType
 
 def test_scratch_of_a_gpu_is_bounded_by_chunks_and_not_by_the_buffer() -> None:
     """Slots of chunks for the depth of the trees; twice that is more than enough for any of these."""
-    table = lower(forest_plan(8, "reduce_scatter", "binary"), 8 * 20000, chunk_elements=100)
+    table = lower(forest_plan(8, "reduce_scatter", "binary"), 8 * 20000, chunk_elements=96)
     memory = [
         RankArrays(rank, (0, 160000), None, (rank * 20000, (rank + 1) * 20000), None) for rank in range(8)
     ]
     depth = max(stream.level for stream in streams(table)) + 2
     work, scratch = loopback_program(table, memory, 4, step_bytes=1)
-    assert 0 < scratch <= 8 * 8 * depth * (400 + 32)
+    assert 0 < scratch <= 8 * 8 * depth * (384 + 32)
     for one in memory:
         program = nccl_program(table, one, 4, step_bytes=1)
-        assert 0 < program.scratch <= (8 * (depth + 2) + 2 * 8 * 8) * (400 + 32)
+        assert 0 < program.scratch <= (8 * (depth + 2) + 2 * 8 * 8) * (384 + 32)
     assert len(work.steps) > 200
