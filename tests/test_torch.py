@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -84,6 +85,38 @@ def test_steps_in_batches_without_tags_give_the_same_bits(told: Told) -> None:
         same = {number: one["digests"][number] for number in one["batched"]}
         assert len(same) >= 30
         assert one["batched"] == same
+
+
+def test_collectives_are_behind_the_stream_that_calls_them_and_that_one_behind_them(told: Told) -> None:
+    """In the background, queued behind one in the background, and alone; with the streams of a stand-in."""
+    for one in told:
+        found = one["ordered"]
+        assert found["sums"] == [[21.0]] * 3
+        assert set(found["given"]) == {"collectives"}
+        assert found["got"][-2:] == ["user 1", "user 0"]
+        assert found["waits"] == ["wait_event", "synchronize"] * 3
+        assert found["threads"] == ["MainThread", "collectives_0"]
+
+
+def test_the_stand_ins_for_streams_and_groups_have_the_names_of_torchs_own() -> None:
+    import fake_torch_cuda as fake
+
+    def named(function: Any) -> list[str]:
+        return [name for name in inspect.signature(function).parameters if name != "kwargs"]
+
+    for one, real in ((fake.Stream, torch.cuda.Stream), (fake.Event, torch.cuda.Event)):
+        assert named(one)[:2] == named(real.__new__)[1:3]
+        for name in ("record_event", "wait_event", "synchronize", "record", "__cuda_stream__"):
+            if hasattr(one, name):
+                assert named(getattr(one, name)) == named(getattr(real, name)), name
+    assert named(fake.current_stream) == named(torch.cuda.current_stream)
+    assert named(fake.stream) == named(torch.cuda.stream)
+    assert {"device", "record_stream", "is_cuda"} <= {*dir(torch.Tensor), *dir(torch.cuda.Stream)}
+    group = {name for name in vars(fake.Batches) if not name.startswith("__") and name != "_told"}
+    assert group <= set(dir(torch.distributed.ProcessGroup))
+    for name in ("send", "recv"):
+        told = getattr(torch.distributed.ProcessGroup, name).__doc__
+        assert all(f"{one}: " in told for one in named(getattr(fake.Batches, name))[1:]), told
 
 
 def test_bfloat16_is_added_divided_and_compared(told: Told) -> None:

@@ -141,7 +141,7 @@ class GpuErrorFeedback:
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Go on from a state, with numpy arrays or with CuPy arrays on the same GPU.
 
         Raises
         ------
@@ -159,10 +159,16 @@ class GpuErrorFeedback:
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
         with self._cupy.cuda.Device(self.residual.device.id):
-            self.residual.set(np.ascontiguousarray(residual))
+            self._fill(self.residual, residual)
             if self.velocity is not None:
-                self.velocity.set(np.ascontiguousarray(velocity))
+                self._fill(self.velocity, velocity)
         self.step = int(state["step"])
+
+    def _fill(self, target: Any, values: Any) -> None:
+        if isinstance(values, self._cupy.ndarray):
+            target[...] = values
+        else:
+            target.set(np.ascontiguousarray(values))
 
     def _checked(self, gradient: Any, k: int) -> str:
         """What the gradient's elements are."""
