@@ -15,7 +15,7 @@ from collectives.handle import Handle, InOrder
 from collectives.plan_store import PlanStore
 from collectives.request import request
 from collectives.sparse.explanation import Explanation
-from collectives.sparse.sparse_collective import SparseCollective
+from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import sparse_request
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
@@ -445,6 +445,11 @@ class Communicator:
             It is of another number of ranks.
         """
         sparse = self._sparse_collective()
+        for listed in state.values():
+            for rank, one in zip(self.ranks, listed, strict=False):
+                for name in LINES:
+                    if one[name] is not None:
+                        self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state))
 
     def close(self) -> None:

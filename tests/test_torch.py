@@ -92,7 +92,7 @@ def test_steps_in_batches_without_tags_give_the_same_bits(told: Told) -> None:
 
 
 def test_collectives_are_behind_the_stream_that_calls_them_and_that_one_behind_them(told: Told) -> None:
-    """In the background, queued behind one in the background, and alone; with the streams of a stand-in."""
+    """In the background, queued behind one in the background, and alone; calls on the host wait for no stream."""
     for one in told:
         found = one["ordered"]
         assert found["sums"] == [[21.0]] * 3

@@ -221,6 +221,9 @@ def ordered(size: int) -> dict[str, Any]:
         names = {side: "collectives", **{user: f"user {n}" for n, user in enumerate(users)}}
         found["given"] = [names[stream] for tensor, stream in recorded if tensor is first]
         found["got"] = [names[stream] for tensor, stream in recorded if tensor is early or tensor is behind]
+        with pytest.MonkeyPatch.context() as host:
+            host.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: False)
+            comm.all_reduce(torch.ones(3))
         found["waits"] = [call for call, _ in side.calls]  # type: ignore[attr-defined]
         found["threads"] = sorted({thread for call, thread in side.calls if call == "wait_event"})  # type: ignore[attr-defined]
     return found

@@ -21,8 +21,8 @@ class ArrayLibrary(Protocol[Array]):
     def ordered(self) -> AbstractContextManager[object]:
         """Asked for where a collective is called and entered in the thread where it runs: its place in the GPU's order.
 
-        Inside, the GPU works behind all that the caller's current stream had been told. When it is left without an
-        error, everything is complete.
+        Inside, the GPU works behind all that the caller's current stream had been told, if `check` has seen an array
+        on it since the last time. When it is left without an error, everything is complete.
         """
 
     def here(self) -> AbstractContextManager[object]:

@@ -82,6 +82,7 @@ class TorchArrays:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self._stream: torch.cuda.Stream | None = None
+        self._checked_on_gpu = False
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of the collectives, made when the first tensor on the GPU comes."""
@@ -90,9 +91,10 @@ class TorchArrays:
         return self._stream
 
     def ordered(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.ordered`."""
-        if self._stream is None:
-            return nullcontext()
+        """See `ArrayLibrary.ordered`: calls on the host, as `check` has seen them, do not wait for the GPU."""
+        if self._stream is None or not self._checked_on_gpu:
+            return self.here()
+        self._checked_on_gpu = False
         return _behind(torch.cuda.current_stream(self._stream.device).record_event(), self._stream)
 
     def here(self) -> AbstractContextManager[object]:
@@ -125,6 +127,7 @@ class TorchArrays:
         if on_gpu(array):
             # its memory is not given away before the collective has used it
             array.record_stream(self.stream(array.device))
+            self._checked_on_gpu = True
         return array
 
     def _fault(self, array: torch.Tensor) -> str:
