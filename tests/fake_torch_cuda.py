@@ -106,6 +106,7 @@ def on_gpu_0(patch: pytest.MonkeyPatch) -> None:
     """Let every tensor count as memory of GPU 0."""
     patch.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: True)
     patch.setattr("collectives.torch.bucket_exchange.on_gpu", lambda array: True)
+    patch.setattr("collectives.sparse.torch_entry_arrays.gpu_device", lambda gpu: torch.device("cpu"))
 
 
 class Together:

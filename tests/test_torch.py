@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,85 @@ def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_say
     with pytest.warns(UserWarning, match=f"sparse gradients travel from GPU 3 to the host, .*{message}"):
         found = torch_entry_arrays(TorchArrays([torch.device("cpu")]), 3)
     assert type(found) is HostEntryArrays
+
+
+def test_cupy_works_in_torchs_own_stream_by_whichever_name_both_have_for_it() -> None:
+    """With the genuine CuPy, which makes such streams without a GPU."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    import fake_torch_cuda
+
+    from collectives.sparse.torch_entry_arrays import TorchEntryArrays
+
+    arrays: Any = object.__new__(TorchEntryArrays)
+    arrays._cupy, arrays._gpu = cupy, 0
+
+    class Silent(fake_torch_cuda.Stream):
+        """Of a torch whose streams do not tell of themselves."""
+
+        __cuda_stream__ = property()  # type: ignore[assignment]
+
+    for kind in (fake_torch_cuda.Stream, Silent):
+        stream = kind()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the older name, from CuPy 14 on
+            assert arrays._seen_by_cupy(stream).ptr == stream.cuda_stream
+    assert callable(cupy.from_dlpack)
+    assert cupy.cuda.runtime.runtimeGetVersion() // 1000 >= 11
+
+
+def test_messages_of_plans_have_an_nccl_group_of_their_own_with_twice_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from datetime import timedelta
+
+    from collectives.torch.inner_group import inner_groups
+
+    class Options:
+        _timeout = timedelta(0)
+
+    class Nccl:
+        def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+            self.limit = options._timeout.total_seconds()
+            store.set("there", "yes")
+
+    class Group:
+        BackendType = torch.distributed.ProcessGroup.BackendType
+
+        def __init__(self, store: Any, rank: int, size: int) -> None:
+            self.served: dict[str, Any] = {}
+
+        def _set_default_backend(self, kind: Any) -> None:
+            self.default = kind
+
+        def _register_backend(self, device: Any, kind: Any, backend: Any) -> None:
+            self.served[device.type] = backend
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "ProcessGroup", Group)
+    monkeypatch.setattr(
+        torch.distributed,
+        "ProcessGroupNCCL",
+        type("ProcessGroupNCCL", (Nccl,), {"Options": Options}),
+        raising=False,
+    )
+    found = inner_groups(store, 0, 1, timedelta(seconds=9))
+    others, plans = (group.served for group in (found.others, found.plans))  # type: ignore[attr-defined]
+    assert [sorted(others), sorted(plans), found.served] == [["cpu", "cuda"], ["cuda"], "cpu:gloo,cuda:nccl"]
+    assert (others["cuda"].limit, plans["cuda"].limit) == (9.0, 18.0)
+    assert store.get("nccl/there") == store.get("nccl of plans/there") == b"yes"
+
+
+@pytest.mark.parametrize("name", ["abort", "_abort", "_shutdown", "shutdown"])
+def test_nccl_is_ended_by_the_name_that_a_release_of_torch_has_for_it(name: str) -> None:
+    from collectives.backends.torch.wires import abort
+
+    ended: list[str] = []
+    nccl = type("Nccl", (), {name: lambda self: ended.append(name)})()
+    group: Any = type("Group", (), {"_get_backend": lambda self, device: nccl})()
+    abort(group, torch.device("cpu"))
+    assert ended == [name]
 
 
 def test_torchs_nccl_group_has_twice_our_time_before_its_watchdog_ends_the_process(

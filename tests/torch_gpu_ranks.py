@@ -48,8 +48,6 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Any:
 
     cupy.cuda.Stream.from_external = from_external
     cupy.from_dlpack = lambda tensor: cupy.ndarray(tensor.numpy(), 0)
-    cupy.ndarray.__dlpack__ = lambda array, **options: array.host.__dlpack__()
-    cupy.ndarray.__dlpack_device__ = lambda array: array.host.__dlpack_device__()
     cupy.cuda.runtime.runtimeGetVersion = lambda: 12090
     return cupy
 

@@ -1,6 +1,7 @@
 """Gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' own memory, in the same stream.
 
-CuPy sees a tensor's memory through DLPack, and torch sees that of CuPy's arrays. Gradients of 16 bits are widened by
+CuPy sees a tensor's memory through DLPack; what torch gets of CuPy's arrays, messages above all, is copied into
+tensors, since torch's allocator and NCCL want to know whose memory they handle. Gradients of 16 bits are widened by
 torch before, so that bfloat16, which CuPy lacks, never gets there. Without CuPy, or with one for another CUDA than
 torch's, entries are chosen on the processor, and a warning says what to install.
 """
@@ -14,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.arrays.torch_arrays import TorchArrays
@@ -50,7 +50,7 @@ class TorchEntryArrays(GpuEntryArrays):
     @contextmanager
     def here(self) -> Iterator[None]:
         """See `EntryArrays.here`: torch's and CuPy's current streams are the same one."""
-        stream = self._library.stream(torch.device("cuda", self._gpu))
+        stream = self._library.stream(gpu_device(self._gpu))
         if self._seen is None or self._seen[0] is not stream:
             self._seen = (stream, self._seen_by_cupy(stream))
         with self._library.here(), self._cupy.cuda.Device(self._gpu), self._seen[1]:
@@ -65,7 +65,7 @@ class TorchEntryArrays(GpuEntryArrays):
 
     def area(self, nbytes: int) -> torch.Tensor:
         """See `EntryArrays.area`."""
-        return self.line(super().area(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8, device=gpu_device(self._gpu))
 
     def values(self, line: torch.Tensor) -> Any:
         """See `EntryArrays.values`."""
@@ -75,7 +75,10 @@ class TorchEntryArrays(GpuEntryArrays):
 
     def line(self, values: Any) -> torch.Tensor:
         """See `EntryArrays.line`."""
-        made: torch.Tensor = from_dlpack(values)
+        made = torch.empty(
+            values.shape, dtype=getattr(torch, values.dtype.name), device=gpu_device(self._gpu)
+        )
+        self.store(made, values)
         return made
 
     def zeroed(self, line: torch.Tensor) -> Any:
@@ -101,6 +104,11 @@ class TorchEntryArrays(GpuEntryArrays):
             return self._cupy.cuda.Stream.from_external(stream)
         # before CuPy 14, or a torch whose streams do not tell of themselves
         return self._cupy.cuda.ExternalStream(stream.cuda_stream, self._gpu)
+
+
+def gpu_device(gpu: int) -> torch.device:
+    """The device of a GPU."""
+    return torch.device("cuda", gpu)
 
 
 def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays:
