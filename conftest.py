@@ -12,5 +12,6 @@ if not find_spec("torch"):
         "collectives/examples/train_*.py",
         "collectives/torch/*",
         "*/torch_arrays.py",
+        "*/torch_entry_arrays.py",
         "*/torch_memory.py",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -15,7 +15,7 @@ from collectives.handle import Handle, InOrder
 from collectives.plan_store import PlanStore
 from collectives.request import request
 from collectives.sparse.explanation import Explanation
-from collectives.sparse.sparse_collective import SparseCollective
+from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import sparse_request
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
@@ -45,7 +45,9 @@ class Communicator:
     all ranks; the order of additions is fixed by the plan, so they repeat bit for bit. Integers wrap around;
     ``avg`` is the sum divided by the number of ranks, truncated towards zero for integers.
 
-    ``async_op=True`` starts a collective and returns a `Handle`; what is called later runs after it.
+    ``async_op=True`` starts a collective and returns a `Handle`; what is called later runs after it. On a GPU every
+    collective is ordered behind what the caller's current stream had been told when it was called, and its results are
+    complete for any stream when it returns, or when its handle is done.
 
     Where a collective fails because of another process, every rank that still lives raises `BackendError`. Its
     ``out`` array is then untouched, and so are the inputs. A rank that already had its whole result has returned
@@ -137,7 +139,7 @@ class Communicator:
             chunks.load(self._chunk_file)
         self._execution: Execution | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
-        self._in_order = InOrder()
+        self._in_order = InOrder(self.arrays)
 
     @property
     def size(self) -> int:
@@ -427,12 +429,15 @@ class Communicator:
         self._in_order.run(lambda: sparse.restore(state))
 
     def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Remove what is kept of some keys, and return it as `sparse_state` would: to arrange it anew."""
+        """Remove what is kept of some keys, and return it: to arrange it anew.
+
+        As `sparse_state` would, but in arrays of the back end's kind, where they lie; nothing leaves a GPU.
+        """
         sparse = self._sparse_collective()
         return self._in_order.run(lambda: sparse.take(keys))
 
     def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of some keys, whatever else is kept.
+        """Go on from a state of some keys as `take_sparse_state` gives it, whatever else is kept.
 
         Raises
         ------
@@ -440,15 +445,12 @@ class Communicator:
             It is of another number of ranks.
         """
         sparse = self._sparse_collective()
+        for listed in state.values():
+            for rank, one in zip(self.ranks, listed, strict=False):
+                for name in LINES:
+                    if one[name] is not None:
+                        self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state))
-
-    def in_background(self, task: Callable[[], Result]) -> Handle[Result]:
-        """Call a function in the thread of ``async_op=True``, after what was started there before and before the rest.
-
-        For what later collectives meet in their thread, a CUDA stream for example. It must not use the communicator.
-        """
-        self._open()
-        return self._in_order.submit(task)
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from collectives.arrays.library import ArrayLibrary
+from collectives.arrays.numpy_arrays import NumpyArrays
 
 Result = TypeVar("Result")
 
@@ -13,11 +16,13 @@ Result = TypeVar("Result")
 class Handle(Generic[Result]):
     """A collective that was started with ``async_op=True``.
 
-    Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed.
+    Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed; on a GPU
+    that means work which is queued after the call. When it is done, any stream may use them.
     """
 
-    def __init__(self, future: Future[Result]) -> None:
+    def __init__(self, future: Future[Result], received: Callable[[object], None] | None = None) -> None:
         self._future = future
+        self._received = received
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -43,17 +48,27 @@ class Handle(Generic[Result]):
             What ended it.
         """
         try:
-            return self._future.result(timeout)
+            result = self._future.result(timeout)
         except TimeoutError:
             if self._future.done():
                 raise
             raise TimeoutError(f"the collective is still running after {timeout} s; wait again") from None
+        if self._received is not None:
+            self._received(result)
+        return result
 
 
 class InOrder:
-    """Runs tasks one after another: in the background, or at once where nothing is in the background."""
+    """Runs tasks one after another: in the background, or at once where nothing is in the background.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    arrays : ArrayLibrary, optional
+        By which a task runs behind what its caller has told a GPU, whichever thread runs it.
+    """
+
+    def __init__(self, arrays: ArrayLibrary[Any] | None = None) -> None:
+        self._arrays: ArrayLibrary[Any] = NumpyArrays() if arrays is None else arrays
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
@@ -62,21 +77,24 @@ class InOrder:
         """The task's result, after everything that was submitted before."""
         if self._last is not None and not self._last.done():
             return self.submit(task).wait()
-        with self._one:
-            return task()
+        with self._one, self._arrays.ordered():
+            result = task()
+        self._arrays.received(result)
+        return result
 
     def submit(self, task: Callable[[], Result]) -> Handle[Result]:
         """Start the task in the background, after everything that was submitted before."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        turn = self._arrays.ordered()  # here, since it is this thread's stream that the task is to be behind
 
         def in_turn() -> Result:
-            with self._one:
+            with self._one, turn:
                 return task()
 
         future: Future[Result] = self._worker.submit(in_turn)
         self._last = future  # type: ignore[assignment]  # only asked whether it is done
-        return Handle(future)
+        return Handle(future, self._arrays.received)
 
     def close(self) -> None:
         """Wait for what runs; what has not begun fails."""

@@ -64,7 +64,12 @@ def test_each_room_imports_only_rooms_before_it(module: Path) -> None:
 
 def of_torch(module: Path) -> bool:
     """Modules that are nothing without torch and are loaded when it is asked for."""
-    alone = module.name in ("torch_arrays.py", "torch_memory.py", "train_cifar_like.py")
+    alone = module.name in (
+        "torch_arrays.py",
+        "torch_entry_arrays.py",
+        "torch_memory.py",
+        "train_cifar_like.py",
+    )
     return alone or "torch" in module.parts[:-1]
 
 

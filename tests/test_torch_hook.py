@@ -115,6 +115,86 @@ def test_the_state_of_another_rank_or_world_or_momentum_is_refused(two: Told) ->
         assert "kept with momentum 0.5 and goes on with 0" in refused["momentum"]
 
 
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two ranks found whose gradients count as memory of a GPU."""
+    from torch_gpu_ranks import played
+
+    return played(2, tmp_path_factory.mktemp("gpus"))
+
+
+def test_on_a_gpu_nothing_is_lost_when_buckets_are_arranged_anew_or_branches_are_unused(
+    on_gpus: Told,
+) -> None:
+    for one in on_gpus:
+        assert len(one["hook"]["missed"]) == 5
+        assert max(one["hook"]["missed"].values()) < 1e-13
+
+
+def test_on_a_gpu_a_sparse_run_restored_from_a_file_goes_on_bit_for_bit(on_gpus: Told) -> None:
+    for one in on_gpus:
+        assert [
+            how["same"] and how["moved"] and how["kept"] > 0 for how in one["hook"]["restored"].values()
+        ] == [
+            True,
+            True,
+        ]
+
+
+def test_on_a_gpu_the_residual_of_bfloat16_is_float32(on_gpus: Told) -> None:
+    for one in on_gpus:
+        assert one["hook"]["mixed"]["sparse"] < 1e-3
+        assert one["hook"]["mixed"]["kept in"] == ["torch.float32"]
+        assert one["hook"]["mixed"]["moved"]
+
+
+def test_gradients_of_zeros_are_found_alike_with_one_transfer_and_by_looking() -> None:
+    from collectives.torch.bucket_exchange import _idle, _idle_at_once
+    from collectives.torch.bucket_layout import BucketLayout
+
+    layout = BucketLayout((4, 3, 2, 1, 0), (100, 0, 3, 200, 5))
+    for dtype in (torch.float64, torch.bfloat16):
+        buffer = torch.zeros(layout.size, dtype=dtype)
+        for place, value in ((299, 1e-40), (102, float("nan")), (304, -float("inf"))):
+            assert _idle_at_once(layout, buffer) == _idle(layout, buffer)
+            buffer[place] = value
+        assert _idle_at_once(layout, buffer) == _idle(layout, buffer) == [4, 3]
+
+
+def test_where_nccl_serves_the_group_the_hook_exchanges_over_one_of_its_own_and_destroys_it(
+    two: Told,
+) -> None:
+    """Of the same ranks, with twice the time that a peer is given."""
+    for one in two:
+        found = one["own_group"]
+        assert found["made"] == [[[0, 1], "cpu:nccl", 40.0, True]]
+        assert found["carries"] == "own"
+        assert found["furthest"] == 0.0
+        assert found["after"] == "destroyed"
+        assert found["twice"]
+
+
+def test_a_group_of_gloo_is_shared_with_the_hook(two: Told) -> None:
+    assert all(one["own_group"]["of gloo"] for one in two)
+
+
+def test_what_is_not_by_plan_has_another_nccl_group_than_plans_and_overtakes_nothing(two: Told) -> None:
+    """Each group is told things by one thread only, and plans begin with an allreduce of all ranks."""
+    for rank, one in enumerate(two):
+        found = one["apart"]
+        assert found["first"] == "allreduce"
+        assert {call for call, _ in found["plans"]} == {
+            "_start_coalescing",
+            "_end_coalescing",
+            "recv",
+            "send",
+        }
+        assert {thread for _, thread in found["plans"]} == {"collectives_0"}
+        assert {call for call, _ in found["others"]} >= {"barrier", "reduce", "recv" if rank else "send"}
+        assert {thread for _, thread in found["others"]} == {"MainThread"}
+        assert found["sums"] == [[3.0], 3.0 if rank == 0 else None, 7.0]
+
+
 def test_a_hundredth_of_the_gradient_trains(four: Told) -> None:
     losses = four[0]["losses"]
     assert losses["dense"] < losses["before"] / 3

@@ -8,12 +8,15 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hand_plans import forest_plan
@@ -368,8 +371,111 @@ def planned_group() -> dict[str, Any]:
     return found
 
 
+def own_group() -> dict[str, Any]:
+    """A hook over a group that counts as NCCL's: what it makes, uses, and leaves."""
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(ranks: Any, *, timeout: timedelta, backend: str, use_local_synchronization: bool) -> Any:
+        made.append([ranks, backend, timeout.total_seconds(), use_local_synchronization])
+        return new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+
+    theirs = trained(wrapped(model(), None))
+    shared = HookState(plan(), shared=False)
+    found: dict[str, Any] = {"of gloo": shared._own is None}
+    shared.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("collectives.backends.torch.open_group.devices_of", lambda group: {"cpu": "nccl"})
+        patch.setattr(dist, "new_group", noted)
+        state, other = (HookState(plan(), timeout=20, shared=False) for _ in range(2))
+    found["made"] = made[:1]
+    comm, own = state.communicator, state._own
+    assert comm is not None
+    assert comm._execution is not None
+    carrier = comm._execution.backend._group
+    found["carries"] = "own" if carrier is own and own is not dist.group.WORLD else "the job's"
+    found["furthest"] = furthest(trained(wrapped(model(), state)), theirs)
+    state.close()
+    try:
+        found["after"] = dist.get_backend(own)
+    except ValueError:
+        found["after"] = "destroyed"
+    dist.barrier()
+    dist.destroy_process_group(other._own)
+    other.close()
+    other.close()
+    found["twice"] = len(made) == 2
+    return found
+
+
+def apart() -> dict[str, Any]:
+    """Collectives by plan in the background, and others right after them, where the group has two beneath."""
+    from fake_torch_cuda import Batches
+    from torch._C._distributed_c10d import PrefixStore
+
+    from collectives.backends.torch.open_group import carrier_of
+    from collectives.backends.torch.wires import NcclWires
+    from collectives.torch import process_group
+    from collectives.torch.inner_group import InnerGroups, inner_groups
+
+    told: list[tuple[str, str]] = []
+
+    class Others:
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+        def __getattr__(self, name: str) -> Any:
+            told.append((name, threading.current_thread().name))
+            return getattr(self.group, name)
+
+    def two_groups(store: Any, rank: int, size: int, timeout: timedelta) -> InnerGroups:
+        others = inner_groups(store, rank, size, timeout).others
+        plans = inner_groups(PrefixStore("plans", store), rank, size, timeout).others
+        group: Any = Others(others)
+        carrier: Any = Batches(plans)
+        return InnerGroups(group, carrier, "cpu:gloo")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "inner_groups", two_groups)
+        patch.setattr(process_group, "backend_of", partial(process_group.backend_of, shared=False))
+        patch.setattr(
+            "collectives.backends.torch.backend.GlooWires",
+            lambda group, timeout: NcclWires(carrier_of(group), torch.device("cpu"), timeout=timeout),
+        )
+        dist.init_process_group("topoplan", timeout=LIMIT)
+        world: Any = dist.group.WORLD
+        dist.all_reduce(torch.ones(3))
+        first = world.carrier.calls[0][0]
+        told.clear()
+        world.carrier.calls.clear()
+        rank = dist.get_rank()
+        large, one, got = (
+            torch.full((300_000,), rank + 1.0),
+            torch.tensor([rank + 1.0]),
+            torch.full((2,), 7.0),
+        )
+        work = dist.all_reduce(large, async_op=True)
+        dist.reduce(one, 0)
+        if rank == 0:
+            dist.send(got, 1)
+        else:
+            got.zero_()
+            dist.recv(got, 0)
+        dist.barrier()
+        assert work is not None
+        work.wait()
+        found = {
+            "first": first,
+            "plans": sorted(set(world.carrier.calls)),
+            "others": sorted(set(told)),
+            "sums": [large.unique().tolist(), one.item() if rank == 0 else None, got[1].item()],
+        }
+        dist.destroy_process_group()
+    return found
+
+
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, mixed, restored, empty, planned_group),
+    2: (dense, mixed, restored, empty, own_group, planned_group, apart),
     4: (dense, conserved, losses, fallen_back),
 }
 """By the number of processes."""

@@ -145,6 +145,7 @@ def results(rank: int, size: int) -> dict[str, Any]:
     return {
         "digests": {number: found for number, found in digests.items() if found},
         "batched": batched(mine[size]),
+        "ordered": ordered(size),
         "tensors": tensors(mine[size]),
         "sparse": sparse(mine[4]) if 4 in mine else None,
         "in flight": in_flight(size),
@@ -174,16 +175,15 @@ def _digest(case: Case, backends: dict[int, Any]) -> str:
 
 def batched(backend: Any) -> dict[str, str]:
     """Digests of some cases with NCCL's way to use a group, whose steps are batches without tags, over gloo."""
+    import torch
     import torch.distributed as dist
+    from fake_torch_cuda import Batches
 
     from collectives.backends.torch.wires import NcclWires
 
-    class OverGloo(NcclWires):
-        def _check(self, work: dist.Work) -> None:
-            """Nothing: gloo's operations raise when they are waited for, and cannot be waited for twice."""
-
     kept = backend._wires
-    backend._wires = {"cpu": OverGloo(dist.group.WORLD, timeout=60)}
+    wires = NcclWires(Batches(dist.group.WORLD), torch.device("cpu"), timeout=60)  # type: ignore[arg-type]
+    backend._wires = {"cpu": wires}
     some = {
         str(number): _digest(case, {backend.size: backend})
         for number, case in enumerate(cases(backend.size))
@@ -191,6 +191,42 @@ def batched(backend: Any) -> dict[str, str]:
     }
     backend._wires = kept
     return some
+
+
+def ordered(size: int) -> dict[str, Any]:
+    """Sums of tensors that streams fill late: of a call in the background, of one behind it, and of one alone."""
+    import pytest
+    import torch
+    from fake_torch_cuda import install, on_gpu_0
+
+    plan = forest_plan(size, "allreduce", "chain")
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch, Communicator(plan, "torch", chunk_bytes=4000) as comm:
+        recorded = install(patch)
+        on_gpu_0(patch)
+        users = [torch.cuda.Stream() for _ in range(3)]
+        first, second, third = (torch.zeros(n) for n in (200_000, 1000, 1000))
+        for user, tensor in zip(users, (first, second, third), strict=True):
+            user.do(lambda tensor=tensor: tensor.fill_(comm.ranks[0] + 1.0))  # type: ignore[attr-defined]
+        with torch.cuda.stream(users[0]):
+            handle = comm.all_reduce(first, async_op=True)
+        with torch.cuda.stream(users[1]):
+            behind = comm.all_reduce(second)
+        with torch.cuda.stream(users[0]):
+            early = handle.wait()
+        with torch.cuda.stream(users[2]):
+            alone = comm.all_reduce(third, out=third)
+        found["sums"] = [one.unique().tolist() for one in (early, behind, alone)]
+        side = comm.arrays.stream(torch.device("cpu"))
+        names = {side: "collectives", **{user: f"user {n}" for n, user in enumerate(users)}}
+        found["given"] = [names[stream] for tensor, stream in recorded if tensor is first]
+        found["got"] = [names[stream] for tensor, stream in recorded if tensor is early or tensor is behind]
+        with pytest.MonkeyPatch.context() as host:
+            host.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: False)
+            comm.all_reduce(torch.ones(3))
+        found["waits"] = [call for call, _ in side.calls]  # type: ignore[attr-defined]
+        found["threads"] = sorted({thread for call, thread in side.calls if call == "wait_event"})  # type: ignore[attr-defined]
+    return found
 
 
 def tensors(backend: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -88,6 +88,17 @@ class CupyArrays:
         with cupy.cuda.Device(self.device):
             self.stream: Any = cupy.cuda.Stream(non_blocking=True)
             self.kernels = Kernels(cupy)
+
+    def ordered(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.ordered`: `check` notes what callers have told the GPU, and `here` waits for it."""
+        return nullcontext()
+
+    def received(self, result: object) -> None:
+        """See `ArrayLibrary.received`."""
+
+    def gpu(self, array: Any) -> int | None:
+        """See `ArrayLibrary.gpu`."""
+        return self.device
 
     @contextmanager
     def here(self) -> Iterator[Any]:

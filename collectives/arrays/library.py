@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
@@ -16,6 +17,22 @@ class ArrayLibrary(Protocol[Array]):
     """
 
     name: str
+
+    def ordered(self) -> AbstractContextManager[object]:
+        """Asked for where a collective is called and entered in the thread where it runs: its place in the GPU's order.
+
+        Inside, the GPU works behind all that the caller's current stream had been told, if `check` has seen an array
+        on it since the last time. When it is left without an error, everything is complete.
+        """
+
+    def here(self) -> AbstractContextManager[object]:
+        """Inside, this thread works on arrays where collectives do: on a GPU in their stream."""
+
+    def received(self, result: object) -> None:
+        """Note that this thread has been given the result of a collective, which it uses in its current stream."""
+
+    def gpu(self, array: Array) -> int | None:
+        """Number of the GPU in CUDA whose memory an array is; None for the host's."""
 
     def check(self, array: object, *, rank: int, what: str) -> Array:
         """The array itself, if it is of this kind, on the right device, and its dtype can be moved.

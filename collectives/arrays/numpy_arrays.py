@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,21 @@ class NumpyArrays:
     """`ArrayLibrary` of numpy."""
 
     name = "numpy"
+
+    def ordered(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.ordered`."""
+        return nullcontext()
+
+    def here(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.here`."""
+        return nullcontext()
+
+    def received(self, result: object) -> None:
+        """See `ArrayLibrary.received`."""
+
+    def gpu(self, array: AnyArray) -> int | None:
+        """See `ArrayLibrary.gpu`."""
+        return None
 
     def check(self, array: object, *, rank: int, what: str) -> AnyArray:
         """See `ArrayLibrary.check`."""

@@ -3,15 +3,21 @@
 They are used as they lie in memory, without their gradients: a tensor that requires grad may be put in or be
 written to, and results are detached. On the CPU whatever computes is numpy's, on the same memory, so results have
 numpy's bits (torch rounds complex products differently); bfloat16, which numpy lacks, and other devices use torch.
+
+On a GPU collectives work in a stream of their own, whichever thread runs them. It waits for what the caller's current
+stream was told to do before the collective was called, and everything is complete when the collective has ended, so
+nobody needs to synchronise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from collectives.reduction import divide, reduction
@@ -75,6 +81,37 @@ class TorchArrays:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
+        self._stream: torch.cuda.Stream | None = None
+        self._checked_on_gpu = False
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of the collectives, made when the first tensor on the GPU comes."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def ordered(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.ordered`: calls on the host, as `check` has seen them, do not wait for the GPU."""
+        if self._stream is None or not self._checked_on_gpu:
+            return self.here()
+        self._checked_on_gpu = False
+        return _behind(torch.cuda.current_stream(self._stream.device).record_event(), self._stream)
+
+    def here(self) -> AbstractContextManager[object]:
+        """See `ArrayLibrary.here`."""
+        if self._stream is None:
+            return nullcontext()
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def received(self, result: object) -> None:
+        """See `ArrayLibrary.received`: its memory is not given away before this stream has used it."""
+        if isinstance(result, torch.Tensor) and on_gpu(result):
+            result.record_stream(torch.cuda.current_stream(result.device))
+
+    def gpu(self, array: torch.Tensor) -> int | None:
+        """See `ArrayLibrary.gpu`."""
+        return (array.device.index or 0) if on_gpu(array) else None
 
     def check(self, array: object, *, rank: int, what: str) -> torch.Tensor:
         """See `ArrayLibrary.check`: plain dense contiguous tensors only."""
@@ -87,6 +124,10 @@ class TorchArrays:
         fault = self._fault(array)
         if fault:
             raise UsageError(f"rank {rank} has a tensor as its {what} that {fault}")
+        if on_gpu(array):
+            # its memory is not given away before the collective has used it
+            array.record_stream(self.stream(array.device))
+            self._checked_on_gpu = True
         return array
 
     def _fault(self, array: torch.Tensor) -> str:
@@ -101,16 +142,29 @@ class TorchArrays:
             array.device.type == device.type and device.index in (None, array.device.index)
             for device in self.devices
         ):
-            wanted = " or ".join(str(device) for device in self.devices)
-            return (
-                f"is on {array.device}, and the process group takes tensors on {wanted}; "
-                f'move it with tensor.to("{self.devices[0]}")'
-            )
+            return self._elsewhere(array.device)
         if array.is_conj() or array.is_neg():
             return "is conjugated or negated when it is read; pass tensor.resolve_conj().resolve_neg()"
         if not array.is_contiguous():
             return "is not contiguous; pass tensor.contiguous()"
         return ""
+
+    def _elsewhere(self, device: torch.device) -> str:
+        """What to do about a tensor on a device that is none of these."""
+        for own in self.devices:
+            if own.type == device.type:
+                return (
+                    f'is on {device}, and this rank works on {own}; move it with tensor.to("{own}"), or call '
+                    f"torch.cuda.set_device({device.index}) before the communicator is made"
+                )
+        wanted = " or ".join(str(own) for own in self.devices)
+        told = f"is on {device}, and the process group takes tensors on {wanted}; "
+        told += f'move it with tensor.to("{self.devices[0]}")'
+        if device.type == "cuda":
+            told += ', or make the group with init_process_group("cpu:gloo,cuda:nccl")'
+            if not (dist.is_available() and dist.is_nccl_available()):
+                told += ", for which a torch that is built for CUDA must be installed"
+        return told
 
     def shape(self, array: torch.Tensor) -> tuple[int, ...]:
         """See `ArrayLibrary.shape`."""
@@ -209,6 +263,20 @@ class TorchArrays:
             total.div_(torch.full((), ranks, dtype=total.dtype, device=total.device))
         else:
             total.copy_(torch.div(total.to(torch.int64), ranks, rounding_mode="trunc"))
+
+
+@contextmanager
+def _behind(told: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work in a stream behind an event, to the end; after an error nothing more may ever end there."""
+    with torch.cuda.stream(stream):
+        stream.wait_event(told)
+        yield
+        stream.synchronize()
+
+
+def on_gpu(array: torch.Tensor) -> bool:
+    """Whether a tensor is a GPU's memory, which has streams."""
+    return bool(array.is_cuda)
 
 
 def by_numpy(array: torch.Tensor) -> bool:

@@ -142,7 +142,7 @@ class GpuErrorFeedback:
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Go on from a state, with numpy arrays or with CuPy arrays on the same GPU.
 
         Raises
         ------
@@ -160,12 +160,18 @@ class GpuErrorFeedback:
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
         with self._cupy.cuda.Device(self.residual.device.id):
-            for target, given in ((self.residual, residual), (self.velocity, velocity)):
-                if target is not None:
-                    line = np.ascontiguousarray(given)
-                    target.set(line)
-                    self._cupy.cuda.get_current_stream().synchronize()  # the line is read until then
+            self._fill(self.residual, residual)
+            if self.velocity is not None:
+                self._fill(self.velocity, velocity)
         self.step = int(state["step"])
+
+    def _fill(self, target: Any, values: Any) -> None:
+        if isinstance(values, self._cupy.ndarray):
+            target[...] = values
+        else:
+            line = np.ascontiguousarray(values)
+            target.set(line)
+            self._cupy.cuda.get_current_stream().synchronize()  # the line is read until then
 
     def _checked(self, gradient: Any, k: int) -> str:
         """What the gradient's elements are."""

@@ -1,9 +1,8 @@
 """What the exchanges of entries do with arrays, on the processor or on a GPU: the same bits on both.
 
 An exchange sees two kinds of arrays. *Lines* are the back end's (numpy, torch, CuPy), which move between ranks.
-*Values*, indices and messages are what it computes with: numpy arrays, or CuPy arrays where the back end has these. Of
-torch tensors on the processor the values are numpy's on the same memory; those of torch tensors on other devices are
-copied to the processor and back.
+*Values*, indices and messages are what it computes with: numpy arrays, or on a GPU CuPy arrays. Those of torch tensors
+are on the same memory; without CuPy, tensors on a GPU are copied to the processor and back.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Feedback(Protocol):
         """What `restore` needs, as numpy copies."""
 
     def restore(self, state: Any) -> None:
-        """Go on from a state."""
+        """Go on from a state, whose arrays are numpy's or as the residual is."""
 
 
 class EntryArrays(Protocol):
@@ -69,6 +68,9 @@ class EntryArrays(Protocol):
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> Feedback:
         """A new residual, all zero."""
+
+    def area(self, nbytes: int) -> Any:
+        """A new line of so many bytes, contents undefined: for messages."""
 
     def values(self, line: Any) -> Any:
         """The values of a line, only to be read."""
@@ -112,14 +114,20 @@ class EntryArrays(Protocol):
         """Add entries up in their order; the k largest of them and the others (`collectives.sparse.merging`)."""
 
 
-def entry_arrays(library: ArrayLibrary[Any]) -> EntryArrays:
+def entry_arrays(library: ArrayLibrary[Any], gpu: int | None) -> EntryArrays:
     """Those that suit a back end's arrays.
+
+    Parameters
+    ----------
+    library : ArrayLibrary
+    gpu : int or None
+        On which the arrays are, as `ArrayLibrary.gpu` tells it.
 
     Examples
     --------
     >>> from collectives.arrays.numpy_arrays import NumpyArrays
     >>> import numpy as np
-    >>> arrays = entry_arrays(NumpyArrays())
+    >>> arrays = entry_arrays(NumpyArrays(), None)
     >>> total = arrays.zeroed(np.empty(4))
     >>> arrays.add(total, (np.array([1, 3]), np.array([0.5, 2.0])))
     >>> total.tolist(), arrays.nonzero(total)[0].tolist()
@@ -129,6 +137,10 @@ def entry_arrays(library: ArrayLibrary[Any]) -> EntryArrays:
         from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
 
         return GpuEntryArrays(library)
+    if gpu is not None:
+        from collectives.sparse.torch_entry_arrays import torch_entry_arrays
+
+        return torch_entry_arrays(library, gpu)
     from collectives.sparse.host_entry_arrays import HostEntryArrays
 
     return HostEntryArrays(library)

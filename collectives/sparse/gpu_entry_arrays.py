@@ -51,6 +51,10 @@ class GpuEntryArrays:
         """See `EntryArrays.feedback`."""
         return GpuErrorFeedback(size, dtype, momentum=momentum, device=self._library.device)
 
+    def area(self, nbytes: int) -> Any:
+        """See `EntryArrays.area`."""
+        return self._cupy.empty(nbytes, dtype=np.uint8)
+
     def values(self, line: Any) -> Any:
         """See `EntryArrays.values`."""
         return line

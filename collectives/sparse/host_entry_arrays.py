@@ -40,6 +40,10 @@ class HostEntryArrays:
         """See `EntryArrays.feedback`."""
         return ErrorFeedback(size, dtype, momentum=momentum)
 
+    def area(self, nbytes: int) -> Any:
+        """See `EntryArrays.area`."""
+        return self._library.empty((nbytes,), self._library.of(np.empty(0, np.uint8)))
+
     def values(self, line: Any) -> Array:
         """See `EntryArrays.values`."""
         return self._library.values(line)

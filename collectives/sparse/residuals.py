@@ -24,6 +24,8 @@ class Residuals:
     name : str
         Of the gradient.
     whole : Feedback
+    arrays : EntryArrays
+        Of which it is.
     fresh : bool
         It is all zero.
 
@@ -33,7 +35,8 @@ class Residuals:
     >>> from collectives.arrays.numpy_arrays import NumpyArrays
     >>> from collectives.selection.error_feedback import ErrorFeedback
     >>> from collectives.sparse.entry_arrays import entry_arrays
-    >>> arrays, kept = entry_arrays(NumpyArrays()), Residuals("", ErrorFeedback(4), fresh=True)
+    >>> arrays = entry_arrays(NumpyArrays(), None)
+    >>> kept = Residuals("", ErrorFeedback(4), arrays, fresh=True)
     >>> kept.hand_over([(0, 2)], arrays)
     []
     >>> kept.part(0, 2).feed(np.float32([7, 5]), 1)[0].tolist(), kept.whole.residual.tolist()
@@ -42,11 +45,24 @@ class Residuals:
     [((0, 2), [1], [5.0])]
     """
 
-    def __init__(self, name: str, whole: Feedback, *, fresh: bool) -> None:
+    def __init__(self, name: str, whole: Feedback, arrays: EntryArrays, *, fresh: bool) -> None:
         self.name = name
         self.whole = whole
+        self.arrays = arrays
         self._parts: dict[Range, Feedback] = {}
         self._owned: frozenset[Range] | None = frozenset() if fresh else None
+
+    def follow(self, arrays: EntryArrays) -> None:
+        """Move to where the gradient is now; called inside ``with arrays.here()``."""
+        if self.arrays is arrays:
+            return
+        with self.arrays.here():
+            state = self.whole.state()
+        size, dtype = self.whole.residual.size, self.whole.residual.dtype.name
+        self.whole = arrays.feedback(size, dtype, momentum=self.whole.momentum)
+        self.whole.restore(state)
+        self.arrays = arrays
+        self._parts.clear()
 
     def part(self, start: int, stop: int) -> Feedback:
         """The feedback of some elements, the same object each time."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from collectives.execution import Execution
 from collectives.sparse.entry_arrays import EntryArrays
 from collectives.sparse.pairs import place_bytes
@@ -25,8 +23,6 @@ class RoundRunner:
     Parameters
     ----------
     execution : Execution
-    arrays : EntryArrays
-        Of the back end's arrays.
     plan : Plan
 
     Attributes
@@ -35,11 +31,10 @@ class RoundRunner:
     rounds : tuple of Round
     """
 
-    def __init__(self, execution: Execution, arrays: EntryArrays, plan: Plan) -> None:
+    def __init__(self, execution: Execution, plan: Plan) -> None:
         self.plan = plan
         self.rounds = rounds(plan)
         self._execution = execution
-        self._arrays = arrays
         self._reached = [[_reached(one, number) for number in range(len(one.senders))] for one in self.rounds]
 
     def elements(
@@ -57,7 +52,13 @@ class RoundRunner:
         self._execution.run_round(part, tuple(borders), op=op, given=given, results=results, about=about)
 
     def exchange(
-        self, number: int, lengths: Sequence[int], sent: Mapping[tuple[int, int], Any], *, about: str
+        self,
+        number: int,
+        lengths: Sequence[int],
+        sent: Mapping[tuple[int, int], Any],
+        arrays: EntryArrays,
+        *,
+        about: str,
     ) -> dict[int, list[tuple[int, int, Any]]]:
         """Run a round on entries.
 
@@ -69,6 +70,8 @@ class RoundRunner:
             Bytes of a message of every shard of the sparse plan; 0 where its entries travel with another's.
         sent : mapping of (rank, shard) to arrays of uint8
             The messages of this process's ranks in this round.
+        arrays : EntryArrays
+            Of the messages.
         about : str
 
         Returns
@@ -83,8 +86,7 @@ class RoundRunner:
         padded = [place_bytes(length) for length in lengths]
         borders = tuple(accumulate(sum(padded[shard] for shard in together) for together in one.shards))
         total = borders[-1] if borders else 0
-        like = library.of(np.empty(0, np.uint8))
-        areas = {rank: library.empty((total,), like) for rank in backend.ranks}
+        areas = {rank: arrays.area(total) for rank in backend.ranks}
         arrived: dict[int, list[tuple[int, int, Any]]] = {rank: [] for rank in backend.ranks}
         coming = []
         start = 0
@@ -92,7 +94,7 @@ class RoundRunner:
             for shard in together:
                 stop = start + lengths[shard]
                 if sender in areas and lengths[shard]:
-                    self._arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
+                    arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
                 coming += [
                     (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas
                 ]
@@ -101,7 +103,7 @@ class RoundRunner:
         self._execution.run_round(one.plan, borders, op=None, given=lines, results=lines, about=about)
         for rank, shard, sender, start in sorted(coming):
             part = library.part(areas[rank], start, start + lengths[shard])
-            arrived[rank].append((shard, sender, self._arrays.values(part)))
+            arrived[rank].append((shard, sender, arrays.values(part)))
         return arrived
 
 

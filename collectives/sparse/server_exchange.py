@@ -162,7 +162,7 @@ class ServerExchange:
         }
         about = f"{self._about}, between servers"
         outgoing = {(rank, self._first[part]): one.message for (rank, part), one in sent.items()}
-        arrived = self._runner.exchange(BETWEEN, self._lengths, outgoing, about=about)
+        arrived = self._runner.exchange(BETWEEN, self._lengths, outgoing, arrays, about=about)
         by_sender = {
             (rank, shard, sender): message
             for rank, found in arrived.items()

@@ -7,7 +7,7 @@ wire takes away. By which exchange entries travel, or whether the whole gradient
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from hashlib import sha256
@@ -18,7 +18,7 @@ import numpy as np
 from collectives.execution import Execution
 from collectives.request import request
 from collectives.sparse.dense_exchange import DenseExchange
-from collectives.sparse.entry_arrays import entry_arrays
+from collectives.sparse.entry_arrays import EntryArrays, entry_arrays
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.explanation import Explanation, choose, entries_of, reason
 from collectives.sparse.pair_exchange import PairExchange
@@ -39,6 +39,10 @@ NOMINAL = 1 << 20
 """Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
 
 
+LINES = ("residual", "velocity")
+"""What of a residual's state are arrays."""
+
+
 class Exchange(Protocol):
     """Adds up chosen entries of all ranks, or everything."""
 
@@ -56,8 +60,8 @@ class SparseCollective:
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._arrays = entry_arrays(execution.backend.arrays)
-        self._plans = SparsePlans(execution, self._arrays)
+        self._plans = SparsePlans(execution)
+        self._arrays: dict[int | None, EntryArrays] = {}
         self._residuals: dict[str, list[Residuals]] = {}
         self._explained: dict[tuple[object, ...], Explanation] = {}
 
@@ -85,8 +89,11 @@ class SparseCollective:
             It was used for gradients of another size or dtype, or with another momentum.
         """
         if key not in self._residuals:
+            arrays = self._arrays_of(asked.inputs[0])
             self._residuals[key] = [
-                Residuals(key, self._arrays.feedback(asked.size, asked.dtype, momentum=momentum), fresh=True)
+                Residuals(
+                    key, arrays.feedback(asked.size, asked.dtype, momentum=momentum), arrays, fresh=True
+                )
                 for _ in asked.inputs
             ]
         kept = self._residuals[key][0].whole
@@ -107,44 +114,47 @@ class SparseCollective:
         wire: WireFormat | None,
     ) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
-        with self._arrays.here():
-            return self._run(asked, residuals, chosen, density, wire)
+        arrays = self._arrays_of(asked.inputs[0])
+        with arrays.here():
+            for one in residuals:
+                one.follow(arrays)
+            return self._run(asked, arrays, residuals, chosen, density, wire)
 
     def _run(
         self,
         asked: SparseRequest,
+        arrays: EntryArrays,
         residuals: list[Residuals],
         chosen: Explanation,
         density: float,
         wire: WireFormat | None,
     ) -> Any:
         backend = self._execution.backend
-        lines = [self._arrays.widened(one, asked.dtype) for one in asked.inputs]
+        lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
         gradients = dict(zip(backend.ranks, lines, strict=True))
         if (
             len(lines) > 1 or chosen.exchange != "pairs"
         ):  # else the rank notices it before anything has happened
-            self._refuse_nan(gradients)
+            _refuse_nan(arrays, gradients)
         if wire is not None and wire.values.startswith("fixed"):
-            self._refuse_infinite(gradients, wire)
+            _refuse_infinite(arrays, gradients, wire)
         about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {float(density)} by {chosen.exchange}"
         if wire is not None:
             about += f", {wire.values} {wire.indices}"
         if residuals[0].name:
             about += f", key {_in_short(residuals[0].name)}"
-        exchange = self._exchange(asked, chosen, density, wire, about)
+        exchange = self._exchange(asked, arrays, chosen, density, wire, about)
         kept = dict(zip(backend.ranks, residuals, strict=True))
         steps = {rank: one.whole.step for rank, one in kept.items()}
         totals = exchange.run(kept, gradients)
         for rank, one in kept.items():
             one.whole.step = steps[rank] + 1
-        results = [self._finished(asked, place, total) for place, total in enumerate(totals)]
+        results = [self._finished(asked, arrays, place, total) for place, total in enumerate(totals)]
         return results[0] if backend.one_rank else results
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
-        """The residuals of this process's ranks, by key."""
-        with self._arrays.here():
-            return {key: [one.whole.state() for one in kept] for key, kept in sorted(self._residuals.items())}
+        """The residuals of this process's ranks, by key, in numpy arrays."""
+        return {key: [_state(one) for one in kept] for key, kept in sorted(self._residuals.items())}
 
     def restore(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Go on from a state of as many ranks.
@@ -154,34 +164,50 @@ class SparseCollective:
         UsageError
             It is of another number of ranks; nothing has changed.
         """
-        self._residuals = self._made(state)
+        arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
+        self._residuals = {key: self._made(arrays, key, listed) for key, listed in state.items()}
 
     def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """The residuals of some keys as `state` would give them, which are then no longer kept."""
+        """The residuals of some keys, which are then no longer kept: as `state`, but as lines where they lie."""
         taken = {key: self._residuals.pop(key) for key in sorted(keys) if key in self._residuals}
-        return {key: [one.whole.state() for one in kept] for key, kept in taken.items()}
+        return {key: [_lines(one) for one in kept] for key, kept in taken.items()}
 
     def put(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of some keys, and with what is kept of the others; raises as `restore`."""
-        self._residuals.update(self._made(state))
-
-    def _made(self, state: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, list[Residuals]]:
-        ranks = len(self._execution.backend.ranks)
-        restored: dict[str, list[Residuals]] = {}
+        """Go on from what `take` gave, and with what is kept of other keys; raises as `restore`."""
+        made = {}
         for key, listed in state.items():
-            if len(listed) != ranks:
-                raise UsageError(
-                    f"the state of {len(listed)} ranks does not fit a process with {ranks}; "
-                    "restore it where it was saved"
-                )
-            restored[key] = []
-            for one in listed:
-                residual = one["residual"]
-                feedback = self._arrays.feedback(residual.size, residual.dtype.name, momentum=one["momentum"])
-                with self._arrays.here():
-                    feedback.restore(one)
-                restored[key].append(Residuals(key, feedback, fresh=False))
-        return restored
+            arrays = self._arrays_of(listed[0]["residual"])
+            with arrays.here():
+                values = [
+                    {**one, **{name: arrays.values(one[name]) for name in LINES if one[name] is not None}}
+                    for one in listed
+                ]
+                made[key] = self._made(arrays, key, values)
+        self._residuals.update(made)
+
+    def _arrays_of(self, array: Any) -> EntryArrays:
+        """What computes where an array lies."""
+        library = self._execution.backend.arrays
+        gpu = library.gpu(array)
+        if gpu not in self._arrays:
+            self._arrays[gpu] = entry_arrays(library, gpu)
+        return self._arrays[gpu]
+
+    def _made(self, arrays: EntryArrays, key: str, listed: Sequence[Mapping[str, Any]]) -> list[Residuals]:
+        ranks = len(self._execution.backend.ranks)
+        if len(listed) != ranks:
+            raise UsageError(
+                f"the state of {len(listed)} ranks does not fit a process with {ranks}; "
+                "restore it where it was saved"
+            )
+        made = []
+        for one in listed:
+            residual = one["residual"]
+            feedback = arrays.feedback(residual.size, residual.dtype.name, momentum=one["momentum"])
+            with arrays.here():
+                feedback.restore(one)
+            made.append(Residuals(key, feedback, arrays, fresh=False))
+        return made
 
     def _explain(
         self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None
@@ -218,12 +244,13 @@ class SparseCollective:
     def _exchange(
         self,
         asked: SparseRequest,
+        arrays: EntryArrays,
         chosen: Explanation,
         density: float,
         wire: WireFormat | None,
         about: str,
     ) -> Exchange:
-        backend, arrays = self._execution.backend, self._arrays
+        backend = self._execution.backend
         library = backend.arrays
         if chosen.exchange == "dense":
             return DenseExchange(
@@ -232,7 +259,7 @@ class SparseCollective:
         if chosen.exchange == "pairs":
             messages = EntryMessages(arrays, (0, asked.size), asked.dtype, density=density, wire=wire)
             return PairExchange(
-                lambda sent: self._gathered(sent, about), backend.size, library, arrays, messages
+                lambda sent: self._gathered(sent, arrays, about), backend.size, library, arrays, messages
             )
         runner = self._plans.runner(chosen.exchange, _entry_share(asked.dtype, density, wire))
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
@@ -243,10 +270,10 @@ class SparseCollective:
         messages = EntryMessages(arrays, borders, asked.dtype, density=density, wire=wire)
         return TreeExchange(runner, library, arrays, messages, about)
 
-    def _gathered(self, messages: list[Any], about: str) -> list[Any]:
+    def _gathered(self, messages: list[Any], arrays: EntryArrays, about: str) -> list[Any]:
         """The messages of all ranks one after another, for each rank of this process."""
-        lines = [self._arrays.line(message) for message in messages]
-        return [self._arrays.values(line) for line in self._collective("allgather", lines, None, about)]
+        lines = [arrays.line(message) for message in messages]
+        return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
 
     def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
         """A dense collective on arrays of our own; all ranks must mean the same gradient."""
@@ -255,24 +282,7 @@ class SparseCollective:
         results = self._execution.run(replace(checked, about=about))
         return [results] if backend.one_rank else list(results)
 
-    def _refuse_nan(self, gradients: Mapping[int, Any]) -> None:
-        for rank, line in gradients.items():
-            place = self._arrays.first_nan(self._arrays.values(line))
-            if place is not None:
-                raise UsageError(
-                    f"element {place} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
-                )
-
-    def _refuse_infinite(self, gradients: Mapping[int, Any], wire: WireFormat) -> None:
-        for rank, line in gradients.items():
-            place = self._arrays.first_infinite(self._arrays.values(line))
-            if place is not None:
-                raise UsageError(
-                    f"element {place} of the gradient is infinite, on rank {rank}, which {wire.values} has no "
-                    "form for; send such gradients as float16 or as given"
-                )
-
-    def _finished(self, asked: SparseRequest, place: int, total: Any) -> Any:
+    def _finished(self, asked: SparseRequest, arrays: EntryArrays, place: int, total: Any) -> Any:
         """A result in its shape and dtype, in the caller's array where he gave one."""
         backend = self._execution.backend
         library = backend.arrays
@@ -282,12 +292,48 @@ class SparseCollective:
         result = library.shaped(total, asked.shape)
         if library.dtype(given) != asked.dtype:
             narrow = library.empty(asked.shape, given) if output is None else output
-            self._arrays.rounded(narrow, result)
+            arrays.rounded(narrow, result)
             return narrow
         if output is None:
             return result
         library.copy(output, result)
         return output
+
+
+def _refuse_nan(arrays: EntryArrays, gradients: Mapping[int, Any]) -> None:
+    for rank, line in gradients.items():
+        place = arrays.first_nan(arrays.values(line))
+        if place is not None:
+            raise UsageError(
+                f"element {place} of the gradient is NaN, on rank {rank}; leave this step out, or repair it"
+            )
+
+
+def _refuse_infinite(arrays: EntryArrays, gradients: Mapping[int, Any], wire: WireFormat) -> None:
+    for rank, line in gradients.items():
+        place = arrays.first_infinite(arrays.values(line))
+        if place is not None:
+            raise UsageError(
+                f"element {place} of the gradient is infinite, on rank {rank}, which {wire.values} has no "
+                "form for; send such gradients as float16 or as given"
+            )
+
+
+def _state(residuals: Residuals) -> dict[str, Any]:
+    with residuals.arrays.here():
+        return residuals.whole.state()
+
+
+def _lines(residuals: Residuals) -> dict[str, Any]:
+    """The state as lines of the back end's arrays, where it lies."""
+    whole, arrays = residuals.whole, residuals.arrays
+    with arrays.here():
+        return {
+            "residual": arrays.line(whole.residual),
+            "velocity": None if whole.velocity is None else arrays.line(whole.velocity),
+            "momentum": whole.momentum,
+            "step": whole.step,
+        }
 
 
 def _entry_share(dtype: str, density: float, wire: WireFormat | None) -> Fraction:

@@ -10,7 +10,6 @@ from fractions import Fraction
 from functools import cached_property
 
 from collectives.execution import Execution
-from collectives.sparse.entry_arrays import EntryArrays
 from collectives.sparse.round_runner import RoundRunner
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.fabric import Fabric
@@ -33,13 +32,10 @@ class SparsePlans:
     Parameters
     ----------
     execution : Execution
-    arrays : EntryArrays
-        Of its back end's arrays.
     """
 
-    def __init__(self, execution: Execution, arrays: EntryArrays) -> None:
+    def __init__(self, execution: Execution) -> None:
         self._execution = execution
-        self._arrays = arrays
         self._runners: dict[tuple[str, Fraction], RoundRunner] = {}
         self._seconds: dict[tuple[str, Fraction, int], float] = {}
         self._elements: dict[str, Plan] = {}
@@ -91,7 +87,7 @@ class SparsePlans:
             else:
                 made = sparse_trees(self._trees_of(exchange), entries=entries)
             verify(made)
-            self._runners[exchange, entries] = RoundRunner(self._execution, self._arrays, made)
+            self._runners[exchange, entries] = RoundRunner(self._execution, made)
         return self._runners[exchange, entries]
 
     def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:

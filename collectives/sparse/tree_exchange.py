@@ -97,13 +97,14 @@ class TreeExchange:
                 if encoded.lost is not None:
                     left.append((rank, shard, encoded.lost))
         about = f"{self._about}, {one.kind} {number}"
-        for rank, found in self._runner.exchange(number, messages.lengths, sent, about=about).items():
+        arrived = self._runner.exchange(number, messages.lengths, sent, self._arrays, about=about)
+        for rank, found in arrived.items():
             for shard in sorted({shard for shard, _, _ in found}):
-                arrived = [messages.decoded(message, shard) for at, _, message in found if at == shard]
+                others = [messages.decoded(message, shard) for at, _, message in found if at == shard]
                 if one.kind == "spread":
-                    held[rank, shard] = arrived[0]
+                    held[rank, shard] = others[0]
                     continue
-                together = [held[rank, shard], *arrived]
+                together = [held[rank, shard], *others]
                 held[rank, shard], rest = self._arrays.merge(together, messages.entries[shard])
                 left.append((rank, shard, rest))
 

@@ -6,18 +6,19 @@ out of ``loss.backward()`` as it is; DDP itself would turn it into another one.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
 
+from collectives.arrays.torch_arrays import on_gpu
 from collectives.handle import Handle
 from collectives.torch.bucket_errors import in_bucket
 from collectives.torch.bucket_layout import BucketLayout
 from collectives.torch.handle_future import future_of
 from collectives.torch.parameter_numbers import ParameterNumbers
 from collectives.torch.parameter_residuals import ParameterResiduals
-from collectives.torch.side_stream import SideStream
 from collectives.training.gradient_exchange import GradientExchange
 from topoplan.errors import BackendError, TopoplanError
 
@@ -48,7 +49,6 @@ class BucketExchange:
         self._exchange = exchange
         self._numbers = numbers
         self._narrow = narrow
-        self._stream = SideStream(comm)
         self._under_way: list[torch.futures.Future[Any]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -95,7 +95,7 @@ class BucketExchange:
             handle,
             buffer,
             device=buffer.device,
-            stream=self._stream,
+            arrays=self._exchange.communicator.arrays,
             finish=finish,
             told=lambda error: in_bucket(error, **where),
         )
@@ -108,12 +108,12 @@ class BucketExchange:
         if exchange.how.density is not None:
             if buffer.dtype in NARROW:
                 given = buffer.to(torch.float32)
-            dtype = "float64" if buffer.dtype == torch.float64 else "float32"
-            self.residuals.arrange(layout, idle=_idle(layout, buffer), dtype=dtype, step=step)
+            dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+            idle = (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
+            self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(exchange.communicator.size).to(self._narrow), "sum"
-        self._stream.after_current(given)
         return given, exchange.start(layout.key, given, op=op, out=given)
 
     @property
@@ -137,6 +137,22 @@ def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
         for number, start, stop in layout.parts()
         if not line[start : min(start + GLANCE, stop)].any() and not line[start:stop].any()
     ]
+
+
+def _idle_at_once(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
+    """The same on a GPU: one pass over the bucket, and one transfer for which the host waits.
+
+    It waits for gradients that have been asked for already, and only the thread of backward does so, once a bucket:
+    the residuals have to be put in their places before the exchange begins.
+    """
+    parts = list(layout.parts())
+    line = buffer.detach().view(-1)
+    full = [(number, line[start:stop]) for number, start, stop in parts if start < stop]
+    found = {number for number, start, stop in parts if start == stop}
+    if full:
+        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in full], math.inf))
+        found |= {number for (number, _), one in zip(full, largest.tolist(), strict=True) if one == 0}
+    return [number for number, _, _ in parts if number in found]
 
 
 GLANCE = 64

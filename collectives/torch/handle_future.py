@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from collectives.arrays.library import ArrayLibrary
 from collectives.handle import Handle
-from collectives.torch.side_stream import SideStream
 from topoplan.errors import TopoplanError
 
 
@@ -17,7 +17,7 @@ def future_of(
     result: Any,
     *,
     device: torch.device,
-    stream: SideStream,
+    arrays: ArrayLibrary[Any],
     finish: Callable[[], None],
     told: Callable[[TopoplanError], TopoplanError] = lambda error: error,
 ) -> torch.futures.Future[Any]:
@@ -30,10 +30,10 @@ def future_of(
         What the future holds in the end.
     device : torch.device
         Of these. On a GPU whoever waits for the future orders the current stream behind the collective.
-    stream : SideStream
-        Of the collective.
+    arrays : ArrayLibrary
+        Of the communicator.
     finish : callable
-        What is to be done with the result of the collective, in its thread.
+        What is to be done with the result of the collective, in its thread and stream.
     told : callable
         From an error of the collective to that of the future.
     """
@@ -42,7 +42,7 @@ def future_of(
     )
 
     def ended() -> None:
-        with stream.current():
+        with arrays.here():
             try:
                 handle.wait()
                 finish()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from collectives.backends.torch.open_group import existing_group
+from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator import Communicator
 from collectives.torch.agreement import Plans, agreed_plan, gather_by
 from collectives.torch.bucket_exchange import BucketExchange
@@ -47,10 +48,15 @@ class HookState:
     plan : Plan or SizePlans, optional
         One for as many ranks as the group has; by default made from what the job runs on.
     group : ProcessGroup, optional
-        The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs.
+        The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
+        NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
+        one) may use theirs meanwhile: calls of two threads on one NCCL communicator would not come in one order.
+        `close` destroys it.
     density : float, or callable from step to float, optional
         Share of the gradient's entries that every rank sends, the rest being kept (`collectives.ErrorFeedback`); by
-        default everything is sent. Gradients of 16 bits are then kept and sent in float32.
+        default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
+        there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
+        go through the host, and a warning says so.
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
     compress : str, optional
@@ -118,6 +124,7 @@ class HookState:
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
         self.momentum = momentum
+        self._own: dist.ProcessGroup | None = None
         numbers = ParameterNumbers(parameters)
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if verdict.plan is None:
@@ -126,7 +133,12 @@ class HookState:
             )
             self.buckets = BuiltInExchange(self.group, self.recorder)
             return
-        backend = backend_of(self.group, gather, timeout=timeout, shared=shared)
+        self._own = own_group(self.group, timeout=timeout)
+        try:
+            backend = backend_of(self._own or self.group, gather, timeout=timeout, shared=shared)
+        except BaseException:
+            self._leave()
+            raise
         self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
         steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
         in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
@@ -141,7 +153,7 @@ class HookState:
         Returns
         -------
         dict
-            Of numbers and tensors, as `torch.save` takes it.
+            Of numbers and tensors on the CPU, as `torch.save` takes it.
         """
         kept = self.buckets.residuals.by_parameter() if isinstance(self.buckets, BucketExchange) else {}
         return {
@@ -149,12 +161,8 @@ class HookState:
             "ranks": self.size,
             "step": self.recorder.step,
             "momentum": self.momentum,
-            "residuals": {number: torch.from_numpy(one.residual) for number, one in kept.items()},
-            "velocities": {
-                number: torch.from_numpy(one.velocity)
-                for number, one in kept.items()
-                if one.velocity is not None
-            },
+            "residuals": {number: one.residual for number, one in kept.items()},
+            "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,9 +184,7 @@ class HookState:
             )
         velocities = state["velocities"]
         kept = {
-            int(number): Kept(
-                residual.numpy().copy(), velocities[number].numpy().copy() if number in velocities else None
-            )
+            int(number): Kept(residual, velocities.get(number)).copy()
             for number, residual in state["residuals"].items()
         }
         self.recorder.step = int(state["step"])
@@ -219,8 +225,16 @@ class HookState:
         return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
 
     def close(self) -> None:
-        """Give up the communicator, but not the process group. Closing twice is fine."""
+        """Give up the communicator and what it has made, but not the process group. Closing twice is fine."""
         if isinstance(self.buckets, ModeExchange):
             self.buckets.close()
         if self.communicator is not None:
             self.communicator.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Destroy the group that only the hook uses."""
+        if self._own is not None and dist.is_initialized():
+            with suppress(ValueError):  # it went with all groups of the job before
+                dist.destroy_process_group(self._own)
+        self._own = None

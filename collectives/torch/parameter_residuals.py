@@ -4,6 +4,8 @@ A communicator keeps one residual for a bucket. When buckets are arranged anew, 
 together again as the parameters now lie. A parameter whose gradient is zero throughout on this rank takes no part in
 the step: it may be one that no rank has used, of which DDP throws the average away, and with it what had been sent. Its
 residual, and its velocity, wait here until it has a gradient again.
+
+Everything stays where the gradients are, on a GPU in its memory; only a checkpoint comes to the host.
 """
 
 from __future__ import annotations
@@ -12,14 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from collectives.communicator import Communicator
 from collectives.torch.bucket_layout import BucketLayout
 from topoplan.errors import UsageError
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,21 +27,22 @@ class Kept:
 
     Parameters
     ----------
-    residual : (n,) array
-    velocity : (n,) array or None
+    residual : (n,) tensor
+    velocity : (n,) tensor or None
         With momentum.
     """
 
-    residual: Array
-    velocity: Array | None = None
+    residual: torch.Tensor
+    velocity: torch.Tensor | None = None
 
     def empty(self) -> bool:
         """Whether there is nothing to keep."""
         return not self.residual.any() and (self.velocity is None or not self.velocity.any())
 
-    def copy(self) -> Kept:
-        """The same in memory of its own."""
-        return Kept(self.residual.copy(), None if self.velocity is None else self.velocity.copy())
+    def copy(self, device: torch.device | None = None) -> Kept:
+        """The same in memory of its own, on the same device or on another one."""
+        velocity = None if self.velocity is None else self.velocity.detach().to(device, copy=True)
+        return Kept(self.residual.detach().to(device, copy=True), velocity)
 
     def plus(self, other: Kept) -> Kept:
         """Both together."""
@@ -69,7 +69,15 @@ class ParameterResiduals:
         self._layouts: dict[str, BucketLayout] = {}
         self._waiting: dict[int, Kept] = {}
 
-    def arrange(self, layout: BucketLayout, *, idle: Collection[int], dtype: str, step: int) -> None:
+    def arrange(
+        self,
+        layout: BucketLayout,
+        *,
+        idle: Collection[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        step: int,
+    ) -> None:
         """Make the residual of a bucket ready for its gradients.
 
         Parameters
@@ -77,8 +85,10 @@ class ParameterResiduals:
         layout : BucketLayout
         idle : collection of int
             The parameters that take no part.
-        dtype : str
+        dtype : torch.dtype
             Of the residual.
+        device : torch.device
+            Of the gradients.
         step : int
             Of training.
 
@@ -97,15 +107,15 @@ class ParameterResiduals:
         for key in touched:
             del self._layouts[key]
         self._layouts[layout.key] = layout
-        residual = np.zeros(layout.size, dtype)
-        velocity = np.zeros(layout.size, dtype) if self._momentum else None
+        residual = torch.zeros(layout.size, dtype=dtype, device=device)
+        velocity = torch.zeros_like(residual) if self._momentum else None
         for number, start, stop in layout.parts():
             if number in idle or number not in self._waiting:
                 continue
             kept = self._waiting.pop(number)
-            if kept.residual.size != stop - start:
+            if kept.residual.numel() != stop - start:
                 raise UsageError(
-                    f"the checkpoint holds {kept.residual.size} elements for parameter {number}, which has "
+                    f"the checkpoint holds {kept.residual.numel()} elements for parameter {number}, which has "
                     f"{stop - start}; load it into the model that it was saved from"
                 )
             residual[start:stop] = kept.residual
@@ -115,9 +125,16 @@ class ParameterResiduals:
         self._communicator.put_sparse_state({layout.key: [state]})
 
     def by_parameter(self) -> dict[int, Kept]:
-        """Everything that has not been sent, as copies, by the numbers of the parameters."""
-        there = _apart(self._communicator.sparse_state(), self._layouts)
-        return {number: kept.copy() for number, kept in sorted(_together(self._waiting, there).items())}
+        """What has not been sent, as copies on the host, by the numbers of the parameters that have any."""
+        state = self._communicator.sparse_state()
+        there = _apart(
+            {key: [{**one, **_tensors(one)} for one in listed] for key, listed in state.items()},
+            self._layouts,
+        )
+        host = torch.device("cpu")
+        waiting = {number: kept.copy(host) for number, kept in self._waiting.items()}
+        found = _together(waiting, there)
+        return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
 
     def replace(self, kept: Mapping[int, Kept]) -> None:
         """Go on from what `by_parameter` gave, instead of what is kept now."""
@@ -135,12 +152,21 @@ def _together(one: Mapping[int, Kept], other: Mapping[int, Kept]) -> dict[int, K
 
 
 def _apart(state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]) -> dict[int, Kept]:
-    """The residuals of buckets by parameter, without those that hold nothing."""
+    """The residuals of buckets by parameter."""
     found = {}
     for key, (one,) in state.items():
         for number, start, stop in layouts[key].parts():
             velocity = one["velocity"]
-            kept = Kept(one["residual"][start:stop], None if velocity is None else velocity[start:stop])
-            if not kept.empty():
-                found[number] = kept
+            found[number] = Kept(
+                one["residual"][start:stop], None if velocity is None else velocity[start:stop]
+            )
     return found
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The numpy arrays of a state as tensors."""
+    velocity = state["velocity"]
+    return {
+        "residual": torch.from_numpy(state["residual"]),
+        "velocity": None if velocity is None else torch.from_numpy(velocity),
+    }

@@ -1,8 +1,8 @@
 """The process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``.
 
 allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
-to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
-variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes.
+to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath (`inner_group`). The plan is that of the file which the
+environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from collectives.torch.agreement import Verdict, agreed_plan
 from collectives.torch.group_backend import backend_of
 from collectives.torch.group_plan import gather_over, given_plan
 from collectives.torch.handle_future import future_of
-from collectives.torch.inner_group import DELEGATED, inner_group
+from collectives.torch.inner_group import DELEGATED, InnerGroups, inner_groups
 from collectives.torch.planned_work import PlannedWork
-from collectives.torch.side_stream import SideStream
 from topoplan.errors import TopoplanError, UsageError
 
 OPERATIONS = (
@@ -45,29 +44,32 @@ class PlannedGroup(dist.ProcessGroup):
 
     Parameters
     ----------
-    inner : ProcessGroup
+    groups : InnerGroups
         What carries its messages.
-    served : str
-        What serves which kind of device in it, as "cpu:gloo,cuda:nccl".
     timeout : timedelta
         In which each step of a collective must end.
 
     Attributes
     ----------
+    inner, carrier : ProcessGroup
+        For what is not by plan, and for the messages of plans on GPUs.
+    served : str
+        What serves which kind of device.
     communicator : Communicator or None
         None until the first collective, and where no plan fits.
     reason : str
         Why no plan fits; empty where one does.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, served: str, *, timeout: timedelta) -> None:
+    def __init__(self, groups: InnerGroups, *, timeout: timedelta) -> None:
+        inner = groups.others
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         self.inner = inner
-        self.served = served
+        self.carrier = groups.plans
+        self.served = groups.served
         self.communicator: Communicator | None = None
         self.reason = ""
         self._timeout = timeout.total_seconds()
-        self._stream: SideStream | None = None
 
     def getBackendName(self) -> str:  # torch names it so
         """The name of the back end."""
@@ -154,6 +156,8 @@ class PlannedGroup(dist.ProcessGroup):
         """Give up everything."""
         if self.communicator is not None:
             self.communicator.close()
+        if self.carrier is not self.inner:
+            self.carrier.shutdown()
         self.inner.shutdown()
 
     def _scattered(self, output: torch.Tensor, whole: torch.Tensor, op: str) -> PlannedWork:
@@ -173,10 +177,9 @@ class PlannedGroup(dist.ProcessGroup):
         tensors: list[Any],
     ) -> PlannedWork:
         assert self.communicator is not None, "`_carries` was asked before"
-        assert self._stream is not None, "made with it"
-        self._stream.after_current(given)
         handle = start(self.communicator)
-        future = future_of(handle, tensors, device=given.device, stream=self._stream, finish=finish)
+        arrays = self.communicator.arrays
+        future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
         return PlannedWork(handle, future, tensors)
 
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
@@ -202,7 +205,6 @@ class PlannedGroup(dist.ProcessGroup):
             else:
                 backend = backend_of(self, gather_over(self.inner, device), timeout=self._timeout)
                 self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
-                self._stream = SideStream(self.communicator)
         return self.communicator is not None
 
     def _verdict(self, device: torch.device) -> Verdict:
@@ -262,8 +264,7 @@ def _like(tensor: torch.Tensor) -> Any:
 
 
 def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
-    inner, served = inner_group(store, rank, size, timeout)
-    return PlannedGroup(inner, served, timeout=timeout)
+    return PlannedGroup(inner_groups(store, rank, size, timeout), timeout=timeout)
 
 
 dist.Backend.register_backend("topoplan", _make, devices=["cpu", "cuda"])

@@ -20,11 +20,17 @@ from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.signature import LENGTH, Signature
 from collectives.backends.torch.exchange import exchange
-from collectives.backends.torch.open_group import asked_for, devices_of, existing_group, make_group
+from collectives.backends.torch.open_group import (
+    asked_for,
+    carrier_of,
+    devices_of,
+    existing_group,
+    make_group,
+)
 from collectives.backends.torch.program import Part, Program, Transfer, program
 from collectives.backends.torch.roll_call import Contact, Notice, RollCall
 from collectives.backends.torch.wires import LANES, GlooWires, LostPeer, Message, NcclWires, Wires
-from topoplan.errors import BackendError
+from topoplan.errors import BackendError, UsageError
 
 Result = TypeVar("Result")
 
@@ -36,15 +42,16 @@ class TorchBackend:
     ----------
     group : ProcessGroup, optional
         The default group if it is left out. Ranks are those of the group. The group may be used for other things
-        between collectives; where it is NCCL's, not while one is in flight.
+        between collectives; where it is NCCL's, not while one is in flight, since calls on one NCCL communicator must
+        come in one order on all ranks.
     timeout : float
         Seconds that a rank waits for the messages of one step.
 
     Raises
     ------
     UsageError
-        torch.distributed is not initialised, this process is not in the group, or the group uses neither gloo
-        nor NCCL.
+        torch.distributed is not initialised, this process is not in the group, the group uses neither gloo nor NCCL,
+        or NCCL and torch finds no GPU.
     BackendError
         The other ranks of the group do not make a back end within the timeout.
     """
@@ -68,7 +75,8 @@ class TorchBackend:
         if "cpu" in served:
             self._wires["cpu"] = GlooWires(self._group, timeout=timeout)
         if "cuda" in served:
-            self._wires["cuda"] = NcclWires(self._group, timeout=timeout)
+            gpu = next(device for device in self.arrays.devices if device.type == "cuda")
+            self._wires["cuda"] = NcclWires(carrier_of(self._group), gpu, timeout=timeout)
         self._small = self.arrays.devices[0]
         self._scratch: dict[str, torch.Tensor] = {}
         self._owned = False
@@ -137,6 +145,8 @@ class TorchBackend:
 
     def _meet(self) -> None:
         """Tell all ranks where this one listens, and agree on a lane for the messages of this back end."""
+        for wires in self._wires.values():
+            self._guarded(wires.meet)
         mine = {"lane": TorchBackend._lanes, "contact": asdict(self._roll_call.contact)}
         theirs = [json.loads(block) for block in self._exchange(json.dumps(mine).encode())]
         lane = max(one["lane"] for one in theirs)
@@ -253,4 +263,12 @@ def _error(found: Notice, rank: int) -> BackendError:
 
 def _device(kind: str) -> torch.device:
     """The device of that kind on which this process works."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    try:
+        return torch.device(kind, torch.cuda.current_device())
+    except (AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"the process group is for GPUs and torch finds none ({' '.join(str(error).split())[:100]}); look at "
+            "CUDA_VISIBLE_DEVICES, install a torch that is built for CUDA, or make the group with gloo"
+        ) from None

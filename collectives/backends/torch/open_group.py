@@ -43,6 +43,9 @@ def asked_for() -> bool:
 def make_group(*, timeout: float) -> None:
     """Initialise torch.distributed as the environment says: NCCL where there is a GPU, else gloo.
 
+    The group has twice the time over NCCL, whose watchdog ends the process when it is over: a peer that is lost is an
+    error of ours before that.
+
     Raises
     ------
     UsageError
@@ -59,12 +62,13 @@ def make_group(*, timeout: float) -> None:
             raise ValueError(f"RANK {rank} is not below WORLD_SIZE {size}")
     except ValueError as error:
         raise UsageError(f"{error}; set {', '.join(VARIABLES)} as torchrun does") from error
+    limit = PATIENCE * timeout if nccl else timeout
     try:
-        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=limit))
     except (RuntimeError, ValueError) as error:
         raise BackendError(
             f"the {size} processes did not find each other at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {limit:g} s "
             f"({' '.join(str(error).split())[:100]}); start all of them, with the same address",
             rank=rank,
         ) from error
@@ -87,5 +91,42 @@ def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
     return served
 
 
+def carrier_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """What NCCL's messages of plans travel over: a group that stands for others says which of them it is."""
+    found: dist.ProcessGroup = getattr(group, "carrier", group)
+    return found
+
+
+def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup | None:
+    """A new group of the same ranks and libraries, where NCCL serves the given one; all its ranks must call it.
+
+    The calls on one NCCL communicator must come in the same order on all ranks, which two threads do not keep.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    timeout : float
+        Seconds after which we give a peer up; the group has twice the time, as in `make_group`.
+
+    Returns
+    -------
+    ProcessGroup or None
+        None where the group can be shared: gloo keeps the messages of several users apart by their tags.
+    """
+    served = devices_of(group)
+    if "nccl" not in served.values():
+        return None
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=PATIENCE * timeout),
+        backend=",".join(f"{device}:{library}" for device, library in served.items()),
+        use_local_synchronization=True,  # processes outside of the group do not call this
+    )
+    return made
+
+
 SERVED = (("cpu", "gloo"), ("cuda", "nccl"))
 """Kinds of devices, and what moves their tensors."""
+
+PATIENCE = 2
+"""Times our own timeout that NCCL's watchdog is given."""

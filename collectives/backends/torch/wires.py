@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -65,6 +66,9 @@ class Wires(Protocol):
     lane: int
     """Number of the back end, the same on all ranks, below `LANES`; 0 until they have agreed on one."""
 
+    def meet(self) -> None:
+        """Bring all ranks of the group together, before the first message; all of them must call it."""
+
     def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Begin a step: all of these are under way from now on, and must end within the timeout."""
 
@@ -100,6 +104,9 @@ class GlooWires:
         self._deadline = 0.0
         self._peers = dist.get_process_group_ranks(group)
         self._works: dict[tuple[bool, int, int | None], dist.Work] = {}
+
+    def meet(self) -> None:
+        """See `Wires.meet`: gloo has connected all ranks when the group was made."""
 
     def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """See `Wires.start`."""
@@ -165,19 +172,29 @@ class NcclWires:
     Parameters
     ----------
     group : ProcessGroup
+        It is spoken to itself, so it need not be one that torch.distributed has listed.
+    device : torch.device
+        The GPU of this rank.
     timeout : float
         Seconds.
     """
 
     ahead = 0
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> None:
         self.lane = 0
         self._group = group
+        self._device = device
         self._timeout = timeout
-        self._peers = dist.get_process_group_ranks(group)
         self._queued: deque[tuple[float, list[dist.Work], Sequence[Message]]] = deque()
         self._unordered: list[dist.Work] = []
+
+    def meet(self) -> None:
+        """See `Wires.meet`: NCCL leaves it open what sends and receives of some ranks do in a group of no calls yet."""
+        with self._as_lost(()):
+            works = [self._group.allreduce([torch.zeros((), device=self._device)])]
+        self._follow(works, ())
+        self.settle()
 
     def start(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """See `Wires.start`."""
@@ -186,21 +203,9 @@ class NcclWires:
             return
         while len(self._queued) >= QUEUED:
             self._end_first()
-        operations = [
-            dist.P2POp(
-                dist.irecv if number < len(receives) else dist.isend,
-                message.data,
-                self._peers[message.peer],
-                self._group,
-            )
-            for number, message in enumerate(messages)
-        ]
-        try:
-            works = self._batch(operations)
-        except RuntimeError as error:
-            raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
-        self._unordered += works
-        self._queued.append((time.monotonic() + self._timeout, works, messages))
+        with self._as_lost(messages):
+            works = self._batch(receives, sends)
+        self._follow(works, messages)
 
     def sent(self, peer: int, step: int | None = None) -> None:
         """See `Wires.sent`: the stream is behind the whole batch."""
@@ -220,17 +225,20 @@ class NcclWires:
         """See `Wires.cut`."""
         self._queued.clear()
         self._unordered = []
-        self._group.abort()
+        abort(self._group, self._device)
 
-    def _batch(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        if type(self._group) is dist.ProcessGroup:
-            return dist.batch_isend_irecv(operations)
-        # torch makes one group call only in process groups of its own class
-        device = operations[0].tensor.device
-        self._group._start_coalescing(device)
-        for one in operations:
-            one.op(one.tensor, one.peer, self._group, one.tag)
-        return [self._group._end_coalescing(device)]
+    def _batch(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+        """One group call, as `torch.distributed.batch_isend_irecv` makes it in groups that it has listed."""
+        self._group._start_coalescing(self._device)
+        for one in receives:
+            self._group.recv([one.data], one.peer, 0)
+        for one in sends:
+            self._group.send([one.data], one.peer, 0)
+        return [self._group._end_coalescing(self._device)]
+
+    def _follow(self, works: list[dist.Work], messages: Sequence[Message]) -> None:
+        self._unordered += works
+        self._queued.append((time.monotonic() + self._timeout, works, messages))
 
     def _order(self) -> None:
         for work in self._unordered:
@@ -239,21 +247,41 @@ class NcclWires:
 
     def _end_first(self) -> None:
         deadline, works, messages = self._queued.popleft()
-        peers = sorted({message.peer for message in messages})
         while not all(work.is_completed() for work in works):
             if time.monotonic() > deadline:
-                fault = f"or another one of ranks {peers} exchanged no data within {self._timeout:g} s"
-                raise LostPeer(messages[0].peer, messages[0].step, fault)
+                peers = sorted({message.peer for message in messages})
+                others = f"ranks {peers}" if peers else "the group"
+                fault = f"or another one of {others} exchanged no data within {self._timeout:g} s"
+                raise _lost(messages, fault)
             time.sleep(POLL)
-        try:
+        with self._as_lost(messages):
             for work in works:
                 self._check(work)
+
+    @contextmanager
+    def _as_lost(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Turn what NCCL raises into the loss of the first of some peers."""
+        try:
+            yield
         except RuntimeError as error:
-            raise LostPeer(messages[0].peer, messages[0].step, _broken(error)) from error
+            raise _lost(messages, _broken(error)) from error
 
     def _check(self, work: dist.Work) -> None:
         """Raise what NCCL met; only a wait with a time limit tells, which does not wait for what has ended."""
         work.wait(timedelta(seconds=self._timeout))
+
+
+def abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End what a group's NCCL has under way, on this rank, and leave what else serves the group alone."""
+    nccl = group._get_backend(device)
+    # releases of torch differ in what it is called
+    name = next((name for name in ("abort", "_abort", "_shutdown") if hasattr(nccl, name)), "shutdown")
+    getattr(nccl, name)()
+
+
+def _lost(messages: Sequence[Message], fault: str) -> LostPeer:
+    """The loss of the first of some messages, or of nobody who is known where there are none."""
+    return LostPeer(messages[0].peer, messages[0].step, fault) if messages else LostPeer(None, None, fault)
 
 
 def _broken(error: RuntimeError) -> str:

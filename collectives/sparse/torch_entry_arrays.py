@@ -1,0 +1,144 @@
+"""Gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' own memory, in the same stream.
+
+CuPy sees a tensor's memory through DLPack; what torch gets of CuPy's arrays, messages above all, is copied into
+tensors, since torch's allocator and NCCL want to know whose memory they handle. Gradients of 16 bits are widened by
+torch before, so that bfloat16, which CuPy lacks, never gets there. Without CuPy, or with one for another CUDA than
+torch's, entries are chosen on the processor, and a warning says what to install.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from collectives.arrays.cupy_arrays import load_cupy
+from collectives.arrays.torch_arrays import TorchArrays
+from collectives.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.entry_arrays import EntryArrays
+from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
+from collectives.sparse.host_entry_arrays import HostEntryArrays
+from topoplan.errors import UsageError
+
+
+class TorchEntryArrays(GpuEntryArrays):
+    """`EntryArrays` of torch tensors on one GPU: lines are tensors, values CuPy arrays.
+
+    Parameters
+    ----------
+    library : TorchArrays
+        Everything runs in its stream.
+    gpu : int
+        Number of the GPU in CUDA.
+
+    Raises
+    ------
+    UsageError
+        There is no CuPy that goes with this torch; says what to install.
+    """
+
+    def __init__(self, library: TorchArrays, gpu: int) -> None:
+        check_cupy()
+        super().__init__(library)
+        self._gpu = gpu
+        self._seen: tuple[object, Any] | None = None
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """See `EntryArrays.here`: torch's and CuPy's current streams are the same one."""
+        stream = self._library.stream(gpu_device(self._gpu))
+        if self._seen is None or self._seen[0] is not stream:
+            self._seen = (stream, self._seen_by_cupy(stream))
+        with self._library.here(), self._cupy.cuda.Device(self._gpu), self._seen[1]:
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+    def feedback(self, size: int, dtype: str, *, momentum: float) -> GpuErrorFeedback:
+        """See `EntryArrays.feedback`."""
+        return GpuErrorFeedback(size, dtype, momentum=momentum, device=self._gpu)
+
+    def area(self, nbytes: int) -> torch.Tensor:
+        """See `EntryArrays.area`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=gpu_device(self._gpu))
+
+    def values(self, line: torch.Tensor) -> Any:
+        """See `EntryArrays.values`."""
+        if not line.numel():  # no memory to be shared
+            return self._cupy.empty(0, dtype=str(line.dtype).removeprefix("torch."))
+        return self._cupy.from_dlpack(line)
+
+    def line(self, values: Any) -> torch.Tensor:
+        """See `EntryArrays.line`."""
+        made = torch.empty(
+            values.shape, dtype=getattr(torch, values.dtype.name), device=gpu_device(self._gpu)
+        )
+        self.store(made, values)
+        return made
+
+    def zeroed(self, line: torch.Tensor) -> Any:
+        """See `EntryArrays.zeroed`."""
+        return super().zeroed(self.values(line))
+
+    def store(self, line: torch.Tensor, values: Any) -> None:
+        """See `EntryArrays.store`."""
+        super().store(self.values(line), values)
+
+    def widened(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
+        """See `EntryArrays.widened`."""
+        line: torch.Tensor = self._library.line(array)
+        return line.to(getattr(torch, dtype))
+
+    def rounded(self, target: torch.Tensor, result: torch.Tensor) -> None:
+        """See `EntryArrays.rounded`."""
+        self._library.copy(target, result)
+
+    def _seen_by_cupy(self, stream: torch.cuda.Stream) -> Any:
+        """A stream of torch as one of CuPy."""
+        if hasattr(stream, "__cuda_stream__") and hasattr(self._cupy.cuda.Stream, "from_external"):
+            return self._cupy.cuda.Stream.from_external(stream)
+        # before CuPy 14, or a torch whose streams do not tell of themselves
+        return self._cupy.cuda.ExternalStream(stream.cuda_stream, self._gpu)
+
+
+def gpu_device(gpu: int) -> torch.device:
+    """The device of a GPU."""
+    return torch.device("cuda", gpu)
+
+
+def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays:
+    """Those of tensors on a GPU; on the processor, after a warning, where there is no CuPy for it."""
+    try:
+        return TorchEntryArrays(library, gpu)
+    except UsageError as error:
+        warnings.warn(
+            f"sparse gradients travel from GPU {gpu} to the host, where their entries are chosen: {error}",
+            stacklevel=2,
+        )
+        return HostEntryArrays(library)
+
+
+def check_cupy() -> None:
+    """Check that a CuPy is here which runs on the same CUDA as torch.
+
+    Raises
+    ------
+    UsageError
+        It is missing, finds no GPU, or is for another CUDA; says what to install.
+    """
+    major = (torch.version.cuda or "12").split(".")[0]
+    remedy = f'pip install "topoplan[cuda{major}]"'
+    if find_spec("cupy") is None:
+        raise UsageError(f"choosing entries on a GPU needs CuPy: {remedy}")
+    cupy: Any = load_cupy("gpu selection")
+    other = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if str(other) != major:
+        raise UsageError(
+            f"CuPy is built for CUDA {other} and torch for CUDA {torch.version.cuda}: "
+            f"pip uninstall cupy-cuda{other}x, then {remedy}"
+        )
