@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import threading
 import warnings
@@ -499,3 +500,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as in torch_mode_ranks: DDP leaves gloo's threads behind
