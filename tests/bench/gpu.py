@@ -5,6 +5,7 @@ The share of copy bandwidth counts all bytes that are read and written, as the c
 
 from __future__ import annotations
 
+import re
 import socket
 import statistics
 import time
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from collectives.backends.nccl.library import described, find_library
 
 import topoplan
 from collectives import Communicator, lower
@@ -120,9 +122,12 @@ def loopback_bandwidth(cupy: ModuleType, megabytes: int, step_bytes: int) -> flo
 
 def nccl(cupy: Any) -> None:
     """An allreduce over NCCL with its settings, one rank on each GPU, or two on a single one."""
-    if not cupy.cuda.nccl.available:
-        print("  nccl: skipped: CuPy finds no NCCL")
+    try:
+        library = find_library(cupy)
+    except UsageError as error:
+        print(f"  nccl: skipped: {error}")
         return
+    print(f"  nccl: {described(library)}")
     gpus = cupy.cuda.runtime.getDeviceCount()
     ranks = max(2, min(8, gpus))
     shared = {} if gpus >= ranks else {"ranks_per_gpu": -(-ranks // gpus)}
@@ -139,12 +144,35 @@ def nccl(cupy: Any) -> None:
         )
         how = f"{lanes}{' overlapped' if overlap else ''}{' as a graph' if graphs else ''}"
         if not ended:
-            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: failed: {text.strip().splitlines()[-1]}")
+            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: failed: {last_line(text)}")
             continue
-        for line in text.splitlines():
-            megabytes, seconds = line.split()
-            rate = int(megabytes) * 2**20 / float(seconds) / 1e9
+        for megabytes, seconds in timings(text):
+            rate = megabytes * 2**20 / seconds / 1e9
             print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: {megabytes:>4} MB {rate:7.2f} GB/s")
+
+
+def timings(text: str) -> list[tuple[int, float]]:
+    """Megabytes and seconds from the lines of two numbers, whatever else ranks and libraries print.
+
+    Examples
+    --------
+    >>> timings("UserWarning: old driver\\n16 0.25\\n1 2 3\\n256 fast\\n")
+    [(16, 0.25)]
+    """
+    found = [re.fullmatch(r"(\d+) (\d[\d.e+-]*)", line.strip()) for line in text.splitlines()]
+    return [(int(one[1]), float(one[2])) for one in found if one is not None]
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, of what failed ranks have printed.
+
+    Examples
+    --------
+    >>> last_line("a\\nb\\n\\n"), last_line("")
+    ('b', 'nothing was printed')
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "nothing was printed"
 
 
 def free_port() -> int:
@@ -153,14 +181,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def gpu_seconds(cupy: Any, call: Callable[[], object]) -> float:
+def gpu_seconds(cupy: Any, call: Callable[[], object], runs: int = RUNS) -> float:
     """Median time of a call by the GPU's own clock."""
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        for _ in range(3):
+        for _ in range(min(3, runs)):
             call()
-        marks = [cupy.cuda.Event() for _ in range(RUNS + 1)]
+        marks = [cupy.cuda.Event() for _ in range(runs + 1)]
         marks[0].record(stream)
         for mark in marks[1:]:
             call()
