@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -23,11 +24,22 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_kernels import launch, widths
-from fake_nccl import nccl_module
-from fake_streams import POISON, Capture, CUDARuntimeError, GraphRun, Machine, Nodes, Unit
+from fake_nccl import nccl_faces
+from fake_streams import (
+    POISON,
+    Capture,
+    Captured,
+    CUDARuntimeError,
+    GraphRun,
+    Machine,
+    Unit,
+)
 
 from collectives.kernels.compiler import nvrtc_of_cupy
 from topoplan.errors import UsageError
+
+NOT_READY, CAPTURED_EVENT = 600, 307
+"""What CUDA answers to a question."""
 
 
 def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
@@ -37,9 +49,24 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     except UsageError as error:
         pytest.skip(str(error))
     cupy = fake_cupy(machine)
-    for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.nccl):
+    for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.function):
         patch.setitem(sys.modules, module.__name__, module)
+    # like the genuine one `cupy.cuda` has no attribute nccl before that is imported
+    for name, face in nccl_faces(machine, cupy._streams).items():
+        patch.setitem(sys.modules, name, face)
     return cupy
+
+
+def owner(array: np.ndarray) -> np.ndarray:
+    """The array whose memory this one is part of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def at(address: int, dtype: np.dtype) -> np.ndarray:
+    """An element at an address."""
+    return np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
 def fake_cupy(machine: Machine) -> ModuleType:
@@ -100,8 +127,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         @property
         def done(self) -> bool:
-            machine.advance(machine.random.randrange(1, 6))
-            return not self.queue
+            return query_stream(self.ptr) == 0
 
         def begin_capture(self, mode: int | None = None) -> None:
             assert self.capture is None
@@ -109,10 +135,11 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         def end_capture(self) -> Graph:
             assert self.capture is not None
-            nodes = self.capture.end()
+            ended = self.capture
+            nodes = ended.end()
             if nodes is None:
                 raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
-            return Graph(nodes)
+            return Graph(ended)
 
         def __enter__(self) -> Stream:
             if self.device_id != machine.device:
@@ -126,19 +153,25 @@ def fake_cupy(machine: Machine) -> ModuleType:
             currents()[self.device_id] = self.entered.pop(place)[1]
 
     class Graph:
-        def __init__(self, nodes: Nodes) -> None:
-            self.nodes = nodes
+        def __init__(self, capture: Capture) -> None:
+            self.nodes = capture.nodes
+            self.captured = Captured()
+            for user in capture.users:
+                user.holding.add(self.captured)
 
         def launch(self, stream: Stream | None = None) -> None:
             machine.graph_launches += 1
             target = stream or current()
             assert target.capture is None
-            target.push(lambda: GraphRun(self.nodes))
+            nodes, captured = self.nodes, self.captured
+            target.push(lambda: GraphRun(nodes, captured))
 
     class Event:
         def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
             self.unit: Unit | None = None
             self.node: tuple[Capture, list[int]] | None = None
+            self.ptr = id(self)
+            events[self.ptr] = self
 
         def record(self, stream: Stream | None = None) -> None:
             target = stream or current()
@@ -151,16 +184,29 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         @property
         def done(self) -> bool:
-            if self.node is not None:
-                raise CUDARuntimeError("cudaErrorCapturedEvent")
-            machine.advance(machine.random.randrange(1, 6))
-            return self.unit is None or self.unit.done
+            return query_event(self.ptr) == 0
 
         def synchronize(self) -> None:
             machine.until(lambda: self.unit is None or self.unit.done)
 
     by_address: dict[int, Stream] = {}
+    events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
     defaults: dict[int, Stream] = {}
+
+    def query_stream(ptr: int) -> int:
+        machine.advance(machine.random.randrange(1, 6))
+        return machine.fault or (NOT_READY if by_address[ptr].queue else 0)
+
+    def query_event(ptr: int) -> int:
+        event = events[ptr]
+        if event.node is not None:
+            return CAPTURED_EVENT
+        machine.advance(machine.random.randrange(1, 6))
+        return machine.fault or (0 if event.unit is None or event.unit.done else NOT_READY)
+
+    def check_status(status: int) -> None:
+        if status:
+            raise CUDARuntimeError(f"cudaError {status}")
 
     def currents() -> dict[int, Any]:
         if not hasattr(machine.here, "currents"):
@@ -211,8 +257,15 @@ def fake_cupy(machine: Machine) -> ModuleType:
                 raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
             assert array.shape == self.shape
             assert array.dtype == self.dtype
-            staged = array.copy()
-            current().do(lambda: np.copyto(self.host, staged))
+            lent = weakref.ref(owner(array))
+            place, kind, strides = array.ctypes.data, array.dtype, array.strides
+
+            def copy() -> None:
+                assert lent() is not None, "the host's array was freed before it was copied"
+                source = np.lib.stride_tricks.as_strided(at(place, kind), self.shape, strides)
+                np.copyto(self.host, source)
+
+            current().do(copy)
 
         def get(self) -> np.ndarray:
             current().synchronize()
@@ -237,7 +290,8 @@ def fake_cupy(machine: Machine) -> ModuleType:
             return array
         host = np.asarray(array, dtype=dtype)
         made = empty(host.shape, host.dtype)
-        made.set(host)
+        staged = host.copy()
+        current().do(lambda: np.copyto(made.host, staged))
         return made
 
     def ascontiguousarray(array: ndarray) -> ndarray:
@@ -294,8 +348,10 @@ def fake_cupy(machine: Machine) -> ModuleType:
         getDeviceCount=lambda: machine.gpus,
         memcpyAsync=memcpy,
         memcpyDeviceToHost=2,
+        check_status=check_status,
+        eventQuery=query_event,
+        streamQuery=query_stream,
     )
-    nccl = nccl_module(machine, by_address)
     function = ModuleType("cupy.cuda.function")
     vars(function).update(Module=Module)
     vars(cuda).update(
@@ -306,7 +362,6 @@ def fake_cupy(machine: Machine) -> ModuleType:
         get_current_stream=current,
         alloc_pinned_memory=pinned,
         runtime=runtime,
-        nccl=nccl,
     )
     vars(cupy).update(
         cuda=cuda,
@@ -316,6 +371,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         asarray=asarray,
         ascontiguousarray=ascontiguousarray,
         flatnonzero=flatnonzero,
+        _streams=by_address,
         __version__="14.0.0 (fake)",
         __spec__=ModuleSpec("cupy", None),
     )

@@ -41,11 +41,16 @@ Nodes = list[tuple[Callable[[], Unit], list[int]]]
 """What a graph does: how each of its units is made, and which others it comes after."""
 
 
+class Captured:
+    """Lives as long as a graph or a launch of it that has not ended; what captured work uses waits for that."""
+
+
 class GraphRun(Unit):
     """One launch of a graph."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, captured: Captured) -> None:
         super().__init__(lambda: None)
+        self.captured = captured
         self.units: list[Unit] = []
         for make, after in nodes:
             unit = make()
@@ -66,6 +71,7 @@ class Capture:
         self.nodes: Nodes = []
         self.streams = {origin.ptr: origin}
         self.last: dict[int, list[int]] = {origin.ptr: []}
+        self.users: set[Any] = set()
 
     def add(self, stream: Any, make: Callable[[], Unit]) -> None:
         self.nodes.append((make, list(self.last[stream.ptr])))
@@ -101,6 +107,15 @@ class Machine:
     order : str
         Which stream goes first where several can: "first" or "last" made, or "random".
     seed : int
+
+    Attributes
+    ----------
+    fault : int
+        CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
+    misuses : list of str
+        What NCCL forbids and was done.
+    message_bytes : dict of bool to int
+        Bytes of messages whose address is a multiple of 16, and of the others.
     """
 
     def __init__(self, gpus: int = 1, *, order: str = "random", seed: int = 0) -> None:
@@ -116,6 +131,9 @@ class Machine:
         self.here = threading.local()
         self.worlds: dict[bytes, Any] = {}
         self.async_error = ""
+        self.fault = 0
+        self.misuses: list[str] = []
+        self.message_bytes = {True: 0, False: 0}
 
     @property
     def device(self) -> int:
@@ -124,7 +142,7 @@ class Machine:
     def advance(self, most: int | None = None) -> None:
         """Run what can run, or some of it."""
         with self.lock:
-            while most is None or most > 0:
+            while not self.fault and (most is None or most > 0):
                 if not self._one():
                     return
                 if most is not None:
@@ -149,6 +167,8 @@ class Machine:
         """Run what can run until this holds."""
         end = time.monotonic() + PATIENCE
         while not done():
+            if self.fault:
+                raise CUDARuntimeError(f"cudaError {self.fault}")
             self.advance()
             if done():
                 return

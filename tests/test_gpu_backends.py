@@ -98,7 +98,11 @@ def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_othe
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("how", [{}, {"overlap": False}, {"lanes": "trees"}, {"graphs": False}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"bindings": "cupy"}, {"overlap": False}, {"lanes": "trees"}, {"graphs": False}],
+    ids=str,
+)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
     machine: Machine, cupy: ModuleType, collective: str, how: dict[str, Any], order: str

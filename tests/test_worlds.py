@@ -9,14 +9,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from collectives.backends.nccl.store_world import StoreWorld
-from collectives.backends.nccl.tcp_world import TcpWorld
-from collectives.backends.nccl.world import World, share_unique_id
+from collectives.backends.nccl.world import World
 from collectives.backends.tcp.rendezvous import Rendezvous
 from topoplan.errors import BackendError
 
@@ -124,23 +122,3 @@ def test_ranks_meet_over_mpi(what: str) -> None:
         assert [f"rank {rank} {told}" in done.stdout for rank in range(3)] == [True] * 3
     else:
         assert done.stdout.count("waited 0.5 s for ranks that have not called this collective") == 3
-
-
-def test_unique_ids_of_old_and_new_cupy_reach_all_ranks_as_they_were() -> None:
-    for made in (bytes(range(128)), tuple(range(-64, 64))):
-        nccl: Any = SimpleNamespace(get_unique_id=lambda made=made: made)
-        with Rendezvous("127.0.0.1:0", 2) as meeting:
-            worlds: list[Any] = [None, None]
-
-            def meet(rank: int, meeting: Rendezvous = meeting, worlds: list[Any] = worlds) -> None:
-                worlds[rank] = TcpWorld(meeting.address, rank, 2)
-
-            threads = [threading.Thread(target=meet, args=[rank]) for rank in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30)
-            found = in_threads(worlds, lambda world, nccl=nccl: share_unique_id(world, nccl, timeout=10))
-            for world in worlds:
-                world.close()
-        assert found == [made, made]

@@ -159,9 +159,11 @@ class GpuErrorFeedback:
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
         with self._cupy.cuda.Device(self.residual.device.id):
-            self.residual.set(np.ascontiguousarray(residual))
-            if self.velocity is not None:
-                self.velocity.set(np.ascontiguousarray(velocity))
+            for target, given in ((self.residual, residual), (self.velocity, velocity)):
+                if target is not None:
+                    line = np.ascontiguousarray(given)
+                    target.set(line)
+                    self._cupy.cuda.get_current_stream().synchronize()  # the line is read until then
         self.step = int(state["step"])
 
     def _checked(self, gradient: Any, k: int) -> str:

@@ -87,7 +87,8 @@ class LoopbackGpu:
             program = self._program(call)
             addresses = [array.data.ptr for one in call.memory for array in (one.source, one.result)]
             scratch = 0 if program.scratch is None else program.scratch.data.ptr
-            program.work.bases.set(np.array([*addresses, scratch], dtype=np.int64))
+            table = np.array([*addresses, scratch], dtype=np.int64)  # stays until it was read, at the end
+            program.work.bases.set(table)
             kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
             self._launch(program, kernel, f"{call.op} {call.dtype}", stream)
             stream.synchronize()

@@ -3,9 +3,8 @@
 Before each collective the ranks compare what they mean to run. Then every rank runs its program (`program`): messages
 grouped by steps that match on all ranks, joins beside them. It returns when the GPU has finished.
 
-What no test without GPUs can show: speeds, that NCCL's kernels and the joins really overlap, that aborting a blocking
-communicator lets go of a call that connects ranks (NCCL only promises it for non-blocking ones, which CuPy cannot
-make), and several trees with a communicator each on a GPU that is too small for all their kernels.
+What no test without GPUs can show: speeds, that NCCL's kernels and the joins really overlap, and several trees with a
+communicator each on a GPU that is too small for all their kernels.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays
 from collectives.backends.backend import Call
-from collectives.backends.nccl.connections import Connections, prepare
+from collectives.backends.nccl.connections import ABORT_SECONDS, DESTROY_SECONDS, Connections, prepare
 from collectives.backends.nccl.guard import Guard
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, place
+from collectives.backends.nccl.library import NcclFailed
 from collectives.backends.nccl.program import program_of, waits_for
 from collectives.backends.nccl.replay import Replays, decision
 from collectives.backends.nccl.world import World
@@ -38,6 +38,9 @@ MOST_LANES = 1024
 
 DRAIN_SECONDS = 1.0
 """Time for the GPU to end what was queued, once the communicators are aborted."""
+
+NOT_READY = 600
+"""CUDA's cudaErrorNotReady, which is no error."""
 
 Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
@@ -70,6 +73,8 @@ class NcclBackend:
         More than 1 lets NCCL (2.30 or newer) put several ranks on one GPU, by setting
         ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` where they are not set. It must be made before
         NCCL is used in the process.
+    bindings : str
+        Through which package NCCL is called: "nccl4py", "cupy", or "auto" for the first that is there.
 
     Raises
     ------
@@ -97,6 +102,7 @@ class NcclBackend:
         overlap: bool = True,
         graphs: bool = True,
         ranks_per_gpu: int = 1,
+        bindings: str = "auto",
     ) -> None:
         if lanes not in ("steps", "trees"):
             raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
@@ -105,7 +111,7 @@ class NcclBackend:
                 f"steps of {step_bytes} bytes, {ranks_per_gpu} ranks per GPU, a timeout of {timeout} s: "
                 "give numbers above zero"
             )
-        prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu)
+        self.library = prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu, bindings=bindings)
         self.rank = world.rank
         self.size = world.size
         self.ranks: tuple[int, ...] = (world.rank,)
@@ -123,11 +129,12 @@ class NcclBackend:
         self._closed = False
         with self.arrays.here():
             self._lanes = Lanes(cupy, self.arrays.kernels, most=MOST_LANES)
-        self._connections = Connections(cupy, world, device=self.arrays.device, timeout=timeout)
+        self._connections = Connections(self.library, cupy, world, device=self.arrays.device, timeout=timeout)
         self._guard = Guard(world, self._connections, timeout=timeout)
         try:
             self._connections.have(1)
-        except BaseException:
+        except BaseException as error:
+            self._end(self._failure(error))
             self.close()
             raise
 
@@ -139,8 +146,7 @@ class NcclBackend:
                 self._run(call, stream)
         except BaseException as error:
             failure = self._failure(error)
-            self._guard.stop(failure)
-            self._drain()
+            self._end(failure)
             if isinstance(error, TopoplanError) or not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -150,9 +156,7 @@ class NcclBackend:
         if not self._closed and self._guard.error is None:
             with contextlib.suppress(BackendError):
                 self._world.gather(self._said(signature, 0), timeout=self._timeout)
-            self._guard.stop(
-                BackendError("this rank refused a collective; make a new communicator", rank=self.rank)
-            )
+            self._end(BackendError("this rank refused a collective; make a new communicator", rank=self.rank))
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
@@ -168,6 +172,8 @@ class NcclBackend:
         self._guard.close()
         if self._guard.error is None:
             self._connections.give_up()
+            self._drop_graphs()
+            self._connections.left(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
 
@@ -183,7 +189,7 @@ class NcclBackend:
         if not len(call.table):
             return
         program = placed.program
-        communicators = self._connections.have(len(program.lanes))
+        self._connections.have(len(program.lanes))
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
         marks = self._lanes.marks
         marks[: len(program.lanes)] = 0
@@ -194,42 +200,46 @@ class NcclBackend:
             origin.wait_event(ready)
             self._lanes.send_addresses(placed, addresses)
             if what == "capture":
-                self._capture(placed, replays, key, kernel, communicators, addresses)
+                self._capture(placed, replays, key, kernel, addresses)
             if what == "run":
                 replays.ran(key)
-                self._lanes.run(placed, communicators, kernel, addresses)
+                self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
             else:
                 replays.graph(key).launch(origin)
             self._wait()
 
     def _capture(
-        self,
-        placed: PlacedProgram,
-        replays: Replays,
-        key: object,
-        kernel: Any,
-        communicators: list[Any],
-        addresses: Any,
+        self, placed: PlacedProgram, replays: Replays, key: object, kernel: Any, addresses: Any
     ) -> None:
         origin = self._lanes.origin
         self._captures += 1
         origin.begin_capture()
         try:
-            self._lanes.run(placed, communicators, kernel, addresses)
-        finally:
-            graph = origin.end_capture()
-        replays.captured(key, self._captures, graph)
+            self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+        except BaseException:
+            # the stream must not stay in its capture, and nothing may hold what was captured
+            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                origin.end_capture()
+            raise
+        replays.captured(key, self._captures, origin.end_capture())
 
     def _wait(self) -> None:
         """Wait for the GPU: at first without sleeping, since most collectives are short."""
         ended = self._cupy.cuda.Event(disable_timing=True)
         ended.record(self._lanes.origin)
+        runtime = self._cupy.cuda.runtime
         pause = 0.0
-        while not ended.done:
+        while self._under_way(runtime.eventQuery(ended.ptr)):
             self._guard.check()
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)
         self._guard.check()
+
+    def _under_way(self, status: int) -> bool:
+        """Whether the GPU is not there yet; raises what it has failed with, where CuPy's ``done`` says no for ever."""
+        if status != NOT_READY:
+            self._cupy.cuda.runtime.check_status(status)
+        return status == NOT_READY
 
     def _agree(self, signature: Signature, offer: int) -> str:
         """Compare with all ranks what they mean to run; says how it is run."""
@@ -274,18 +284,32 @@ class NcclBackend:
         """What a rank has met, as the other ranks are told."""
         if self._guard.error is not None:
             return self._guard.error
-        if isinstance(error, BackendError):
-            failure = error
-        else:
-            what = error if isinstance(error, TopoplanError) else f"the GPU or NCCL failed: {error!r}"
-            failure = BackendError(str(what), rank=self.rank)
+        failure = error if isinstance(error, BackendError) else BackendError(_words(error), rank=self.rank)
         if self._world.trouble() is None:
             self._world.tell(failure)
         return failure
 
-    def _drain(self) -> None:
-        """Give the GPU time to end what was queued, since the memory it writes is about to be given up."""
+    def _end(self, failure: BackendError) -> None:
+        """Abort the communicators, and give the GPU time to end what was queued: its memory is about to be given up."""
+        self._guard.stop(failure)
+        self._drop_graphs()
+        self._connections.left(ABORT_SECONDS)
         end = time.monotonic() + DRAIN_SECONDS
-        with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self.arrays.here():
-            while not self._lanes.origin.done and time.monotonic() < end:
+        runtime = self._cupy.cuda.runtime
+        with contextlib.suppress(runtime.CUDARuntimeError), self.arrays.here():
+            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)) and time.monotonic() < end:
                 time.sleep(1e-3)
+
+    def _drop_graphs(self) -> None:
+        """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
+        for _, replays in self._programs.values():
+            replays.drop_graphs()
+
+
+def _words(error: BaseException) -> str:
+    """What a rank has met that is no failure of another one."""
+    if isinstance(error, TopoplanError):
+        return str(error)
+    if isinstance(error, NcclFailed):
+        return f"NCCL fails: {error}; NCCL_DEBUG=WARN tells more"
+    return f"the GPU failed: {error!r}"

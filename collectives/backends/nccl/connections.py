@@ -1,39 +1,50 @@
-"""The NCCL communicators of a rank: made together with all other ranks, aborted or given up alone."""
+"""The NCCL communicators of a rank: made together with all other ranks, aborted or given up alone.
+
+NCCL forbids to abort a communicator beside a running call on it. So all calls pass here, one at a time, and aborting
+waits for the one that runs; where the library's calls can wait for other ranks (`Library.waits`) it goes ahead after
+`PATIENCE` all the same, since nothing else would ever end such a call.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from collectives.backends.nccl.world import World, share_unique_id
-from topoplan.errors import BackendError, UsageError
+from collectives.backends.nccl.library import Library, Link, NcclFailed, described, find_library
+from collectives.backends.nccl.world import World
+from topoplan.errors import BackendError
 
-FAREWELL_SECONDS = 5.0
-"""Time for NCCL to give up its communicators."""
+PATIENCE = 1.0
+"""Seconds that aborting waits for a running call."""
+
+ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
+"""Time for NCCL to let go of its communicators, before a rank goes on without them."""
 
 LOOK_SECONDS = 0.01
 
+SPINS = 200
+"""How often `Connections.settle` looks before it sleeps in between."""
 
-def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int) -> None:
-    """Set variables that NCCL reads when it is first used; what is set already stays.
+
+def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str) -> Library:
+    """NCCL, with the variables set that it reads when it is first used; what is set already stays.
 
     Raises
     ------
     UsageError
-        CuPy finds no NCCL.
+        As `find_library`.
     """
-    if not cupy.cuda.nccl.available:
-        raise UsageError(
-            "the nccl back end needs NCCL, which CuPy does not find: pip install nvidia-nccl-cu12 (or -cu13, as CuPy)"
-        )
     if trees:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if ranks_per_gpu > 1:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
+    return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
 
 
 class Connections:
@@ -41,6 +52,7 @@ class Connections:
 
     Parameters
     ----------
+    library : Library
     cupy : module
     world : World
     device : int
@@ -49,15 +61,20 @@ class Connections:
         Seconds to wait for the other ranks.
     """
 
-    def __init__(self, cupy: ModuleType, world: World, *, device: int, timeout: float) -> None:
+    def __init__(
+        self, library: Library, cupy: ModuleType, world: World, *, device: int, timeout: float
+    ) -> None:
+        self._library = library
         self._cupy: Any = cupy
-        self._nccl: Any = cupy.cuda.nccl
         self._world = world
         self._device = device
         self._timeout = timeout
-        self._made: list[Any] = []
+        self._made: list[Link] = []
+        self._calls = threading.Lock()
+        self._ended = False
+        self._gone = threading.Event()
 
-    def have(self, count: int) -> list[Any]:
+    def have(self, count: int) -> list[Link]:
         """This many communicators or more; all ranks make the same ones at the same time.
 
         Raises
@@ -66,70 +83,130 @@ class Connections:
             A rank does not come, or NCCL refuses.
         """
         while len(self._made) < count:
-            self._made.append(self._connect())
+            self._connect()
         return self._made
 
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The messages inside belong together.
+
+        Raises
+        ------
+        NcclFailed
+            The communicators are being aborted, or NCCL refuses.
+        """
+        with self._calls:
+            self._check()
+            with self._library.group():
+                yield
+
+    def settle(self, link: Link, check: Callable[[], None]) -> None:
+        """Wait until what was begun on a communicator is queued on its stream, so that the stream can be given more.
+
+        Parameters
+        ----------
+        link : Link
+        check : callable
+            Called again and again; what it raises ends the waiting.
+        """
+        spins = 0
+        while not self._library.waits:
+            with self._calls:
+                self._check()
+                if link.ready():
+                    return
+            check()
+            spins += 1
+            time.sleep(0 if spins < SPINS else 1e-4)
+
     def error(self) -> str | None:
-        """What NCCL itself has met in the background."""
+        """What NCCL itself has met in the background; it is not asked while a call runs."""
+        if not self._calls.acquire(blocking=False):
+            return None
         try:
-            for communicator in list(self._made):
-                communicator.check_async_error()
-        except self._nccl.NcclError as error:
+            if not self._ended:
+                for link in self._made:
+                    link.ready()
+        except NcclFailed as error:
             return str(error)
+        finally:
+            self._calls.release()
         return None
 
     def abort(self) -> None:
-        """Let go of everything that waits for other ranks; from any thread."""
-        for communicator in list(self._made):
-            communicator.abort()
+        """Begin to let go of everything that waits for other ranks; from any thread, it does not wait itself."""
+        self._leave(lambda link: link.abort())
 
     def give_up(self) -> None:
-        """Destroy all communicators; that waits for what other ranks still do, and they may be dead."""
+        """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
+        self._leave(lambda link: link.destroy())
 
-        def destroy() -> None:
-            with self._cupy.cuda.Device(self._device):
-                for communicator in self._made:
-                    communicator.destroy()
+    def left(self, seconds: float) -> bool:
+        """Wait so long for what `abort` or `give_up` has begun; whether it has ended."""
+        return not self._ended or self._gone.wait(seconds)
 
-        thread = threading.Thread(target=destroy, name="nccl farewell", daemon=True)
-        thread.start()
-        thread.join(FAREWELL_SECONDS)
+    def _leave(self, how: Callable[[Link], None]) -> None:
+        self._ended = True
 
-    def _connect(self) -> Any:
-        """One more; in a thread, since NCCL waits for all ranks without end and cannot be called back."""
-        unique_id = share_unique_id(self._world, self._nccl, timeout=self._timeout)
-        size, rank = self._world.size, self._world.rank
-        made: list[Any] = []
+        def one(link: Link) -> None:
+            # why the communicators end is told already, and one that cannot be freed is all that remains of it
+            with self._cupy.cuda.Device(self._device), suppress(Exception):
+                how(link)
+
+        def leave() -> None:
+            if self._calls.acquire(timeout=PATIENCE):
+                self._calls.release()  # whoever comes now finds that it has ended
+            # side by side: kernels of one communicator may wait for another's
+            threads = [
+                threading.Thread(target=one, args=[link], name="nccl farewell", daemon=True)
+                for link in self._made
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self._gone.set()
+
+        threading.Thread(target=leave, name="nccl farewell", daemon=True).start()
+
+    def _check(self) -> None:
+        if self._ended:
+            raise NcclFailed("the communicators were aborted")
+
+    def _connect(self) -> None:
+        """Make one more; in a thread, since NCCL may wait for all ranks without end and cannot be called back."""
+        made = self._library.unique_id() if self._world.rank == 0 else b""
+        unique_id = self._world.gather(made, timeout=self._timeout)[0]
+        failure: list[BaseException] = []
 
         def join() -> None:
-            with self._cupy.cuda.Device(self._device):
-                try:
-                    made.append(self._nccl.NcclCommunicator(size, unique_id, rank))
-                except self._nccl.NcclError as error:
-                    made.append(error)
+            try:
+                with self._cupy.cuda.Device(self._device):
+                    link = self._library.connect(self._world.size, self._world.rank, unique_id)
+                    self._made.append(link)  # so that it can be aborted while it still looks for the others
+                    while not (self._ended or link.ready()):
+                        time.sleep(LOOK_SECONDS)
+            except Exception as error:  # of any kind: this thread has nobody else to tell
+                failure.append(error)
 
         thread = threading.Thread(target=join, name="nccl connect", daemon=True)
         thread.start()
         deadline = time.monotonic() + self._timeout
-        while True:
+        while thread.is_alive():
             thread.join(LOOK_SECONDS)
             trouble = self._world.trouble()
-            if made or trouble is not None:
-                break
-            if time.monotonic() > deadline:
+            if trouble is None and time.monotonic() > deadline:
                 trouble = self._told(
                     f"found no other ranks for {self._timeout:g} s; NCCL_DEBUG=INFO tells more"
                 )
-                break
-        if made and isinstance(made[0], Exception):
-            trouble = self._told(f"refuses: {made[0]}; NCCL_DEBUG=WARN tells why")
-        if not made or isinstance(made[0], Exception):
-            assert trouble is not None, "there is a reason"
-            raise trouble
-        return made[0]
+            if trouble is not None:
+                raise trouble
+        if failure:
+            words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
+            raise self._told(f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why")
 
     def _told(self, what: str) -> BackendError:
         """A failure of NCCL that all ranks are told of."""
-        error = BackendError(f"NCCL {what}", rank=self._world.rank)
+        error = BackendError(f"NCCL {what} ({described(self._library)})", rank=self._world.rank)
         self._world.tell(error)
         return error

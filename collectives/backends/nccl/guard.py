@@ -87,7 +87,7 @@ class Guard:
             raise self.error
 
     def stop(self, error: BackendError) -> None:
-        """Abort the communicators, from any thread; the first error stays."""
+        """Begin to abort the communicators, from any thread; the first error stays."""
         with self._changed:
             self.error = self.error or error
             first, self._aborted = not self._aborted, True

@@ -6,6 +6,7 @@ replayed graph shows how far it is. All streams start behind one event and end b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.nccl.connections import Connections
+from collectives.backends.nccl.library import Link
 from collectives.backends.nccl.program import Program, Step
 from collectives.kernels.launching import DeviceWork, Kernels
 
@@ -69,7 +72,6 @@ class Lanes:
 
     def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
         self._cupy: Any = cupy
-        self._nccl: Any = cupy.cuda.nccl
         self._kernels = kernels
         self._lanes: list[_Streams] = []
         self._memory: Any = cupy.cuda.alloc_pinned_memory(4 * most)
@@ -88,10 +90,27 @@ class Lanes:
                 work.bases.set(addresses)
 
     def run(
-        self, placed: PlacedProgram, communicators: list[Any], kernel: Any, addresses: NDArray[np.int64]
+        self,
+        placed: PlacedProgram,
+        connections: Connections,
+        kernel: Any,
+        addresses: NDArray[np.int64],
+        check: Callable[[], None],
     ) -> None:
-        """Queue all steps; also into a graph, if `origin` is capturing."""
+        """Queue all steps; also into a graph, if `origin` is capturing.
+
+        Parameters
+        ----------
+        placed : PlacedProgram
+        connections : Connections
+        kernel : callable
+        addresses : (3,) array
+            Where the buffers lie.
+        check : callable
+            Called before each step; what it raises ends the collective.
+        """
         lanes = placed.program.lanes
+        links = connections.have(len(lanes))
         self._have(len(lanes))
         origin = self.origin
         begun = self._event(origin)
@@ -108,10 +127,13 @@ class Lanes:
         joined: dict[tuple[int, int], Any] = {}
         where = [int(address) for address in addresses]
         for _, number, place in turns:
+            check()
             step, lane = lanes[number].steps[place], self._lanes[number]
             if step.joined is not None:
                 lane.moving.wait_event(joined[number, step.joined])
-            self._move(step, communicators[number], lane.moving, where)
+            with connections.group():
+                self._move(step, links[number], lane.moving, where)
+            connections.settle(links[number], check)
             moved = self._event(lane.moving)
             self._mark(placed, number, place + 1, lane.marking, moved)
             if step.join is not None:
@@ -131,15 +153,11 @@ class Lanes:
         event.record(stream)
         return event
 
-    def _move(self, step: Step, communicator: Any, stream: Any, where: list[int]) -> None:
-        self._nccl.groupStart()
-        try:
-            for kind, messages in ((communicator.send, step.sends), (communicator.recv, step.receives)):
-                for one in messages:
-                    address = where[one.buffer] + one.offset
-                    kind(address, one.nbytes, self._nccl.NCCL_UINT8, one.peer, stream.ptr)
-        finally:
-            self._nccl.groupEnd()
+    def _move(self, step: Step, link: Link, stream: Any, where: list[int]) -> None:
+        for one in step.sends:
+            link.send(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
+        for one in step.receives:
+            link.receive(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
 
     def _mark(self, placed: PlacedProgram, lane: int, value: int, stream: Any, moved: Any) -> None:
         stream.wait_event(moved)

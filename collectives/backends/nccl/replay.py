@@ -54,6 +54,11 @@ class Replays:
         while len(self._runs) > KEPT:
             self._runs.popitem(last=False)
 
+    def drop_graphs(self) -> None:
+        """Let go of all graphs, for which NCCL waits before it frees a communicator."""
+        for key, run in self._runs.items():
+            self._runs[key] = _Run(min(run.offer, SEEN))
+
     def captured(self, key: object, number: int, graph: Any) -> None:
         """It was captured, as graph number so and so of the job."""
         self._runs[key] = _Run(FIRST_GRAPH + number, graph)

@@ -9,14 +9,10 @@ the timeout and name the neighbour that they wait for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Protocol
 
 from collectives.backends.tcp.stall import Waiting
 from topoplan.errors import BackendError
-
-ID_BYTES = 128
-"""Bytes of NCCL's unique id."""
 
 
 class World(Protocol):
@@ -71,28 +67,3 @@ def plain(error: BackendError) -> str:
     text = str(error)
     known = any(value is not None for value in (error.rank, error.peer, error.step))
     return text.split(": ", 1)[1] if known else text
-
-
-def share_unique_id(world: World, nccl: ModuleType, *, timeout: float) -> bytes | tuple[int, ...]:
-    """A new unique id of NCCL that rank 0 has made, the same on all ranks.
-
-    Parameters
-    ----------
-    world : World
-    nccl : module
-        ``cupy.cuda.nccl``
-    timeout : float
-        Seconds to wait for all ranks.
-
-    Raises
-    ------
-    BackendError
-        As `World.gather`.
-    """
-    made = nccl.get_unique_id() if world.rank == 0 else b""
-    # CuPy 14 has bytes here, earlier ones have a tuple of signed numbers
-    plainly = made if isinstance(made, bytes) else b"s" + bytes(number & 255 for number in made)
-    told = world.gather(plainly, timeout=timeout)[0]
-    if len(told) == ID_BYTES:
-        return told
-    return tuple(number - 256 if number > 127 else number for number in told[1:])

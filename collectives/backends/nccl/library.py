@@ -1,0 +1,315 @@
+"""Every call that we make of NCCL, through NVIDIA's own bindings (nccl4py) where they are there, else through CuPy's.
+
+One libnccl serves a process, whoever asks: the first that anything has loaded. `find_library` says which.
+
+Communicators of nccl4py are non-blocking: a call only begins what it is for, `Link.ready` tells when that has ended,
+and nothing waits inside NCCL for another rank. CuPy's are blocking: their calls can wait there without end.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+from topoplan.errors import UsageError
+
+ID_BYTES = 128
+"""Bytes of NCCL's unique id."""
+
+SHARED_GPU = 23003
+"""The first release that puts several ranks on one GPU, as NCCL writes it: 2.30.3."""
+
+OLDEST = 22300
+"""The first release with the call by which nccl4py makes communicators: 2.23."""
+
+NAMES = ("auto", "nccl4py", "cupy")
+"""What `find_library` takes; "auto" is nccl4py where it can be used, else CuPy."""
+
+
+class NcclFailed(Exception):
+    """NCCL refuses, or reports an error of its own; the message is one line."""
+
+
+class Link(Protocol):
+    """A communicator, seen from one rank. Messages belong inside the library's `group`."""
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Send memory of the GPU to a peer, in the order of a stream (its handle)."""
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Receive into memory of the GPU."""
+
+    def ready(self) -> bool:
+        """Whether what the last call began has ended.
+
+        Raises
+        ------
+        NcclFailed
+            NCCL has met an error, now or in the background.
+        """
+
+    def abort(self) -> None:
+        """Let go of everything that waits for other ranks; waits for captured graphs to be dropped."""
+
+    def destroy(self) -> None:
+        """Free it; waits for what other ranks still do, and for captured graphs to be dropped."""
+
+
+class Library(Protocol):
+    """NCCL in this process.
+
+    Attributes
+    ----------
+    name : str
+        "nccl4py" or "cupy".
+    version : int
+        As NCCL writes it: 23203 is 2.32.3.
+    path : str
+        Of the libnccl that is loaded; empty where the system does not tell.
+    waits : bool
+        Whether a call can wait inside NCCL for other ranks.
+    """
+
+    name: str
+    version: int
+    path: str
+    waits: bool
+
+    def unique_id(self) -> bytes:
+        """A new id of `ID_BYTES` bytes, which one rank makes for all."""
+
+    def connect(self, size: int, rank: int, unique_id: bytes) -> Link:
+        """Join a communicator on the GPU that is current; use it when it is `ready`."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """The calls inside belong together: none waits for another."""
+
+
+def find_library(cupy: ModuleType, *, ranks_per_gpu: int = 1, name: str = "auto") -> Library:
+    """NCCL, loaded.
+
+    Parameters
+    ----------
+    cupy : module
+    ranks_per_gpu : int
+    name : str
+        One of `NAMES`.
+
+    Raises
+    ------
+    UsageError
+        There is none, or it is too old for what is asked; says what to install.
+    """
+    if name not in NAMES:
+        raise UsageError(
+            f"there are no bindings {name!r} of NCCL; use {', '.join(NAMES[:-1])} or {NAMES[-1]}"
+        )
+    found: Library | None = None if name == "cupy" else _nccl4py()
+    if found is None and name == "nccl4py":
+        raise UsageError(
+            "nccl4py is missing, finds no libnccl, or finds one before 2.23: "
+            'pip install "topoplan[cuda12]" (or cuda13, as CuPy)'
+        )
+    if found is None:
+        found = _cupy(cupy)
+    if ranks_per_gpu > 1 and found.version < SHARED_GPU:
+        raise UsageError(
+            f"{ranks_per_gpu} ranks on one GPU need NCCL 2.30.3 or newer, and this is {described(found)}; "
+            "pip install --upgrade nvidia-nccl-cu12 (or -cu13, as CuPy), or start a rank for each GPU"
+        )
+    return found
+
+
+def described(library: Library) -> str:
+    """A library in a few words.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> described(SimpleNamespace(name="cupy", version=23203, path="/lib/libnccl.so.2"))
+    '2.32.3 by cupy, /lib/libnccl.so.2'
+    """
+    major, rest = divmod(library.version, 10000)
+    place = f", {library.path}" if library.path else ""
+    return f"{major}.{rest // 100}.{rest % 100} by {library.name}{place}"
+
+
+def loaded_path() -> str:
+    """Which libnccl this process has loaded; empty where there is none, or the system does not tell."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            words = [line.split(maxsplit=5) for line in lines if "libnccl.so" in line]
+    except OSError:
+        return ""
+    return words[0][5].strip() if words and len(words[0]) > 5 else ""
+
+
+# ---- nccl4py
+
+
+class _Nccl4py:
+    name = "nccl4py"
+    waits = False
+
+    def __init__(self, core: Any, bindings: Any, info: Any) -> None:
+        self.version = 10000 * info.version.major + 100 * info.version.minor + info.version.micro
+        self.path = str(info.path or "")
+        self._core, self._bindings = core, bindings
+
+    def unique_id(self) -> bytes:
+        with self._failures():
+            return bytes(self._core.get_unique_id())
+
+    def connect(self, size: int, rank: int, unique_id: bytes) -> Link:
+        core = self._core
+        with self._failures():
+            made = core.Communicator.init(
+                size, rank, core.UniqueId.from_bytes(unique_id), config=core.NCCLConfig(blocking=False)
+            )
+        return _Nccl4pyLink(self._core, self._bindings, made)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        with self._failures(), self._core.group():
+            yield
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._bindings.NCCLError, self._core.NcclInvalid) as error:
+            raise NcclFailed(_one_line(error)) from error
+
+
+class _Nccl4pyLink:
+    def __init__(self, core: Any, bindings: Any, made: Any) -> None:
+        self._core, self._bindings = core, bindings
+        self._made = made
+        # messages of bare addresses, which the layer above would wrap in array objects one by one
+        self._handle = bindings.Comm(made.ptr)
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._bindings.send(address, nbytes, int(self._core.UINT8), peer, self._handle, stream)
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._bindings.recv(address, nbytes, int(self._core.UINT8), peer, self._handle, stream)
+
+    def ready(self) -> bool:
+        try:
+            state = self._made.get_async_error()
+            if state == self._bindings.Result.Success:
+                return True
+            if state == self._bindings.Result.InProgress:
+                return False
+            words = f"{self._core.get_error_string(state)} {self._made.get_last_error()}"
+        except (self._bindings.NCCLError, self._core.NcclInvalid) as error:
+            words = str(error)
+        raise NcclFailed(_one_line(words))
+
+    def abort(self) -> None:
+        self._made.abort()
+
+    def destroy(self) -> None:
+        self._made.destroy()
+
+
+def _nccl4py() -> Library | None:
+    try:
+        core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
+    except ImportError:  # also where it lacks the bindings of CUDA that it needs
+        return None
+    info = core.get_version().libnccl
+    if info is None:
+        return None
+    found = _Nccl4py(core, bindings, info)
+    return found if found.version >= OLDEST else None
+
+
+# ---- CuPy
+
+
+class _Cupy:
+    name = "cupy"
+    waits = True
+
+    def __init__(self, nccl: Any) -> None:
+        self.version = int(nccl.get_version())
+        self.path = loaded_path()
+        self._nccl = nccl
+
+    def unique_id(self) -> bytes:
+        made = self._nccl.get_unique_id()
+        # CuPy 14 has bytes, earlier releases have a tuple of signed numbers
+        return made if isinstance(made, bytes) else bytes(number & 255 for number in made)
+
+    def connect(self, size: int, rank: int, unique_id: bytes) -> Link:
+        with self._failures():
+            try:
+                made = self._nccl.NcclCommunicator(size, unique_id, rank)
+            except TypeError:  # before CuPy 14
+                signed = tuple(number - 256 if number > 127 else number for number in unique_id)
+                made = self._nccl.NcclCommunicator(size, signed, rank)
+            return _CupyLink(self._nccl, made)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        with self._failures():
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        # CuPy cannot name all of NCCL's states: those that it does not know are a KeyError
+        except (self._nccl.NcclError, KeyError) as error:
+            raise NcclFailed(_one_line(error)) from error
+
+
+class _CupyLink:
+    def __init__(self, nccl: Any, made: Any) -> None:
+        self._nccl, self._made = nccl, made
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._made.send(address, nbytes, self._nccl.NCCL_UINT8, peer, stream)
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._made.recv(address, nbytes, self._nccl.NCCL_UINT8, peer, stream)
+
+    def ready(self) -> bool:
+        try:
+            self._made.check_async_error()
+        except (self._nccl.NcclError, KeyError) as error:
+            raise NcclFailed(_one_line(error)) from error
+        return True
+
+    def abort(self) -> None:
+        self._made.abort()
+
+    def destroy(self) -> None:
+        self._made.destroy()
+
+
+def _cupy(cupy: ModuleType) -> Library:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # what CuPy says of a missing library in eight lines is said here in one
+        nccl = import_module(f"{cupy.__name__}.cuda.nccl")
+    if not nccl.available:
+        raise UsageError(
+            "the nccl back end needs libnccl.so.2, which neither nccl4py nor CuPy finds: "
+            "pip install nvidia-nccl-cu12 (or -cu13, as CuPy)"
+        )
+    return _Cupy(nccl)
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
