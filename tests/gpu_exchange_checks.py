@@ -39,18 +39,18 @@ def check_sparse(cupy: Any, steps: list[Step]) -> None:
         assert taken(comm, steps, cupy.asarray, lambda array: array.get()) == wanted
 
 
-def check_nan_in_sparse(cupy: Any) -> None:
+def check_nan_in_sparse(cupy: Any, size: int = 70_001) -> None:
     """A NaN is named with its rank, and the residuals are as before."""
     ranks = range(len(TWO_SERVERS.ranks))
-    gradients = [np.random.default_rng(rank).standard_normal(70_001) for rank in ranks]
+    gradients = [np.random.default_rng(rank).standard_normal(size) for rank in ranks]
     with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
         comm.sparse_all_reduce([cupy.asarray(one) for one in gradients], density=0.01, exchange="servers")
         before = comm.sparse_state()[""]
-        gradients[3][[4444, 70_000]] = np.nan
+        gradients[3][[size // 3, size - 1]] = np.nan
         given = [cupy.asarray(one) for one in gradients]
         for exchange in EXCHANGES:
             refuses(
-                "element 4444 of the gradient is NaN, on rank 3",
+                f"element {size // 3} of the gradient is NaN, on rank 3",
                 lambda exchange=exchange: comm.sparse_all_reduce(given, density=0.01, exchange=exchange),
             )
         for one, other in zip(before, comm.sparse_state()[""], strict=True):
@@ -174,30 +174,34 @@ def check_messages_to_itself(
 ) -> None:
     """Bytes arrive at any alignment, step by step and as a graph that is replayed on other values."""
     with alone(cupy, library) as link:
-        stream = cupy.cuda.Stream(non_blocking=True)
         for nbytes in sizes:
             for shifts in ((0, 0), (16, 1), (3, 5), (8, 0)):
-                given, out = (cupy.zeros(nbytes + shift + GUARD, dtype=np.uint8) for shift in shifts)
-                lines = given[shifts[0] : shifts[0] + nbytes], out[shifts[1] : shifts[1] + nbytes]
-                graph = None
-                for number in range(rounds):
-                    values = np.frombuffer(np.random.default_rng(number).bytes(nbytes), dtype=np.uint8)
-                    lines[0].set(values)
-                    cupy.cuda.get_current_stream().synchronize()
-                    if number and graph is None:
-                        graph = captured(library, link, lines, stream)
-                    if graph is None:
-                        to_itself(library, link, lines, stream)
-                    else:
-                        graph.launch(stream)
-                    stream.synchronize()
-                    found = out.get()
-                    where = (
-                        f"{nbytes} bytes from +{shifts[0]} to +{shifts[1]}, {'graph' if number else 'step'}"
-                    )
-                    assert found[shifts[1] : shifts[1] + nbytes].tobytes() == values.tobytes(), where
-                    assert not found[: shifts[1]].any(), where
-                    assert not found[shifts[1] + nbytes :].any(), where
+                _check_message(cupy, library, link, nbytes, shifts, rounds)
+
+
+def _check_message(
+    cupy: Any, library: Library, link: Link, nbytes: int, shifts: tuple[int, int], rounds: int
+) -> None:
+    """The graph ends with this call, as it must before its communicator."""
+    stream, graph = cupy.cuda.Stream(non_blocking=True), None
+    given, out = (cupy.zeros(nbytes + shift + GUARD, dtype=np.uint8) for shift in shifts)
+    lines = given[shifts[0] : shifts[0] + nbytes], out[shifts[1] : shifts[1] + nbytes]
+    for number in range(rounds):
+        values = np.frombuffer(np.random.default_rng(number).bytes(nbytes), dtype=np.uint8)
+        lines[0].set(values)
+        cupy.cuda.get_current_stream().synchronize()
+        if number and graph is None:
+            graph = captured(library, link, lines, stream)
+        if graph is None:
+            to_itself(library, link, lines, stream)
+        else:
+            graph.launch(stream)
+        stream.synchronize()
+        found = out.get()
+        where = f"{nbytes} bytes from +{shifts[0]} to +{shifts[1]}, {'graph' if number else 'step'}"
+        assert found[shifts[1] : shifts[1] + nbytes].tobytes() == values.tobytes(), where
+        assert not found[: shifts[1]].any(), where
+        assert not found[shifts[1] + nbytes :].any(), where
 
 
 def check_abort_beside_a_graph(cupy: Any, library: Library, *, limit: float = 10.0) -> float:
@@ -227,12 +231,10 @@ def check_close_behind_a_graph(cupy: Any, library: Library, *, limit: float = 4.
 
 @contextmanager
 def alone(cupy: Any, library: Library) -> Iterator[Link]:
-    """A communicator of one rank."""
+    """A communicator of one rank; behind an error it stays, since a traceback keeps graphs that it would wait for."""
     link = connected(cupy, library)
-    try:
-        yield link
-    finally:
-        link.destroy()
+    yield link
+    link.destroy()
 
 
 def connected(cupy: Any, library: Library) -> Link:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -253,10 +254,12 @@ def shared_gpu(control: str | None) -> Iterator[dict[str, str]]:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         for place in places.values():
             os.mkdir(place)
-        environment = {**os.environ, **places}
+        # the service takes the first GPU that is shown here, and shows it as number 0
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+        environment = {**os.environ, **places, "CUDA_VISIBLE_DEVICES": shown.split(",")[0]}
         begun = _quietly([control, "-d"], environment, "")
         try:
-            yield places if begun else {}
+            yield {**places, "CUDA_VISIBLE_DEVICES": "0"} if begun else {}
         finally:
             if begun:
                 _quietly([control], environment, "quit\n")
@@ -348,8 +351,26 @@ def chosen(rows: Sequence[Row], patterns: str) -> list[Row]:
     return [*first, *found] if found else []
 
 
-def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] | None = None) -> int:
-    """The command."""
+def main(
+    arguments: Sequence[str] | None = None,
+    rows: Sequence[Row] | None = None,
+    *,
+    command: Sequence[str] = COMMAND,
+    seconds: float = SECONDS,
+) -> int:
+    """The command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        By default those of this process.
+    rows : sequence of Row, optional
+        By default those of `gpu_rows`.
+    command : sequence of str
+        What starts a process that knows these rows.
+    seconds : float
+        Of all rows together.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_report", description="What holds on this GPU.")
     parser.add_argument(
         "-o", "--output", type=Path, default=ROOT / "build" / "gpu_report.json", metavar="FILE"
@@ -378,7 +399,7 @@ def main(arguments: Sequence[str] | None = None, rows: Sequence[Row] | None = No
         print(line(outcome, width), flush=True)
         saved(asked.output, facts, outcomes)
 
-    report(wanted, facts, tell=tell)
+    report(wanted, facts, tell=tell, seconds=seconds, run=partial(run_row, command=command))
     failed = failures(outcomes)
     done = sum(outcome.verdict == "ok" for outcome in outcomes)
     print(f"{done} ok, {failed} failed or missed, {len(outcomes) - done - failed} cannot run; {asked.output}")

@@ -99,6 +99,12 @@ def main() -> None:
         comm.close()
 
 
+def say(text: str) -> None:
+    """Print a line at once and as a whole."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def methods(comm: Communicator) -> dict[str, Callable[..., Any]]:
     """The five collectives by their names in plans."""
     return {
@@ -132,7 +138,7 @@ def check(comm: Communicator, rank: int, counts: tuple[int, ...] = COUNTS) -> No
                     assert (out is None) == (wanted is None)
                     if out is not None:
                         assert out.get().tobytes() == wanted.tobytes(), f"{name} of {count} differs"
-    print(f"rank {rank}: check: ok", flush=True)
+    say(f"rank {rank}: check: ok")
 
 
 def sparse(comm: Communicator, rank: int, size: int = 300_007) -> None:
@@ -148,7 +154,7 @@ def sparse(comm: Communicator, rank: int, size: int = 300_007) -> None:
                 found = comm.sparse_all_reduce(cupy.asarray(arrays[rank]), **how)
                 wanted = reference.sparse_all_reduce(arrays, **how)[rank]
                 assert found.get().tobytes() == wanted.tobytes(), f"{exchange}, step {step} differs"
-    print(f"rank {rank}: sparse: ok", flush=True)
+    say(f"rank {rank}: sparse: ok")
 
 
 def allreduce(comm: Communicator, rank: int, count: int = 1 << 24) -> None:
@@ -165,13 +171,12 @@ def allreduce(comm: Communicator, rank: int, count: int = 1 << 24) -> None:
     most = comm.all_reduce(cupy.asarray(np.abs(line))).get()
     bound = 2 * comm.size * np.finfo(np.float32).eps * most
     assert (np.abs(found - other) <= bound).all(), "sums of float32 differ by more than their order explains"
-    out = cupy.empty_like(given)
+    out = cupy.empty(given.shape, dtype=given.dtype)
     own, theirs = (_median(call) for call in (lambda: comm.all_reduce(given, out=out), lambda: rival(given)))
     if rank == 0:
-        print(
+        say(
             f"rank 0: allreduce: int32 as ncclAllReduce, float32 within rounding; {count >> 18} MB in {own * 1e3:.2f} "
-            f"ms, {own / theirs:.2f} times ncclAllReduce's {theirs * 1e3:.2f} ms",
-            flush=True,
+            f"ms, {own / theirs:.2f} times ncclAllReduce's {theirs * 1e3:.2f} ms"
         )
 
 
@@ -205,7 +210,7 @@ def _rival(cupy: Any, comm: Communicator, rank: int) -> Callable[[Any], Any]:
             made.allReduce(given.data.ptr, out.data.ptr, given.size, kind, nccl.NCCL_SUM, stream.ptr)
 
     def reduced(given: Any) -> Any:
-        out = cupy.empty_like(given)
+        out = cupy.empty(given.shape, dtype=given.dtype)
         cupy.cuda.get_current_stream().synchronize()
         queue(given, out)
         stream.synchronize()
@@ -220,10 +225,10 @@ def measure(comm: Communicator, rank: int) -> None:
 
     for megabytes in (1, 16, 256):
         given = cupy.full(megabytes << 18, rank + 1, dtype=np.float32)
-        out = cupy.empty_like(given)
+        out = cupy.empty(given.shape, dtype=given.dtype)
         seconds = _median(lambda given=given, out=out: comm.all_reduce(given, out=out))
         if rank == 0:
-            print(f"{megabytes} {seconds}", flush=True)
+            say(f"{megabytes} {seconds}")
 
 
 def _median(call: Callable[[], object], runs: int = 10) -> float:
@@ -254,13 +259,13 @@ def close(comm: Communicator, rank: int) -> None:
     """Print how long closing takes; behind every other task, since it leaves nothing to use."""
     started = time.monotonic()
     comm.close()
-    print(f"rank {rank}: close: {time.monotonic() - started:.3f} s", flush=True)
+    say(f"rank {rank}: close: {time.monotonic() - started:.3f} s")
 
 
 def graph(comm: Communicator, rank: int) -> None:
     """Leave a graph that was replayed, for `close` to end with."""
     _replayed(comm)
-    print(f"rank {rank}: graph: ok", flush=True)
+    say(f"rank {rank}: graph: ok")
 
 
 def _replayed(comm: Communicator) -> tuple[Any, Any]:
@@ -277,7 +282,7 @@ def _raises(task: str, rank: int, call: Callable[[], object]) -> None:
     try:
         call()
     except TopoplanError as error:
-        print(f"rank {rank}: {task}: raised after {time.monotonic() - started:.3f} s: {error}", flush=True)
+        say(f"rank {rank}: {task}: raised after {time.monotonic() - started:.3f} s: {error}")
         return
     raise AssertionError(f"rank {rank}: {task}: no error")
 
