@@ -16,11 +16,11 @@ JOIN_GOAL, SELECT_GOAL = 0.8, 0.6
 MEMORY_CLOCK, BUS_WIDTH = 36, 37
 """CUDA's numbers of these attributes, which CuPy has no names for; in kHz and bits."""
 
-RIVAL_SECONDS = 60.0
+RIVAL_SECONDS = 25.0
 """After which no larger array is given to torch.topk."""
 
-FREE_FOR_EACH = 24
-"""Bytes of free memory that an element of a selection needs, with torch's copies."""
+FREE_FOR_EACH = 8
+"""Times its own size an element of a selection needs free memory, with torch's copies."""
 
 
 def cupy_here() -> Any:
@@ -146,13 +146,15 @@ def join_bandwidth() -> dict[str, Any]:
 
 
 def average_bandwidth() -> dict[str, Any]:
+    from kernel_data import bits_type
+
     from collectives.kernels import Kernels
     from tests.bench import gpu as bench
 
     cupy = cupy_here()
     kernels, found = Kernels(cupy), {}
     for dtype in ("float16", "bfloat16", "float32", "float64"):
-        line = cupy.zeros(bench.BYTES // 8, dtype=np_dtype(dtype))
+        line = cupy.zeros(bench.BYTES, dtype="uint8").view(bits_type(dtype))
         seconds = bench.gpu_seconds(cupy, partial(kernels.divide, line, dtype, 7))
         found[dtype] = 2 * line.nbytes / seconds / 1e9
     return shares(cupy, JOIN_GOAL, found)
@@ -160,12 +162,14 @@ def average_bandwidth() -> dict[str, Any]:
 
 def select_bandwidth() -> dict[str, Any]:
     """Two reads of everything, whatever a sample would spare."""
+    from kernel_data import bits_type
+
     from collectives.selection.gpu_passes import Passes
     from tests.bench import gpu as bench
 
     cupy, found = cupy_here(), {}
     for dtype, share in (("float32", 0.001), ("float32", 0.01), ("float16", 0.01), ("bfloat16", 0.01)):
-        x = normal(cupy, dtype, 1 << 26)
+        x = normal(cupy, dtype, bench.BYTES // bits_type(dtype).itemsize)
         k = int(share * x.size)
 
         def twice(x: Any = x, dtype: str = dtype, k: int = k) -> None:
@@ -182,7 +186,7 @@ def feedback_bandwidth() -> dict[str, Any]:
     from tests.bench import gpu as bench
 
     cupy, found = cupy_here(), {}
-    x, gradient = (normal(cupy, "float32", 1 << 26, seed) for seed in (1, 2))
+    x, gradient = (normal(cupy, "float32", bench.BYTES // 4, seed) for seed in (1, 2))
     for share in (0.001, 0.01):
 
         def twice(k: int = int(share * x.size)) -> None:
@@ -190,11 +194,6 @@ def feedback_bandwidth() -> dict[str, Any]:
 
         found[f"float32, {share:.1%}"] = 4 * x.nbytes / bench.gpu_seconds(cupy, twice) / 1e9
     return shares(cupy, SELECT_GOAL, found)
-
-
-def np_dtype(dtype: str) -> str:
-    """bfloat16 is its bits."""
-    return "uint16" if dtype == "bfloat16" else dtype
 
 
 def normal(cupy: Any, dtype: str, count: int, seed: int = 1) -> Any:
@@ -209,15 +208,18 @@ def normal(cupy: Any, dtype: str, count: int, seed: int = 1) -> Any:
 
 def topk_against_torch(dtype: str) -> dict[str, Any]:
     """Magnitudes of what is chosen, and times; sizes as far as memory and time allow."""
+    import numpy as np
+
     from collectives.selection.gpu import topk_gpu
     from tests.bench import gpu as bench
     from tests.bench.gpu_selection import rival_seconds
 
     cupy, torch = cupy_here(), import_module("torch")
+    each = FREE_FOR_EACH * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     end, lines, ratios = time.monotonic() + RIVAL_SECONDS, [], {}
     for power in (20, 22, 24, 26, 28, 30):
         free = cupy.cuda.runtime.memGetInfo()[0]
-        if FREE_FOR_EACH << power > free or time.monotonic() > end:
+        if each << power > free or time.monotonic() > end:
             lines.append(
                 f"2^{power}: left out, {'no time' if time.monotonic() > end else 'no memory'} for it"
             )
@@ -227,7 +229,7 @@ def topk_against_torch(dtype: str) -> dict[str, Any]:
         bits = tensor.view(torch.int16) if dtype == "bfloat16" else tensor
         torch.cuda.synchronize()
         x = cupy.from_dlpack(bits)
-        x = x.view("uint16") if dtype == "bfloat16" else x
+        x = x.view(np.uint16) if dtype == "bfloat16" else x
         for share in (0.001, 0.01, 0.1):
             k = int(share * x.size)
             where = f"2^{power}, {share:.1%}"
@@ -238,7 +240,7 @@ def topk_against_torch(dtype: str) -> dict[str, Any]:
                 lines.append(f"{where}: torch.topk failed: {type(error).__name__}: {str(error)[:80]}")
                 continue
             values = topk_gpu(x, k)[1]
-            given = torch.from_dlpack(values.view("int16") if dtype == "bfloat16" else values)
+            given = torch.from_dlpack(values.view(np.int16) if dtype == "bfloat16" else values)
             chosen = given.view(torch.bfloat16) if dtype == "bfloat16" else given
             assert torch.equal(chosen.abs().sort(descending=True).values, wanted), f"{where}: other values"
             del wanted, given, chosen, values

@@ -82,8 +82,7 @@ def device() -> dict[str, Any]:
         except Exception as error:
             lines.append(f"{part.__name__[1:]}: {type(error).__name__}: {' '.join(str(error).split())}")
     lines.append(f"numpy {found['numpy']}, python {found['python']}")
-    if "name" not in found:
-        raise RuntimeError("; ".join(lines))
+    assert "name" in found, "; ".join(lines)
     return {"text": "\n".join(lines), **found}
 
 
@@ -153,7 +152,7 @@ ON_EACH = (gpu, two_gpus, *NCCL)
 SANITIZER = (*CUPY, tool("compute-sanitizer"))
 
 ROWS: tuple[Row, ...] = (
-    Row("device", device, 60, (gpu,)),
+    Row("device", device, 60, CUPY),
     Row("kernels/joins", kernels.joins, 90, CUPY),
     Row("kernels/averages", kernels.averages_and_copies, 60, CUPY),
     Row("kernels/selection", kernels.selection, 90, CUPY),
@@ -176,15 +175,13 @@ ROWS: tuple[Row, ...] = (
     Row("nccl-1/close", ranks.close_behind_a_graph, 40, NCCL),
     Row("nccl-1/back-end", ALONE, 60, NCCL),
     Row("nccl-2/graphs", PAIR, 100, SHARED_GPU, True),
-    Row("nccl-2/steps", partial(PAIR, "check,close", graphs=0), 100, SHARED_GPU, True),
+    Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 100, SHARED_GPU, True),
     Row("nccl-2/trees", partial(PAIR, "check,close", lanes="trees"), 100, SHARED_GPU, True),
-    Row("nccl-2/sparse", partial(PAIR, "sparse,close"), 100, SHARED_GPU, True),
     Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 100, SHARED_GPU, True),
     Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 100, SHARED_GPU),
     Row("nccl-each/graphs", EACH, 100, ON_EACH),
-    Row("nccl-each/steps", partial(EACH, "check,close", graphs=0), 100, ON_EACH),
+    Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
     Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
-    Row("nccl-each/sparse", partial(EACH, "sparse,close"), 100, ON_EACH),
     Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 100, ON_EACH),
     Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 100, ON_EACH),
     Row("torch/streams", partial(ranks.torch_checks, "streams", "bad input"), 60, TORCH_CHECKS),
@@ -199,12 +196,12 @@ ROWS: tuple[Row, ...] = (
     Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
     Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
     *(
-        Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 90, (*CUPY, *TORCH))
+        Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))
         for dtype in ("float32", "float16", "bfloat16", "float64")
     ),
     Row("nccl-4/graphs", partial(ranks.collectives_of, 4, "check,graph,close"), 120, SHARED_GPU, True),
-    Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 80.0), 90, SANITIZER),
-    Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 110.0), 120, SANITIZER),
+    Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 50.0), 60, SANITIZER),
+    Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 80.0), 90, SANITIZER),
     Row(ranks.SUBSET, ranks.small_subset, 120, CUPY, listed=False),
 )
 """All of them, in the order in which they run: what others rest on first, what may take long last."""

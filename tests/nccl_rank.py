@@ -14,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,11 @@ def allreduce(comm: Communicator, rank: int, count: int = 1 << 24) -> None:
     """Sums are those of ncclAllReduce: of integers the same, of floats within the bound of another order."""
     import cupy
 
-    rival = _rival(cupy, comm, rank)
+    with _rival(cupy, comm, rank) as rival:
+        _compare(cupy, comm, rank, rival, count)
+
+
+def _compare(cupy: Any, comm: Communicator, rank: int, rival: Callable[[Any], Any], count: int) -> None:
     generator = np.random.default_rng(rank)
     whole = cupy.asarray(generator.integers(-(2**31), 2**31, count, dtype=np.int32))
     line = generator.standard_normal(count).astype(np.float32)
@@ -180,7 +185,8 @@ def allreduce(comm: Communicator, rank: int, count: int = 1 << 24) -> None:
         )
 
 
-def _rival(cupy: Any, comm: Communicator, rank: int) -> Callable[[Any], Any]:
+@contextmanager
+def _rival(cupy: Any, comm: Communicator, rank: int) -> Iterator[Callable[[Any], Any]]:
     """NCCL's own allreduce of an array among the same ranks, ended when it returns."""
     from collectives.backends.nccl.library import ID_BYTES, find_library
 
@@ -216,7 +222,8 @@ def _rival(cupy: Any, comm: Communicator, rank: int) -> Callable[[Any], Any]:
         stream.synchronize()
         return out
 
-    return reduced
+    yield reduced
+    made.destroy()
 
 
 def measure(comm: Communicator, rank: int) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -313,7 +314,7 @@ def test_ranks_of_nccl_hold_what_their_tasks_check_on_the_stand_in(
 ) -> None:
     machine.gpus = 2
     # NCCL's own allreduce has no stand-in
-    monkeypatch.setattr(nccl_rank, "_rival", lambda cupy, comm, rank: comm.all_reduce)
+    monkeypatch.setattr(nccl_rank, "_rival", lambda cupy, comm, rank: nullcontext(comm.all_reduce))
 
     def task(comm: Communicator, rank: int) -> None:
         nccl_rank.check(comm, rank, (0, 7, 3001))
