@@ -1,7 +1,7 @@
 # make demo: set up and run the main job.  make test: set up and pass the tests.  make train: train with 4 processes.
 PYTHON ?= python3
 VENV ?= .venv
-CUDA ?= cuda12
+CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
 
@@ -54,7 +54,7 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.gpu: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,$(CUDA)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test-$(CUDA)]"
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python

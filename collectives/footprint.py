@@ -14,7 +14,7 @@ from collectives.backends.tcp.order import orders
 from collectives.lowering import lower
 from collectives.streams import streams
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALIGNMENT, Plan
 
 LARGEST = 200_000
 """Tree edges of a plan that is still looked at edge by edge."""
@@ -84,7 +84,8 @@ def footprint(plan: Plan) -> Footprint:
         )
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk
-    table = lower(plan, len(plan.ranks) * denominator, chunk_elements=len(plan.ranks) * denominator)
+    count = ALIGNMENT * len(plan.ranks) * denominator
+    table = lower(plan, count, chunk_elements=count)
     parts = streams(table)
     joins = [0] * len(plan.ranks)
     scratch = [0] * len(plan.ranks)

@@ -3,6 +3,10 @@
 The *pattern* of a plan, its tree edges as transfers and their prerequisites, does not depend on the element
 count. Chunks of a shard, and shards among each other, touch different elements, so the table is the pattern
 repeated for every chunk, which is a few numpy operations whatever the number of chunks.
+
+Shards (`shard_bounds`) and chunks start on multiples of `ALIGNMENT` elements of the buffer or of a rank's block, on
+every rank and back end alike. So NCCL and the kernels, which copy 16 bytes at a time only from and to such borders,
+find them at both ends of a message, where back ends lay out scratch memory in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from numpy.typing import NDArray
 from collectives.pattern import PlanKey, cumulative, pattern_of
 from collectives.transfer_table import TransferTable
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan, shard_bounds
+from topoplan.plans.plan import ALIGNMENT, Plan, shard_bounds
 
 
 def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = None) -> TransferTable:
@@ -29,7 +33,7 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
         Elements of the plan's buffer, zero or more; for allgather and reduce_scatter those of the full
         gathered buffer, a multiple of the number of ranks.
     chunk_elements : int
-        Longest chunk.
+        Longest chunk; rounded up to a multiple of `ALIGNMENT`.
     digest : str, optional
         ``plan.digest``, where the caller has it already.
 
@@ -53,9 +57,9 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
-    >>> table = lower(plan, 10, chunk_elements=4)
-    >>> sorted(zip(table.start.tolist(), table.stop.tolist()))[-1][1], len(set(table.queue.tolist()))
-    (10, 1)
+    >>> table = lower(plan, 100, chunk_elements=40)
+    >>> list(zip(table.start.tolist(), table.stop.tolist())), len(set(table.queue.tolist()))
+    ([(0, 48), (48, 96), (96, 100)], 1)
     """
     if count < 0:
         raise UsageError(f"a buffer of {count} elements does not exist; give zero or more")
@@ -80,7 +84,9 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
     key : PlanKey
     borders : tuple of int
         Ascending; the last one is the number of elements.
+        Where they are no multiples of `ALIGNMENT`, chunks do not start on such multiples either.
     chunk_elements : int
+        As in `lower`.
 
     Returns
     -------
@@ -92,12 +98,16 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
 
 @lru_cache(maxsize=64)
 def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
-    bounds = np.array(shard_bounds((shard.share for shard in key.plan.shards), count), dtype=np.int64)
-    return _table(key, bounds, chunk_elements)
+    plan = key.plan
+    blocks = len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else 1
+    bounds = shard_bounds((shard.share for shard in plan.shards), count, blocks=blocks)
+    return _table(key, np.array(bounds, dtype=np.int64), chunk_elements)
 
 
-def _table(key: PlanKey, bounds: NDArray[np.int64], chunk_elements: int) -> TransferTable:
+def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:
     pattern = pattern_of(key)
+    # up, so that a buffer that fits into one chunk does not become two
+    chunk_elements = -(-longest // ALIGNMENT) * ALIGNMENT
     chunks_of_shard = -(-np.diff(bounds) // chunk_elements)
     repeats = chunks_of_shard[pattern.shard]
     first = cumulative(repeats)

@@ -132,7 +132,7 @@ def row_of(table: TransferTable, number: int, chunk: int) -> int:
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 1000, chunk_elements=7)
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 1000, chunk_elements=16)
     >>> row = row_of(table, 5, 2)
     >>> int(table.chunk[row]), bool(table.source[row] == table.source[5])
     (2, True)
@@ -156,7 +156,7 @@ def wavefront(table: TransferTable) -> NDArray[np.int64]:
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1000, chunk_elements=100)
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
     >>> int(wavefront(table).max()) + 1
     11
     """

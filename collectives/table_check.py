@@ -39,7 +39,7 @@ def check_table(table: TransferTable, plan: Plan) -> None:
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather")
-    >>> check_table(lower(plan, 8 * 5, chunk_elements=2), plan)
+    >>> check_table(lower(plan, 8 * 80, chunk_elements=32), plan)
     """
     _check_rows(table)
     _check_races(table)

@@ -26,9 +26,9 @@ class Traffic:
     >>> import topoplan
     >>> from collectives import lower
     >>> traffic = Traffic((0, 1))
-    >>> traffic.add(lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 10, chunk_elements=4), itemsize=4)
+    >>> traffic.add(lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 100, chunk_elements=32), itemsize=4)
     >>> traffic.sent
-    {(0, 1): 40, (1, 0): 40}
+    {(0, 1): 400, (1, 0): 400}
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:

@@ -41,7 +41,7 @@ class TransferTable:
     Parameters
     ----------
     ranks, count, chunk_elements : int
-        Number of ranks, elements of the buffer, elements of the longest chunk that was allowed.
+        Number of ranks, elements of the buffer, elements of every chunk but the last of a shard.
     bounds : (S + 1,) int64
         Shard s is the elements ``bounds[s]`` to ``bounds[s + 1]``.
     queues : tuple of (source rank, destination rank, channel)

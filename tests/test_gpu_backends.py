@@ -156,6 +156,19 @@ def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_ar
     assert machine.graph_launches > 3 * len(rounds) / 2
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+def test_every_byte_that_nccl_moves_starts_on_a_border_of_16(
+    machine: Machine, cupy: ModuleType, dtype: str
+) -> None:
+    """Elsewhere its kernels copy byte by byte."""
+    machine.gpus = 8
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    arrays = floats(8, 2557, dtype=dtype)
+    outcome(on_every_rank(cupy, plan, lambda comm, rank: comm.all_reduce(cupy.asarray(arrays[rank]))))
+    assert machine.message_bytes[True] > 0
+    assert machine.message_bytes[False] == 0
+
+
 def plans() -> dict[str, Plan]:
     machine = topoplan.load("dgx-1v")
     return {
@@ -286,14 +299,14 @@ def test_bfloat16_is_rounded_after_every_join(machine: Machine, cupy: ModuleType
 
 def test_scratch_of_a_gpu_is_bounded_by_chunks_and_not_by_the_buffer() -> None:
     """Slots of chunks for the depth of the trees; twice that is more than enough for any of these."""
-    table = lower(forest_plan(8, "reduce_scatter", "binary"), 8 * 20000, chunk_elements=100)
+    table = lower(forest_plan(8, "reduce_scatter", "binary"), 8 * 20000, chunk_elements=96)
     memory = [
         RankArrays(rank, (0, 160000), None, (rank * 20000, (rank + 1) * 20000), None) for rank in range(8)
     ]
     depth = max(stream.level for stream in streams(table)) + 2
     work, scratch = loopback_program(table, memory, 4, step_bytes=1)
-    assert 0 < scratch <= 8 * 8 * depth * (400 + 32)
+    assert 0 < scratch <= 8 * 8 * depth * (384 + 32)
     for one in memory:
         program = nccl_program(table, one, 4, step_bytes=1)
-        assert 0 < program.scratch <= (8 * (depth + 2) + 2 * 8 * 8) * (400 + 32)
+        assert 0 < program.scratch <= (8 * (depth + 2) + 2 * 8 * 8) * (384 + 32)
     assert len(work.steps) > 200

@@ -23,7 +23,7 @@ from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import COLLECTIVES
 
 Array = NDArray[np.generic]
-SIZES = (0, 1, 7, 1000003)
+SIZES = (0, 1, 7, 15, 17, 1000003)
 
 
 def numbers(ranks: int, shape: int | tuple[int, ...], *, dtype: str = "int64", seed: int = 0) -> list[Array]:
@@ -90,11 +90,11 @@ def test_three_phase_sums_over_unequal_servers_are_exact(count: int) -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("chunk_bytes", [1, 24, 1 << 30])
-def test_chunks_from_one_element_to_more_than_the_buffer_give_the_same(
+@pytest.mark.parametrize("chunk_bytes", [1, 384, 1 << 30])
+def test_chunks_from_the_shortest_to_longer_than_the_buffer_give_the_same(
     collective: str, chunk_bytes: int
 ) -> None:
-    arrays = numbers(6, 66)
+    arrays = numbers(6, 1062)
     with Communicator(forest_plan(6, collective, "binary"), chunk_bytes=chunk_bytes) as comm:
         assert same(run(comm, collective, arrays), wanted(collective, arrays, root=1))
 
@@ -106,7 +106,7 @@ OTHER = ("uint8", "uint16", "uint32", "uint64", "complex64", "complex128")
 @pytest.mark.parametrize("dtype", REAL + OTHER)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_whole_numbers_are_exact_in_every_dtype(collective: str, dtype: str) -> None:
-    arrays = numbers(5, 35, dtype=dtype)
+    arrays = numbers(5, 565, dtype=dtype)
     with Communicator(forest_plan(5, collective, "chain"), chunk_bytes=64) as comm:
         assert same(run(comm, collective, arrays), wanted(collective, arrays, root=1))
 
@@ -115,7 +115,7 @@ def test_whole_numbers_are_exact_in_every_dtype(collective: str, dtype: str) -> 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint32"])
 @pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter"])
 def test_reductions_agree_with_numpy(collective: str, dtype: str, op: str) -> None:
-    arrays = numbers(4, 12, dtype=dtype)
+    arrays = numbers(4, 196, dtype=dtype)
     stacked = np.stack(arrays)
     total = {
         "sum": lambda: stacked.sum(axis=0),
@@ -177,7 +177,7 @@ def test_overflow_and_nan_pass_through_without_a_warning(recwarn: pytest.Warning
 
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_out_equal_to_arrays_works_in_place(collective: str) -> None:
-    arrays = numbers(5, (3, 7))
+    arrays = numbers(5, (30, 7))
     expected = wanted(collective, [array.copy() for array in arrays], root=1)
     with Communicator(forest_plan(5, collective, "binary")) as comm:
         results = run(comm, collective, arrays, out=arrays)
@@ -186,7 +186,7 @@ def test_out_equal_to_arrays_works_in_place(collective: str) -> None:
 
 
 def test_reduce_in_place_changes_the_roots_array_only() -> None:
-    arrays = numbers(5, 21)
+    arrays = numbers(5, 335)
     before = [array.copy() for array in arrays]
     with Communicator(forest_plan(5, "reduce", "chain", root=3)) as comm:
         comm.reduce(arrays, out=arrays)
@@ -214,7 +214,7 @@ def test_gather_and_scatter_work_in_place_as_in_nccl() -> None:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_strided_and_transposed_arrays_are_read_and_written_in_their_own_layout(collective: str) -> None:
-    arrays = [np.asfortranarray(array)[:, ::2] for array in numbers(4, (8, 6))]
+    arrays = [np.asfortranarray(array)[:, ::2] for array in numbers(4, (80, 6))]
     expected = wanted(collective, arrays, root=1)
     out = [None if e is None else np.zeros((*e.shape, 2), e.dtype)[..., 1] for e in expected]
     with Communicator(forest_plan(4, collective, "binary")) as comm:
@@ -224,10 +224,10 @@ def test_strided_and_transposed_arrays_are_read_and_written_in_their_own_layout(
 
 
 def test_results_over_other_inputs_are_as_if_all_inputs_had_been_read_first() -> None:
-    line = np.arange(40)
-    arrays = [line[0:10], line[10:20], line[20:30], line[30:40]]
+    line = np.arange(640)
+    arrays = [line[0:160], line[160:320], line[320:480], line[480:640]]
     expected = wanted("allreduce", [array.copy() for array in arrays], root=0)
-    out = [line[5:15], line[15:25], line[25:35], np.zeros(10, dtype=line.dtype)]
+    out = [line[80:240], line[240:400], line[400:560], np.zeros(160, dtype=line.dtype)]
     with Communicator(forest_plan(4, "allreduce", "chain")) as comm:
         assert same(comm.all_reduce(arrays, out=out), expected)
 
@@ -337,8 +337,8 @@ def test_a_wrong_plan_is_refused_at_construction() -> None:
     st.integers(2, 5),
     st.sampled_from(COLLECTIVES),
     st.sampled_from(sorted(SHAPES)),
-    st.integers(0, 40),
-    st.integers(1, 200),
+    st.integers(0, 640),
+    st.integers(1, 3200),
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=150, deadline=None)
@@ -356,10 +356,10 @@ def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:
     """The others are planned on first use, on the same allocation, and then kept."""
     machine = topoplan.load(name)
     ranks = len(machine.gpus)
-    arrays = numbers(ranks, ranks * 63)
+    arrays = numbers(ranks, ranks * 1003)
     plan = topoplan.plan(machine, "allreduce")
-    check_table(lower(plan, 1009, chunk_elements=32), plan)
-    with Communicator(plan, chunk_bytes=256) as comm:
+    check_table(lower(plan, 16147, chunk_elements=512), plan)
+    with Communicator(plan, chunk_bytes=4096) as comm:
         for collective in COLLECTIVES:
             assert same(run(comm, collective, arrays), wanted(collective, arrays, root=0))
         for collective, root in itertools.product(("broadcast", "reduce"), (1, ranks - 1)):
@@ -368,7 +368,7 @@ def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:
 
 def test_a_communicator_of_three_gpus_plans_by_rank_not_by_gpu_number() -> None:
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
-    arrays = numbers(3, 12)
+    arrays = numbers(3, 195)
     with Communicator(plan) as comm:
         assert same(comm.broadcast(arrays, root=2), [arrays[2]] * 3)
         assert same(comm.all_gather(arrays), [np.concatenate(arrays)] * 3)
@@ -377,12 +377,12 @@ def test_a_communicator_of_three_gpus_plans_by_rank_not_by_gpu_number() -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_rings_and_double_binary_trees_run_on_the_same_tables(collective: str) -> None:
     machine = topoplan.load("dgx-1v")
-    arrays = numbers(8, 8 * 63)
+    arrays = numbers(8, 8 * 1003)
     plans = [topoplan.ring(machine, collective)]
     if collective not in ("allgather", "reduce_scatter"):
         plans.append(topoplan.double_binary_tree(machine, collective))
     for plan in plans:
         root = plan.root or 0
-        check_table(lower(plan, 8 * 11, chunk_elements=3), plan)
-        with Communicator(plan, chunk_bytes=128) as comm:
+        check_table(lower(plan, 8 * 178, chunk_elements=48), plan)
+        with Communicator(plan, chunk_bytes=2048) as comm:
             assert same(run(comm, collective, arrays), wanted(collective, arrays, root=root))

@@ -277,16 +277,16 @@ def test_the_limit_on_what_is_passed_on_costs_no_time() -> None:
 def test_an_error_while_data_moves_ends_the_call() -> None:
     """A result that cannot be written, which the communicator would have refused."""
     plan = chain_plan(2)
-    parts = streams(lower(plan, 10, chunk_elements=3))
-    source, target = np.ones(10), np.zeros(10)
+    parts = streams(lower(plan, 160, chunk_elements=48))
+    source, target = np.ones(160), np.zeros(160)
     target.setflags(write=False)
     memory = (
-        RankArrays(0, (0, 10), source, (0, 10), source),
-        RankArrays(1, (0, 10), source, (0, 10), target),
+        RankArrays(0, (0, 160), source, (0, 160), source),
+        RankArrays(1, (0, 160), source, (0, 160), target),
     )
-    mover = ChunkMover(parts, memory, np.add, chunk_elements=3)
+    mover = ChunkMover(parts, memory, np.add, chunk_elements=48)
     with pytest.raises(ValueError, match="read-only"):
-        seconds(plan, 10, chunk_bytes=3, move=mover.move)
+        seconds(plan, 160, chunk_bytes=48, move=mover.move)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

@@ -38,8 +38,8 @@ def elements(plan: Plan, count: int) -> int:
 def test_every_order_that_a_table_allows_gives_the_collective(collective: str, shape: str, size: int) -> None:
     plan = forest_plan(size, collective, shape)
     topoplan.verify(plan)
-    for count in (0, 1, 7, 40):
-        for chunk in (1, 3, 1000):
+    for count in (0, 1, 7, 15, 17, 645):
+        for chunk in (1, 48, 1000):
             check_table(lower(plan, elements(plan, count), chunk_elements=chunk), plan)
 
 
@@ -56,7 +56,7 @@ def test_three_phases_over_servers_of_three_and_five_ranks_are_lowered_right() -
 def test_each_single_prerequisite_is_necessary(collective: str) -> None:
     """Without any one of them the checker finds a race: no prerequisite is implied by the others."""
     plan = forest_plan(5, collective, "binary")
-    table = lower(plan, elements(plan, 6), chunk_elements=2)
+    table = lower(plan, elements(plan, 96), chunk_elements=32)
     assert len(table.prerequisites) > 0
     for lost in range(len(table.prerequisites)):
         row = int(np.searchsorted(table.offsets, lost, side="right")) - 1
@@ -74,7 +74,7 @@ Change = Callable[[NDArray[np.generic]], NDArray[np.generic]]
 @pytest.mark.parametrize("collective", ["allreduce", "reduce_scatter", "broadcast"])
 def test_the_checker_finds_one_wrong_flag_in_any_row(collective: str, column: str) -> None:
     plan = forest_plan(4, collective, "chain")
-    table = lower(plan, 12, chunk_elements=2)
+    table = lower(plan, 192, chunk_elements=32)
     for row in range(len(table)):
         flags = getattr(table, column).copy()
         flags[row] = not flags[row]
@@ -85,7 +85,7 @@ def test_the_checker_finds_one_wrong_flag_in_any_row(collective: str, column: st
 @pytest.mark.parametrize("column", ["start", "stop"])
 def test_the_checker_finds_one_element_too_few_or_too_many_in_any_row(column: str) -> None:
     plan = forest_plan(4, "allreduce", "chain")
-    table = lower(plan, 40, chunk_elements=3)
+    table = lower(plan, 645, chunk_elements=48)
     for step in (-1, 1):
         for row in range(len(table)):
             ends = getattr(table, column).copy()
@@ -106,14 +106,14 @@ def test_the_checker_finds_one_element_too_few_or_too_many_in_any_row(column: st
 )
 def test_the_checker_finds_rows_that_make_no_sense(column: str, change: Change, fault: str) -> None:
     plan = forest_plan(4, "allreduce", "chain")
-    table = lower(plan, 40, chunk_elements=3)
+    table = lower(plan, 640, chunk_elements=48)
     damaged = replace(table, **{column: change(getattr(table, column))})
     with pytest.raises(PlanError, match=fault):
         check_table(damaged, plan)
 
 
 def test_a_table_of_ragged_columns_is_refused() -> None:
-    table = lower(forest_plan(4, "allreduce", "chain"), 40, chunk_elements=3)
+    table = lower(forest_plan(4, "allreduce", "chain"), 640, chunk_elements=48)
     with pytest.raises(PlanError, match="column stage has 1 entries"):
         replace(table, stage=table.stage[:1])
     with pytest.raises(PlanError, match="do not divide"):
@@ -123,7 +123,7 @@ def test_a_table_of_ragged_columns_is_refused() -> None:
 def test_rows_stand_by_chunk_index_and_tile_every_shard() -> None:
     """Chunk indices never fall from row to row; on each tree edge the chunks cover the shard in order."""
     plan = forest_plan(8, "allreduce", "binary")
-    table = lower(plan, 1000, chunk_elements=7)
+    table = lower(plan, 16007, chunk_elements=112)
     assert np.all(np.diff(table.chunk) >= 0)
     for shard in range(len(plan.shards)):
         for queue in range(len(table.queues)):
@@ -259,7 +259,7 @@ def random_plans(draw: st.DrawFn) -> Plan:
     return plan_of(size, collective, shards, root=root)
 
 
-@given(random_plans(), st.integers(0, 30), st.integers(1, 12))
+@given(random_plans(), st.integers(0, 480), st.integers(1, 192))
 @settings(max_examples=150, deadline=None)
 def test_random_forests_lower_to_tables_that_are_right_in_every_order(
     plan: Plan, count: int, chunk: int
@@ -268,12 +268,12 @@ def test_random_forests_lower_to_tables_that_are_right_in_every_order(
     check_table(lower(plan, elements(plan, count), chunk_elements=chunk), plan)
 
 
-@given(random_plans(), st.integers(1, 4))
+@given(random_plans(), st.integers(1, 64))
 @settings(max_examples=60, deadline=None)
 def test_execution_counts_contributions_as_the_plan_checker_does(plan: Plan, chunk: int) -> None:
     """Two roads: a table run on one-hot inputs, and `contributions` on the plan's stages."""
     size = len(plan.ranks)
-    count = 6 * size
+    count = 100 * size
     table = lower(plan, count, chunk_elements=chunk)
     for contribution in range(size):
         memory = [np.full(count, int(rank == contribution)) for rank in range(size)]
@@ -317,8 +317,8 @@ def shuffled(table: TransferTable, generator: np.random.Generator) -> TransferTa
 def test_any_allowed_order_gives_the_same_bytes_in_place_or_not(plan: Plan, seed: int) -> None:
     generator = np.random.default_rng(seed)
     size = len(plan.ranks)
-    count = 5 * size
-    table = lower(plan, count, chunk_elements=3)
+    count = 85 * size
+    table = lower(plan, count, chunk_elements=48)
     inputs = [generator.standard_normal(count).astype(np.float32) for _ in range(size)]
     wanted = [array.copy() for array in inputs]
     execute(table, wanted, wanted)
@@ -352,7 +352,7 @@ def test_eight_ranks_six_trees_and_64_chunks_are_5376_rows_in_16_queues() -> Non
         for r in range(6)
     ]
     plan = plan_of(8, "allreduce", shards)
-    table = lower(plan, 6 * 64 * 10, chunk_elements=10)
+    table = lower(plan, 6 * 64 * 160, chunk_elements=160)
     assert len(table) == 6 * 14 * 64
     assert len(table.queues) == 16
     check_table(table, plan)

@@ -186,7 +186,7 @@ def hosts_of(form: str, size: int) -> list[int]:
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_any_order_of_operations_gives_the_result_of_loopback(shape: str, collective: str, form: str) -> None:
     plan = forest_plan(5, collective, shape)
-    table = lower(plan, 5 * 23, chunk_elements=4)
+    table = lower(plan, 5 * 373, chunk_elements=64)
     for seed in range(3):
         ours, wanted = outcome(plan, table, hosts_of(form, 5), seed)
         assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
@@ -195,8 +195,8 @@ def test_any_order_of_operations_gives_the_result_of_loopback(shape: str, collec
 @settings(max_examples=25, deadline=None)
 @given(
     servers=st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) > 1),
-    count=st.integers(1, 60),
-    chunk=st.integers(1, 20),
+    count=st.integers(1, 960),
+    chunk=st.integers(1, 320),
     seed=st.integers(0, 1000),
 )
 def test_three_phases_run_on_any_division_into_hosts(

@@ -22,7 +22,7 @@ from small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switch
 import topoplan
 from topoplan.errors import PlanError
 from topoplan.plans import Cut, Lengths, Partition, Plan, Trivial
-from topoplan.plans.plan import shard_bounds
+from topoplan.plans.plan import ALIGNMENT, shard_bounds
 from topoplan.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,13 +249,18 @@ def test_keys_that_this_version_does_not_know_are_ignored() -> None:
     assert Plan.from_json(text) == CALLS["trees"]()
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 10**12))
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 10**12))
 @settings(max_examples=100, deadline=None)
-def test_shards_cover_any_buffer_without_gap_or_overlap(weights: list[int], count: int) -> None:
-    """Offsets rise from 0 to the count, each within one element of its share, for counts that nothing divides too."""
-    shares = [Fraction(weight, sum(weights)) for weight in weights]
-    bounds = shard_bounds(shares, count)
-    assert (bounds[0], bounds[-1]) == (0, count)
+def test_shards_cover_any_buffer_without_gap_or_overlap(weights: list[int], blocks: int, length: int) -> None:
+    """Offsets rise from 0 to the count, each less than the alignment below its share, for any length of a block too.
+
+    Inside a block they are multiples of the alignment from the block's start, and blocks end where they end.
+    """
+    shares = [Fraction(weight, sum(weights) * blocks) for weight in weights] * blocks
+    count = length * blocks
+    bounds = shard_bounds(shares, count, blocks=blocks)
     assert bounds == sorted(bounds)
-    for i, share in enumerate(shares):
-        assert abs(bounds[i + 1] - bounds[i] - share * count) < 1
+    assert bounds[:: len(weights)] == [block * length for block in range(blocks + 1)]
+    for i, bound in enumerate(bounds):
+        assert 0 <= sum(shares[:i]) * count - bound < ALIGNMENT
+        assert i % len(weights) == 0 or (bound - i // len(weights) * length) % ALIGNMENT == 0

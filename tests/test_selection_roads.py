@@ -14,6 +14,7 @@ import collectives
 from collectives.kernels.selection_launching import digits
 from collectives.selection import gpu_passes
 from collectives.selection.gpu import feed_gpu, topk_gpu
+from collectives.selection.gpu_error_feedback import GpuErrorFeedback
 from topoplan.errors import UsageError
 
 Fake = tuple[Any, Launches]
@@ -32,6 +33,38 @@ def test_two_reads_of_the_data_are_enough_where_values_differ(fake: Fake) -> Non
     assert launches.forms() == ["histogram", "gather", *few]
     topk_gpu(cupy.asarray(np.ones(30000, dtype=np.float32)), 300)
     assert launches.forms()[6:] == ["histogram"] * 3 + ["measure_all", "emit_all_int32"]
+
+
+def test_a_float64_of_two_reads_has_its_mantissas_top_bits_looked_at_first(fake: Fake) -> None:
+    """Half of normal values share the border's exponent, which a list has no room for."""
+    cupy, launches = fake
+    x = drawn("normal", "float64", 9001, np.random.default_rng(1))
+    found = topk_gpu(cupy.asarray(x), 700)
+    assert same((found[0].get(), found[1].get()), reference(x, 700))
+    assert launches.forms() == [
+        *["histogram"] * 2,
+        "gather",
+        *["histogram"] * (len(digits("float64")) - 2),
+        "measure_list",
+        "emit_list_int32",
+    ]
+
+
+@pytest.mark.parametrize("values", ["normal", "equal"])
+def test_what_is_returned_is_there_whichever_stream_reads_it(fake: Fake, values: str) -> None:
+    """Streams of the fake run late: what nobody has waited for is not there."""
+    cupy, _ = fake
+    x = (
+        drawn("normal", "float32", 30000, np.random.default_rng(1))
+        if values == "normal"
+        else np.ones(30000, "f4")
+    )
+    indices, chosen = topk_gpu(cupy.asarray(x), 300)
+    assert same((indices.host, chosen.host), reference(x, 300))
+    feedback = GpuErrorFeedback(30000, momentum=0.5)
+    indices, chosen = feedback.feed(cupy.asarray(x), 300)
+    assert same((indices.host, chosen.host), reference(x, 300))
+    assert not feedback.velocity.host[indices.host].any()
 
 
 # ---- error feedback

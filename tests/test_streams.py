@@ -21,7 +21,7 @@ def tables(draw: st.DrawFn) -> TransferTable:
     ranks = draw(st.integers(2, 6))
     collective = draw(st.sampled_from(COLLECTIVES))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
-    return lower(plan, ranks * draw(st.integers(0, 30)), chunk_elements=draw(st.integers(1, 40)))
+    return lower(plan, ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640)))
 
 
 @given(tables())
@@ -59,17 +59,17 @@ def test_data_moves_in_a_later_step_than_what_it_was_made_from(table: TransferTa
 
 def test_a_step_takes_one_chunk_of_every_stream_at_its_level() -> None:
     """The pipeline of c chunks through a chain of 5 ranks and back takes c + 2 x 4 - 1 steps."""
-    table = lower(forest_plan(5, "allreduce", "chain"), 5 * 16, chunk_elements=4)
+    table = lower(forest_plan(5, "allreduce", "chain"), 5 * 256, chunk_elements=64)
     chunks = max(part.chunks for part in streams(table))
     assert wavefront(table).max() + 1 == chunks + 2 * 4 - 1
 
 
 def test_siblings_arrive_together_and_windows_cover_the_longer_way_of_others() -> None:
     """One-hop trees of 16 GPUs: two steps. Three phases: a local root waits for its own server's tree first."""
-    star = streams(lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 1600, chunk_elements=10))
+    star = streams(lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 25600, chunk_elements=160))
     assert {part.level for part in star} == {0, 1}
     assert {part.window for part in star} == {2}
-    phases = streams(lower(three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]), 8000, chunk_elements=10))
+    phases = streams(lower(three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]), 128000, chunk_elements=160))
     for part in phases:
         before = [other for other in phases if other.number in part.waits and other.add and part.add]
         behind = max((o.level for o in before if o.destination == part.destination), default=0)

@@ -62,11 +62,11 @@ def test_a_link_slower_than_the_timeout_is_no_failure_while_bytes_arrive_anywher
 
 def test_a_rank_that_cannot_even_begin_tells_the_others_why() -> None:
     plan = forest_plan(3, "allreduce", "chain")
-    table = lower(plan, 9, chunk_elements=2)
-    signature = Signature(0, plan.digest[:16], 3, "allreduce", None, "sum", "float64", 9, 2)
+    table = lower(plan, 144, chunk_elements=32)
+    signature = Signature(0, plan.digest[:16], 3, "allreduce", None, "sum", "float64", 144, 32)
 
     def body(backend: TcpBackend, rank: int) -> None:
-        memory = RankArrays(rank, (0, 9), np.ones(9), (0, 9), np.empty(9))
+        memory = RankArrays(rank, (0, 144), np.ones(144), (0, 144), np.empty(144))
         op = "median" if rank == 1 else "sum"
         backend.run(Call(plan, table, signature, op, "float64", 8, (memory,)))
 

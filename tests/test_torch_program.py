@@ -84,8 +84,8 @@ PLANS.append(three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]))
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_programs_give_what_the_table_says_however_late_data_lands(plan: Plan, ahead: int) -> None:
     size = len(plan.ranks)
-    count = 60 * size
-    table = lower(plan, count, chunk_elements=7)
+    count = 965 * size
+    table = lower(plan, count, chunk_elements=112)
     generator = np.random.default_rng(0)
     inputs = [generator.standard_normal(count) for _ in range(size)]
     wanted = [line.copy() for line in inputs]
@@ -112,7 +112,7 @@ def test_programs_give_what_the_table_says_however_late_data_lands(plan: Plan, a
 
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_without_posting_ahead_both_ends_put_the_same_rows_into_one_step(plan: Plan) -> None:
-    table = lower(plan, 60 * len(plan.ranks), chunk_elements=7)
+    table = lower(plan, 965 * len(plan.ranks), chunk_elements=112)
     made = programs(plan, table, 0)
     for a, sender in enumerate(made):
         for b, receiver in enumerate(made):
@@ -124,7 +124,7 @@ def test_without_posting_ahead_both_ends_put_the_same_rows_into_one_step(plan: P
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_scratch_memory_does_not_grow_with_the_number_of_chunks(plan: Plan) -> None:
     size = len(plan.ranks)
-    few, many = (lower(plan, n * 60 * size, chunk_elements=7) for n in (2, 8))
+    few, many = (lower(plan, n * 960 * size, chunk_elements=112) for n in (2, 8))
     for short, long in zip(programs(plan, few, 1), programs(plan, many, 1), strict=True):
         assert long.slots <= short.slots + size
     if plan.collective in ("broadcast", "allgather"):

@@ -52,7 +52,7 @@ def message_bytes(plan: Plan, density: float, wire: WireFormat | None) -> int:
     for start, stop in pairwise(ends):
         entries = round(density * (stop - start))
         length = 8 * entries if wire is None else wire.encoded_bytes_at_most(entries, stop - start, "float32")
-        total += -(-length // 8) * 8
+        total += -(-length // 16) * 16
     return total
 
 

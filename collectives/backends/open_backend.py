@@ -82,8 +82,20 @@ def check_backend(name: str, *, pace: float | None = None) -> None:
         module, library, remedy = NEEDS[name]
         if find_spec(module) is None:
             raise UsageError(f"the {name} back end needs {library}: {remedy}")
+        if module == "cupy":
+            _check_gpu(name)
     if pace is not None and name not in PACED:
         raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(PACED)}")
+
+
+def _check_gpu(name: str) -> None:
+    """Raise `UsageError` where there is no GPU, driver or NCCL: once, before each rank finds that out."""
+    from collectives.arrays.cupy_arrays import load_cupy
+    from collectives.backends.nccl.library import find_library
+
+    cupy = load_cupy(name)
+    if name == "nccl":
+        find_library(cupy)
 
 
 def open_backend(

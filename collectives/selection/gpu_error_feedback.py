@@ -104,6 +104,7 @@ class GpuErrorFeedback:
                 raise UsageError(self._take_back(added)) from None
             if self.velocity is not None:
                 zero_entries_gpu(self.velocity, passes.indices)
+                cupy.cuda.get_current_stream().synchronize()
         self.step += 1
         return passes.indices, passes.values
 

@@ -5,7 +5,7 @@ There are three roads to the same result, d elements of b bytes each:
 - *one read*: all entries at or above a guessed bound are gathered (d b bytes; with a gradient that is added in the same
   pass 3 d b). It holds if at least k were found. The guess is an earlier threshold, or comes from a sample.
 - *two reads*: a histogram of the top 11 bits gives the bound, then the entries are gathered (2 d b; with a gradient
-  that is added 4 d b).
+  that is added 4 d b). In float64 those bits are the exponent alone, which many share, so 11 more come first: 3 d b.
 - *all reads*: the whole key is found on the data itself, then it is read to count and to write (5 d b in float32,
   4 d b in the half types, 8 d b in float64). For data of which more than the list's room share the border's 11 bits.
 
@@ -126,17 +126,20 @@ class Passes:
         self._histogram(work, self._x, addend, self._x.size, NOWHERE, first, self._k)
         if not self._k:
             return self._ended(work)
+        if first[0] >= KEY_BITS[self._dtype][1]:  # nothing of the mantissa is known yet
+            self._histogram(work, self._x, None, self._x.size, NOWHERE, rest.pop(0), 0)
         run = self._gathered(work, None, work[1:2], 0)
         self._select_from(work, run, tuple(rest), 0)
         return self._ended(work)
 
     def all_reads(self) -> None:
-        """Select without a list."""
+        """Select without a list, and wait."""
         work = self._workspace()
         for number, digit in enumerate(digits(self._dtype)):
             self._histogram(work, self._x, None, self._x.size, NOWHERE, digit, 0 if number else self._k)
         self._emit("all", work, (self._x, NOWHERE, np.int64(self._x.size), NOWHERE, NOWHERE))
         self.threshold = work[1:2]
+        self._cupy.cuda.get_current_stream().synchronize()
 
     def _one_read(self, addend: Addend | None, bound: Any, lower: int) -> bool:
         work = self._workspace()

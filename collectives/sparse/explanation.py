@@ -33,7 +33,7 @@ class Explanation:
     dense_seconds, pairs_seconds : float
         Model times of both.
     pairs_bytes : int
-        Of the gathered entries of all ranks.
+        Of the gathered messages of all ranks, in their places.
     reason : str
     seconds : mapping of str to float
         Model times of all exchanges that this machine has.

@@ -8,6 +8,7 @@ from typing import Any
 from collectives.arrays.library import ArrayLibrary
 from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays
 from collectives.sparse.entry_messages import EntryMessages
+from collectives.sparse.pairs import place_bytes
 from collectives.sparse.residuals import Residuals
 
 Gather = Callable[[list[Any]], list[Any]]
@@ -53,7 +54,7 @@ class PairExchange:
                 whole = residuals[rank].whole
                 chosen[rank] = whole.feed(arrays.values(line), messages.entries[0])
                 sent[rank] = messages.encoded(chosen[rank], 0, rank=rank, step=whole.step)
-            gathered = self._gather([one.message for one in sent.values()])
+            gathered = self._gather([self._placed(one.message) for one in sent.values()])
         except BaseException:
             for rank, entries in chosen.items():
                 arrays.add(residuals[rank].whole.residual, entries)
@@ -63,13 +64,23 @@ class PairExchange:
                 arrays.add(residuals[rank].whole.residual, one.lost)
         return [self._sum(line, all_of) for line, all_of in zip(gradients.values(), gathered, strict=True)]
 
+    def _placed(self, message: Any) -> Any:
+        """A message with what is left of its place."""
+        length = self._messages.lengths[0]
+        if place_bytes(length) == length:
+            return message
+        line = self._library.empty((place_bytes(length),), self._arrays.line(message))
+        self._arrays.store(self._library.part(line, 0, length), message)
+        return self._arrays.values(line)
+
     def _sum(self, like: Any, gathered: Any) -> Any:
         messages = self._messages
         result = self._library.empty((messages.size,), like)
         total = self._arrays.zeroed(result)
         length = messages.lengths[0]
         for rank in range(self._ranks):
-            message = gathered[rank * length : (rank + 1) * length]
+            start = rank * place_bytes(length)
+            message = gathered[start : start + length]
             self._arrays.add(total, messages.decoded(message, 0))
         self._arrays.store(result, total)
         return result

@@ -2,6 +2,7 @@
 
 Without a wire format a message is all indices and then all values. With one it is what `WireFormat` makes of them,
 padded to the most that so many entries can take; so a format that caches keys gains nothing, and is refused.
+Where messages lie one after another, each has a place of its own that starts as shards do (`place_bytes`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.selection.topk import index_type
 from topoplan.errors import UsageError
+from topoplan.plans.plan import ALIGNMENT
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -44,6 +46,17 @@ def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | Non
             "use a wire format without cache_keys"
         )
     return wire.encoded_bytes_at_most(entries, size, dtype, index_dtype=index_type(size))
+
+
+def place_bytes(length: int) -> int:
+    """Bytes of the place of a message of so many, at whose end the next message may start.
+
+    Examples
+    --------
+    >>> place_bytes(24), place_bytes(32)
+    (32, 32)
+    """
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def encode_entries(

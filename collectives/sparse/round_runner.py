@@ -14,11 +14,9 @@ import numpy as np
 
 from collectives.execution import Execution
 from collectives.sparse.entry_arrays import EntryArrays
+from collectives.sparse.pairs import place_bytes
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import Round, rounds
-
-ALIGNED = 8
-"""Messages begin at multiples of so many bytes, so that their numbers can be read in place."""
 
 
 class RoundRunner:
@@ -82,7 +80,7 @@ class RoundRunner:
         one = self.rounds[number]
         backend = self._execution.backend
         library = backend.arrays
-        padded = [-(-length // ALIGNED) * ALIGNED for length in lengths]
+        padded = [place_bytes(length) for length in lengths]
         borders = tuple(accumulate(sum(padded[shard] for shard in together) for together in one.shards))
         total = borders[-1] if borders else 0
         like = library.of(np.empty(0, np.uint8))

@@ -22,7 +22,7 @@ from collectives.sparse.entry_arrays import entry_arrays
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.explanation import Explanation, choose, entries_of, reason
 from collectives.sparse.pair_exchange import PairExchange
-from collectives.sparse.pairs import message_bytes
+from collectives.sparse.pairs import message_bytes, place_bytes
 from collectives.sparse.residuals import Residuals
 from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
@@ -189,7 +189,8 @@ class SparseCollective:
         entries = entries_of(asked.size, density)
         ranks = self._execution.backend.size
         nbytes = asked.size * np.dtype(asked.dtype).itemsize
-        gathered = ranks * message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=wire)
+        message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=wire)
+        gathered = ranks * place_bytes(message)
         seconds = {
             "dense": self._execution.model_seconds("allreduce", nbytes),
             "pairs": self._execution.model_seconds("allgather", gathered),

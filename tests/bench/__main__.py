@@ -6,6 +6,7 @@ import sys
 
 from tests.bench import (
     agreement,
+    alignment,
     allocations,
     descriptions,
     fabrics,
@@ -35,6 +36,7 @@ def main() -> int:
     """Run every benchmark, or those named on the command line."""
     benchmarks = {
         "agreement": agreement.main,
+        "alignment": alignment.main,
         "allocations": allocations.main,
         "descriptions": descriptions.main,
         "fabrics": fabrics.main,

@@ -76,13 +76,13 @@ def count_bytes() -> None:
 
 
 def message_bytes_of(plan: Plan, density: float, wire: WireFormat | None) -> int:
-    """Bytes of the messages of all parts, each a multiple of 8."""
+    """Bytes of the messages of all parts, each a multiple of 16."""
     total = 0
     borders = part_borders(plan, shard_bounds((shard.share for shard in plan.shards), ELEMENTS))
     for start, stop in pairwise(borders):
         entries = max(1, round(density * (stop - start)))
         length = entries * 8 if wire is None else wire.encoded_bytes_at_most(entries, stop - start, "float32")
-        total += -(-length // 8) * 8
+        total += -(-length // 16) * 16
     return total
 
 

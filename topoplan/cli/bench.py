@@ -29,6 +29,9 @@ DTYPES = (
     *("uint8", "uint16", "uint32", "uint64"),
 )
 
+IN_ONE_PROCESS = ("loopback", "loopback-gpu")
+"""The back ends that run all ranks themselves."""
+
 BUFFERS = 5
 """Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
 
@@ -48,8 +51,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--backend",
         default="loopback",
         metavar="B",
-        help="loopback: all ranks in this process (default); tcp, mpi, torch, nccl: one process for each rank, "
-        "started here unless mpiexec or torchrun did",
+        help="loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, mpi, torch, nccl: "
+        "one process for each rank, started here unless mpiexec or torchrun did",
     )
     parser.add_argument(
         "--np",
@@ -110,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
             f"use --np {len(plan.ranks)}, or plan for other GPUs"
         )
-    if options.backend == "loopback" or started_as_rank(options.backend):
+    if options.backend in IN_ONE_PROCESS or started_as_rank(options.backend):
         return _run_here(options, plan)
     return start_processes(options, plan)
 

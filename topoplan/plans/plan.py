@@ -5,9 +5,9 @@ buffer is divided into shards by exact rational shares, and each shard runs thro
 one reduce tree or one broadcast tree whose edges carry their physical route. Chunks and pipelining are not
 part of a plan; lowering adds them.
 
-Where a shard lies in the buffer follows from the order of the shards (`shard_bounds`). In allgather and
-reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the shards
-stand in the order of their owners.
+Where a shard lies in the buffer follows from the order of the shards (`shard_bounds`), on borders that suit the
+hardware: the shares stay exact. In allgather and reduce-scatter the buffer is the full gathered one and rank r
+owns the r-th of N equal blocks, so the shards stand in the order of their owners.
 """
 
 from __future__ import annotations
@@ -308,21 +308,43 @@ def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | N
     return list(gpus).index(root)
 
 
-def shard_bounds(shares: Iterable[Fraction], count: int) -> list[int]:
+ALIGNMENT = 16
+"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: NCCL and
+kernels copy 16 bytes at a time where addresses are multiples of 16, and else far fewer."""
+
+
+def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> list[int]:
     """Element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
 
-    Cumulative shares are rounded down, so any count is divided without gap or overlap.
+    Cumulative shares are rounded down to multiples of `ALIGNMENT`, counted from the start of the block, and blocks end
+    where they end. So any count is divided without gap or overlap, no shard is `ALIGNMENT` elements away from its
+    share, and shards of small buffers may be empty.
+
+    Parameters
+    ----------
+    shares : iterable of Fraction
+        Of all shards, in their order; they add up to 1, and to 1 / ``blocks`` in every block.
+    count : int
+        Elements, a multiple of ``blocks``.
+    blocks : int
+        In allgather and reduce_scatter one for each rank, and else 1. In a rank's own array, of one block, shards
+        start on multiples of `ALIGNMENT`; in the gathered one they do where blocks are as long as a multiple of it.
 
     Examples
     --------
-    >>> shard_bounds([Fraction(1, 3)] * 3, 7)
-    [0, 2, 4, 7]
+    >>> shard_bounds([Fraction(1, 3)] * 3, 100)
+    [0, 32, 64, 100]
+    >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
+    [0, 16, 50, 66, 100]
     """
+    block = count // blocks
     bounds = [0]
     total = Fraction(0)
     for share in shares:
         total += share
-        bounds.append(int(total * count))
+        start = total.numerator * blocks // total.denominator * block
+        inside = total.numerator * count // total.denominator - start
+        bounds.append(start + inside // ALIGNMENT * ALIGNMENT)
     return bounds
 
 

@@ -122,7 +122,7 @@ def execute(
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
     >>> memory = [np.full(5, 10**rank) for rank in range(8)]
-    >>> execute(lower(plan, 5, chunk_elements=2), memory, memory)
+    >>> execute(lower(plan, 5, chunk_elements=16), memory, memory)
     >>> memory[3].tolist()
     [11111111, 11111111, 11111111, 11111111, 11111111]
     """

@@ -61,7 +61,7 @@ def crossings(plan: Plan, fabric: Fabric, parts: tuple[Stream, ...]) -> Crossing
     >>> from collectives.streams import streams
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
     >>> fabric = Fabric(plan.topology, plan.channels)
-    >>> found = crossings(plan, fabric, streams(lower(plan, 160, chunk_elements=10)))
+    >>> found = crossings(plan, fabric, streams(lower(plan, 256, chunk_elements=16)))
     >>> len(found.link), [fabric.links[found.link[at]].dst for at in found.paths[0]]
     (960, ['nvswitch0', 'gpu0'])
     """

@@ -53,7 +53,7 @@ def shard_programs(table: TransferTable) -> tuple[ShardProgram, ...]:
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "reduce", gpus=[4, 7])
-    >>> program = shard_programs(lower(plan, 10, chunk_elements=4))[0]
+    >>> program = shard_programs(lower(plan, 160, chunk_elements=64))[0]
     >>> program.slots, program.steps
     (((0, True), (1, True), (0, False)), (Step(own=0, arriving=1, target=2),))
     """

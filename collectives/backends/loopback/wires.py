@@ -54,7 +54,7 @@ def wires_of(key: PlanKey, table: TransferTable) -> Wires:
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 7])
-    >>> wires = wires_of(PlanKey(plan.digest, plan), lower(plan, 10, chunk_elements=4))
+    >>> wires = wires_of(PlanKey(plan.digest, plan), lower(plan, 160, chunk_elements=64))
     >>> wires.bandwidth, wires.routes.paths, [round(seconds * 1e6, 1) for seconds in wires.latency]
     ((50.0, 50.0), ((0,), (1,)), [8.8, 8.8])
     """

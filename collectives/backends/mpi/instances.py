@@ -72,7 +72,7 @@ def instances(table: TransferTable, hosts: Sequence[int]) -> Instances:
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
-    >>> table = lower(plan, 10, chunk_elements=4)
+    >>> table = lower(plan, 160, chunk_elements=64)
     >>> held = instances(table, hosts=(0, 1))
     >>> held.reads.tolist(), held.writes.tolist(), held.rank.tolist()
     ([0, 1, 2], [3, 4, 5], [0, 0, 0, 1, 1, 1])

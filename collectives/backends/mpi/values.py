@@ -58,7 +58,7 @@ def values(table: TransferTable) -> tuple[Value, ...]:
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
-    >>> [(value.rank, value.writers, value.readers) for value in values(lower(plan, 10, chunk_elements=4))]
+    >>> [(value.rank, value.writers, value.readers) for value in values(lower(plan, 160, chunk_elements=64))]
     [(0, (), (0,)), (1, (0,), ())]
     """
     found: list[_Growing] = []

@@ -118,8 +118,8 @@ def program_of(
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1000, chunk_elements=100)
-    >>> one = RankArrays(3, (0, 16000), None, (0, 16000), None)
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
+    >>> one = RankArrays(3, (0, 25600), None, (0, 25600), None)
     >>> program = program_of(table, one, 4, step_bytes=1)
     >>> [(len(step.sends), len(step.receives), step.join) for step in program.lanes[0].steps[:4]]
     [(15, 15, 0), (15, 15, 1), (30, 30, 2), (30, 30, 3)]

@@ -73,7 +73,7 @@ def moves_of(table: TransferTable, *, together: int = 1, join_steps: int = 0) ->
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1000, chunk_elements=100)
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
     >>> [int(moves_of(table, **how).step.max()) + 1 for how in ({}, {"together": 5}, {"join_steps": 1})]
     [11, 3, 12]
     >>> len(table), len(moves_of(table, together=5))
@@ -108,8 +108,8 @@ def chunks_together(table: TransferTable, itemsize: int, step_bytes: int) -> int
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1000, chunk_elements=100)
-    >>> chunks_together(table, 4, 10 * 480 * 100), chunks_together(table, 4, 1)
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
+    >>> chunks_together(table, 4, 10 * 480 * 160), chunks_together(table, 4, 1)
     (3, 1)
     """
     groups = max((part.chunks for part in streams(table)), default=1)

@@ -64,7 +64,7 @@ def orders(table: TransferTable, collective: str, root: int | None) -> tuple[Ord
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce", gpus=[0, 1, 2])
-    >>> up = [order for order in orders(lower(plan, 3, chunk_elements=1), "allreduce", None) if order.stream.add]
+    >>> up = [order for order in orders(lower(plan, 48, chunk_elements=16), "allreduce", None) if order.stream.add]
     >>> [(order.held, order.before) for order in up[:2]]
     [(False, ()), (True, ((0, 0),))]
     """

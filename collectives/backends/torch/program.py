@@ -18,6 +18,7 @@ import numpy as np
 
 from collectives.streams import wavefront
 from collectives.transfer_table import TransferTable
+from topoplan.plans.plan import ALIGNMENT
 
 SOURCE, RESULT, SCRATCH = range(3)
 """The three lines of memory that a part can lie in."""
@@ -74,7 +75,7 @@ class Program:
     steps : tuple of Step
         Those in which this rank takes no part are left out.
     slot : int
-        Elements of the longest row, which is what a slot of scratch memory holds.
+        Elements of a slot of scratch memory, which holds the longest row; a multiple of `ALIGNMENT`.
     slots : int
         How many slots there must be.
     """
@@ -126,7 +127,8 @@ def program(
         else:
             fresh = destination_fresh if add else None
             plan.receive(step, row, source, (start, stop), (shard, chunk), fresh)
-    return plan.program(int((table.stop - table.start).max(initial=0)))
+    longest = int((table.stop - table.start).max(initial=0))
+    return plan.program(-(-longest // ALIGNMENT) * ALIGNMENT)
 
 
 @dataclass(slots=True)
