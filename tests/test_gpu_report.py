@@ -373,6 +373,43 @@ def test_the_calls_of_ncclallreduce_are_those_of_the_genuine_package() -> None:
     assert [int(one) for one in (core.INT32, core.FLOAT32, core.SUM)] == [2, 7, 0]
 
 
+def test_what_the_rows_use_of_cupy_is_in_the_genuine_one() -> None:
+    """CuPy is imported by another process, since this one may hold a stand-in."""
+    names = (
+        "cuda.runtime.deviceGetAttribute cuda.runtime.getDeviceProperties cuda.runtime.driverGetVersion "
+        "cuda.runtime.runtimeGetVersion cuda.runtime.memGetInfo cuda.set_allocator cuda.get_elapsed_time from_dlpack "
+        "get_default_memory_pool empty zeros asarray cuda.Stream.begin_capture cuda.Stream.end_capture"
+    )
+    code = (
+        "import sys\ntry:\n    import cupy\nexcept ImportError:\n    sys.exit('no CuPy')\n"
+        "from operator import attrgetter\n"
+        f"for name in {names!r}.split():\n    attrgetter(name)(cupy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    if done.stderr.strip() == "no CuPy":
+        pytest.skip("CuPy is not installed")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_tests_marked_gpu_are_collected_where_libraries_of_others_are_missing(tmp_path: Path) -> None:
+    """As on a machine that has CuPy, NumPy, SciPy and pytest, and neither pip nor a network."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name in ('nbformat', 'nbclient', 'xdist', 'ml_dtypes', 'mpi4py', 'nccl'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing)\n"
+    )
+    places = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+    surroundings = environment(PYTHONPATH=places, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"^\d+ skipped, \d+ deselected", done.stdout.splitlines()[-1]), done.stdout[-3000:]
+
+
 # ---- figures
 
 
