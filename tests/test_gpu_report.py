@@ -29,7 +29,7 @@ from selection_on_cpu import install_selection
 from collectives import Communicator
 from collectives.backends.nccl.library import find_library
 from conftest import ROOT
-from tests import gpu_kernel_rows, gpu_rank_rows, gpu_report, nccl_rank
+from tests import gpu_kernel_rows, gpu_rank_rows, gpu_report, gpu_rows, nccl_rank
 from tests.bench import gpu as bench
 from tests.bench.gpu_selection import rival_seconds
 from tests.gpu_report import CannotRun, Facts, Missed, Outcome, Row, chosen, judged, shared_gpu
@@ -307,6 +307,59 @@ def test_a_rank_that_sends_to_itself_holds_on_the_stand_in(cupy: Any, name: str)
     gpu_exchange_checks.check_messages_to_itself(cupy, nccl, (1, 16, 3001))
     assert gpu_exchange_checks.check_abort_beside_a_graph(cupy, nccl) < 5
     assert gpu_exchange_checks.check_close_behind_a_graph(cupy, nccl) < 4
+
+
+@pytest.fixture
+def measured(machine: Machine, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in with a clock that stands still at a millisecond a call, 1 GB/s of memory, and small arrays."""
+    more = {
+        "getDeviceProperties": lambda device: {
+            "name": b"Stand-in",
+            "major": 8,
+            "minor": 0,
+            "totalGlobalMem": 2**34,
+        },
+        "driverGetVersion": lambda: 13020,
+        "runtimeGetVersion": lambda: 12090,
+        "deviceGetAttribute": lambda number, device: {36: 62_500, 37: 64}[number],
+    }
+    for name, value in more.items():
+        monkeypatch.setattr(cupy.cuda.runtime, name, value, raising=False)
+    monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda one, other: 1.0, raising=False)
+    monkeypatch.setattr(cupy.cuda.Device, "synchronize", lambda device: machine.advance(), raising=False)
+    monkeypatch.setattr(bench, "CHUNK", 1 << 12)
+    return cupy
+
+
+def test_the_row_of_the_device_tells_what_the_others_are_decided_by(measured: Any) -> None:
+    found = gpu_rows.device()
+    assert found["text"].startswith(
+        "1 x Stand-in, compute capability 8.0, 16 GiB at 1 GB/s\ndriver for CUDA 13.2"
+    )
+    assert (found["nccl"], found["nccl_path"]) == (23003, "/fake/libnccl.so.2")
+    json.dumps(found)
+
+
+def test_the_rows_that_measure_tell_shares_and_miss_goals_on_the_stand_in(
+    measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 KB in a millisecond are 0.016 GB/s: read and written once that is 3 % of the memory's, and so in two reads."""
+    monkeypatch.setattr(bench, "BYTES", 1 << 14)
+    for row in (
+        gpu_kernel_rows.join_bandwidth,
+        gpu_kernel_rows.average_bandwidth,
+        gpu_kernel_rows.select_bandwidth,
+        gpu_kernel_rows.feedback_bandwidth,
+    ):
+        with pytest.raises(Missed, match=r"goal [86]0%\n.*: 0 GB/s, [3-8]% of 1"):
+            row()
+    monkeypatch.setattr(bench, "BYTES", 1 << 19)
+    found = gpu_kernel_rows.average_bandwidth()
+    assert found["float32"] == pytest.approx(2 * 2**19 / 1e-3 / 1e9)
+
+
+def test_the_row_of_messages_compares_alignments_on_the_stand_in(measured: Any) -> None:
+    assert "64 MB at 67 GB/s, behind 4 bytes at 67 GB/s" in gpu_rank_rows.messages_to_itself()
 
 
 def test_ranks_of_nccl_hold_what_their_tasks_check_on_the_stand_in(

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from collectives.backends.nccl.library import described, find_library
 
 import topoplan
 from collectives import Communicator, lower
@@ -23,6 +22,7 @@ from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.program import program_of
+from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
 from tests.nccl_rank import start
 from topoplan.errors import UsageError
@@ -101,7 +101,8 @@ def join_bandwidth(cupy: Any, dtype: str, op: str | None, siblings: int) -> floa
     kernels = Kernels(cupy)
     buffers = [cupy.zeros(BYTES, dtype=np.uint8) for _ in range(2 + siblings)]
     done = kernels.upload(work, len(buffers))
-    done.bases.set(np.array([one.data.ptr for one in buffers], dtype=np.int64))
+    addresses = np.array([one.data.ptr for one in buffers], dtype=np.int64)
+    done.bases.set(addresses)  # which is read when the GPU comes to it
     kernel = kernels.compiled(op, dtype, itemsize)
     seconds = gpu_seconds(cupy, lambda: kernels.launch(kernel, done, 0))
     return work.traffic(itemsize) / seconds / 1e9
