@@ -130,10 +130,10 @@ def _alike(one: Array, other: Array) -> NDArray[np.bool_]:
 
 def check_background(cupy: Any, count: int = 1 << 22, queued: int = 100) -> None:
     """Collectives in the background wait for the stream that they were called on, whose arrays may be gone by then."""
-    plan = forest_plan(4, "allreduce", "binary")
+    plan, stream = forest_plan(4, "allreduce", "binary"), cupy.cuda.Stream(non_blocking=True)
     with Communicator(plan, "loopback-gpu") as comm:
         for async_op in (False, True):
-            with cupy.cuda.Stream(non_blocking=True):
+            with stream:
                 given = [cupy.zeros(count, dtype=np.float32) for _ in range(4)]
                 for value in range(queued):
                     for array in given:

@@ -40,7 +40,18 @@ SECONDS = 470.0
 TAIL = 40
 """Lines that are kept of what a failed row has printed."""
 
-LIBRARIES = ("cupy", "nccl", "torch", "ml_dtypes", "numpy", "scipy", "networkx", "numba", "pytest")
+LIBRARIES = (
+    "cupy",
+    "nccl",
+    "torch",
+    "ml_dtypes",
+    "numpy",
+    "scipy",
+    "networkx",
+    "numba",
+    "pytest",
+    "hypothesis",
+)
 
 
 @dataclass(frozen=True, slots=True)

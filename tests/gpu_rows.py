@@ -16,6 +16,10 @@ from tests import gpu_kernel_rows as kernels
 from tests import gpu_rank_rows as ranks
 from tests.gpu_report import Facts, Need, Row
 
+SEVERAL_RANKS = 23003
+"""The first NCCL that puts several ranks on one GPU."""
+
+
 # ---- what rows need
 
 
@@ -62,11 +66,16 @@ SHARED_GPU = (
     told(
         "nccl",
         lambda found: (
-            None if found >= 23003 else f"NCCL {found} puts one rank on a GPU; 2.30.3 and newer can do more"
+            None
+            if found >= SEVERAL_RANKS
+            else f"NCCL {found} puts one rank on a GPU; 2.30.3 and newer can do more"
         ),
     ),
 )
-TORCH_CHECKS = (*TORCH, library("pytest", "the checks of torch are a test module"))
+TORCH_CHECKS = (
+    *TORCH,
+    *(library(name, "the checks of torch are a test module") for name in ("pytest", "hypothesis")),
+)
 
 
 # ---- device and versions
@@ -125,7 +134,12 @@ def _nccl(found: dict[str, Any]) -> str:
 def _torch(found: dict[str, Any]) -> str:
     try:
         torch: Any = import_module("torch")
-        found["torch_cuda"] = torch.cuda.is_available() or f"torch {torch.__version__} is built without it"
+        why = (
+            "without CUDA"
+            if torch.version.cuda is None
+            else f"for CUDA {torch.version.cuda}, as no driver here is"
+        )
+        found["torch_cuda"] = torch.cuda.is_available() or f"torch {torch.__version__} is built {why}"
     except ImportError as error:
         found["torch_cuda"] = str(error)
         return f"torch: {error}"
@@ -194,6 +208,7 @@ ROWS: tuple[Row, ...] = (
         (*CUPY, *TORCH_CHECKS),
     ),
     Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
+    Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
     Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
     *(
         Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))

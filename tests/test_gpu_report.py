@@ -166,7 +166,7 @@ def test_what_the_first_row_finds_decides_the_others() -> None:
 
     def run(row: Row, seconds: float, extra: object) -> Outcome:
         ran.append(row.name)
-        found = {"nccl": 22809, "torch_cuda": "torch 2.13.0+cpu is built without it"}
+        found = {"nccl": 22809, "torch_cuda": "torch 2.13.0+cpu is built without CUDA"}
         return Outcome(row.name, "ok", "", figures=found if row.name == "device" else {})
 
     libraries = frozenset(gpu_report.LIBRARIES)
@@ -176,7 +176,7 @@ def test_what_the_first_row_finds_decides_the_others() -> None:
     reasons = {one.name: one.text for one in outcomes if one.verdict == "cannot run"}
     assert "NCCL 22809 puts one rank on a GPU" in reasons["nccl-2/graphs"]
     assert reasons["nccl-each/graphs"] == "one GPU only"
-    assert reasons["torch/lars-lamb"] == "torch shows no GPU: torch 2.13.0+cpu is built without it"
+    assert reasons["torch/lars-lamb"] == "torch shows no GPU: torch 2.13.0+cpu is built without CUDA"
     assert "compute-sanitizer is not on the PATH" in reasons["sanitizer/memcheck"]
     assert {"nccl-1/messages", "kernels/joins"} <= set(ran)
 
