@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from tests.gpu_kernel_rows import cupy_here
-from tests.gpu_report import COMMAND, CannotRun, driver, program
+from tests.gpu_report import COMMAND, CannotRun, driver, last_line, program
 
 ERROR_SECONDS = 10.0
 """In which every rank must have raised after another refused or died."""
@@ -92,7 +92,7 @@ def seconds_of(text: str, task: str, ranks: Sequence[int], limit: float) -> floa
     """
     lines = said(text, task)
     missing = [rank for rank in ranks if rank not in lines]
-    assert not missing, f"ranks {missing} have not got through {task}: {_end(text)}"
+    assert not missing, f"ranks {missing} have not got through {task}: {last_line(text)}"
     found = [re.search(r"([\d.]+) s\b", lines[rank]) for rank in ranks]
     longest = max(float(one[1]) for one in found if one is not None)
     assert longest <= limit, f"{task} takes {longest:.1f} s, and may take {limit:g}"
@@ -110,7 +110,7 @@ def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: o
     if refused:
         raise CannotRun(f"NCCL does not run {count} ranks on this GPU: {refused}")
     print(text)
-    assert ended or "die" in tasks, _end(text)
+    assert ended or "die" in tasks, last_line(text)
     return text
 
 
@@ -154,11 +154,6 @@ def _first_gpu() -> dict[str, object]:
     if driver()[1] < 2:
         return {}
     return {"cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-
-
-def _end(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-3:]) or "nothing was printed"
 
 
 # ---- torch
@@ -236,7 +231,7 @@ def sanitized(check: str, seconds: float) -> str:
         [*command, "--row", SUBSET], capture_output=True, text=True, timeout=seconds, check=False
     )
     print(done.stdout[-20000:], done.stderr[-5000:])
-    assert done.returncode == 0, f"exit status {done.returncode}: {_end(done.stdout)}"
-    assert '"verdict": "ok"' in done.stdout, _end(done.stdout)
+    assert done.returncode == 0, f"exit status {done.returncode}: {last_line(done.stdout)}"
+    assert '"verdict": "ok"' in done.stdout, last_line(done.stdout)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", done.stdout)
     return summary[-1] if summary else "no errors"

@@ -339,6 +339,18 @@ def line(outcome: Outcome, width: int) -> str:
     return "\n".join([f"{head}{first}".rstrip(), *(f"{'':{len(head)}}{one}" for one in rest)])
 
 
+def last_line(text: str) -> str:
+    """The last line that says something, of what failed processes have printed.
+
+    Examples
+    --------
+    >>> last_line("a\\nb\\n\\n"), last_line("")
+    ('b', 'nothing was printed')
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "nothing was printed"
+
+
 def saved(path: Path, facts: Facts, outcomes: Sequence[Outcome]) -> None:
     """Put the file in place as a whole: who reads it sees all of the rows so far."""
     known = {**asdict(facts), "libraries": sorted(facts.libraries)}

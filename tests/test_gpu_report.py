@@ -508,7 +508,7 @@ def test_lines_of_a_benchmarks_ranks_that_are_no_figures_are_passed_over() -> No
     text = "UserWarning: CuPy may not function correctly\n1 0.00125\nNCCL version 2.30.7\n256 1.5e-02\n"
     assert bench.timings(text) == [(1, 0.00125), (256, 0.015)]
     assert bench.timings("") == []
-    assert bench.last_line("") == "nothing was printed"
+    assert gpu_report.last_line("") == "nothing was printed"
 
 
 def test_a_rival_that_fails_is_told_by_its_error() -> None:

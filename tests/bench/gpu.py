@@ -24,6 +24,7 @@ from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.program import program_of
 from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
+from tests.gpu_report import last_line
 from tests.nccl_rank import start
 from topoplan.errors import UsageError
 
@@ -162,18 +163,6 @@ def timings(text: str) -> list[tuple[int, float]]:
     """
     found = [re.fullmatch(r"(\d+) (\d[\d.e+-]*)", line.strip()) for line in text.splitlines()]
     return [(int(one[1]), float(one[2])) for one in found if one is not None]
-
-
-def last_line(text: str) -> str:
-    """The last line that says something, of what failed ranks have printed.
-
-    Examples
-    --------
-    >>> last_line("a\\nb\\n\\n"), last_line("")
-    ('b', 'nothing was printed')
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing was printed"
 
 
 def free_port() -> int:
