@@ -198,13 +198,13 @@ def check_feed(cupy: Any, dtype: str, count: int = 4300003, k: int = 10000) -> N
             assert residual.get().tobytes() == total.tobytes()
 
 
-def check_nan_in_topk(cupy: Any) -> None:
+def check_nan_in_topk(cupy: Any, size: int = 100000) -> None:
     """A NaN is refused, or the largest of all."""
-    x = np.ones(100000, dtype=np.float32)
-    x[77777] = np.nan
+    x = np.ones(size, dtype=np.float32)
+    x[size - size // 4] = np.nan
     given = cupy.asarray(x)
-    refuses("NaN among the 100000 elements", lambda: topk_gpu(given, 10))
-    assert topk_gpu(given, 1, nan="largest")[0].get().tolist() == [77777]
+    refuses(f"NaN among the {size} elements", lambda: topk_gpu(given, 10))
+    assert topk_gpu(given, 1, nan="largest")[0].get().tolist() == [size - size // 4]
 
 
 def check_topk_on_the_current_stream(cupy: Any) -> None:
