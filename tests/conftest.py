@@ -45,6 +45,11 @@ WITH_JOBS = (
 """Modules whose tests look at what one job of processes has found, which is started once where they run together."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `xdist_group` be a marker where pytest-xdist is not installed too."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of a name run in one process")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests of such a module together, where the tests run in several processes."""
     for item in items:

@@ -11,6 +11,7 @@ import pytest
 from compiled_kernels import launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_data import CASES, COMPLEX, FLOATS, WHOLE, numpy_fuses, same_bits, special
 from numpy.typing import NDArray
 from nvrtc import Built, built, compilers
 
@@ -21,15 +22,6 @@ from collectives.reduction import divide, reduction
 from topoplan.errors import UsageError
 
 Array = NDArray[np.generic]
-
-WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-FLOATS = ["float16", "float32", "float64"]
-COMPLEX = ["complex64", "complex128"]
-CASES = (
-    [(dtype, op) for dtype in WHOLE + FLOATS for op in ("sum", "prod", "min", "max")]
-    + [(dtype, op) for dtype in COMPLEX for op in ("sum", "prod")]
-    + [("bool", "min"), ("bool", "max")]
-)
 
 
 # ---- compiled for GPUs
@@ -107,40 +99,6 @@ def test_a_kernel_that_does_not_exist_is_named() -> None:
 # ---- run on this processor
 
 
-def special(dtype: str, count: int, generator: np.random.Generator) -> Array:
-    """Values of all magnitudes, the ends of the range, zeros of both signs, infinities, NaN."""
-    kind = np.dtype(dtype)
-    if kind.kind == "b":
-        return generator.integers(0, 2, count).astype(np.bool_)
-    if kind.kind in "iu":
-        ends = np.iinfo(kind)
-        values = generator.integers(ends.min, ends.max, count, dtype=kind, endpoint=True)
-        values[generator.random(count) < 0.2] = ends.max
-        values[generator.random(count) < 0.2] = ends.min
-        return values
-    if kind.kind == "c":
-        part = "float32" if dtype == "complex64" else "float64"
-        values = np.empty(count, dtype=kind)
-        values.real, values.imag = (special(part, count, generator) for _ in range(2))
-        return values
-    ends = np.finfo(kind)
-    values = (generator.standard_normal(count) * np.exp2(generator.integers(-12, 12, count))).astype(kind)
-    for odd in (0.0, -0.0, np.inf, -np.inf, np.nan, ends.max, ends.smallest_subnormal, ends.smallest_normal):
-        values[generator.random(count) < 0.02] = odd
-    return values
-
-
-def same_bits(found: Array, expected: Array) -> bool:
-    """Equal bit for bit; of NaN only that both are one."""
-    if found.dtype.kind == "c":
-        parts = f"float{found.dtype.itemsize * 4}"
-        found, expected = found.view(parts), expected.view(parts)
-    if found.dtype.kind != "f":
-        return found.tobytes() == expected.tobytes()
-    nan = np.isnan(expected)
-    return np.array_equal(nan, np.isnan(found)) and found[~nan].tobytes() == expected[~nan].tobytes()
-
-
 def placed(values: Array, shift: int) -> Array:
     """A copy of some values, this many elements behind a multiple of 16 bytes."""
     room = np.zeros((len(values) + shift) * values.itemsize + 32, dtype=np.uint8)
@@ -168,20 +126,9 @@ def run_kernel(name: str, out: Array, own: Array, arriving: Sequence[Array], *, 
     launch(name, blocks, THREADS, (*(table.ctypes.data for table in tables), len(work.tiles)))
 
 
-@pytest.fixture(scope="module")
-def numpy_fuses() -> bool:
-    """Whether numpy multiplies complex numbers with fused multiply-adds, as it does where the processor has them."""
-    generator = np.random.default_rng(1)
-    a, b = (generator.standard_normal(64).astype(np.float32).view(np.complex64) for _ in range(2))
-    plain = a.real * b.real - a.imag * b.imag
-    return not np.array_equal((a * b).real, plain)
-
-
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-def test_joins_have_numpys_bits_for_any_alignment_and_number_of_siblings(
-    dtype: str, op: str, numpy_fuses: bool
-) -> None:
-    if dtype in COMPLEX and op == "prod" and not numpy_fuses:
+def test_joins_have_numpys_bits_for_any_alignment_and_number_of_siblings(dtype: str, op: str) -> None:
+    if dtype in COMPLEX and op == "prod" and not numpy_fuses():
         pytest.skip("numpy multiplies complex numbers without fused multiply-adds on this processor")
     generator = np.random.default_rng(7)
     kind = np.dtype(dtype)

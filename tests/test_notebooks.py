@@ -11,11 +11,13 @@ import os
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from conftest import ROOT
+
+REASON = 'the notebooks need nbformat and nbclient: pip install "topoplan[notebooks]"'
+nbformat = pytest.importorskip("nbformat", reason=REASON)
+nbclient = pytest.importorskip("nbclient", reason=REASON)
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LONGEST_FUNCTION = 8
@@ -61,7 +63,7 @@ def test_runs_in_an_empty_folder_and_prints_what_was_committed(
     committed, notebook = read(path), read(path)
     folder = tmp_path / "run"
     folder.mkdir()
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook,
         kernel_name="python3",
         timeout=SECONDS_PER_CELL,

@@ -5,6 +5,7 @@ The share of copy bandwidth counts all bytes that are read and written, as the c
 
 from __future__ import annotations
 
+import re
 import socket
 import statistics
 import time
@@ -21,7 +22,9 @@ from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.program import program_of
+from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
+from tests.gpu_report import last_line
 from tests.nccl_rank import start
 from topoplan.errors import UsageError
 
@@ -99,7 +102,8 @@ def join_bandwidth(cupy: Any, dtype: str, op: str | None, siblings: int) -> floa
     kernels = Kernels(cupy)
     buffers = [cupy.zeros(BYTES, dtype=np.uint8) for _ in range(2 + siblings)]
     done = kernels.upload(work, len(buffers))
-    done.bases.set(np.array([one.data.ptr for one in buffers], dtype=np.int64))
+    addresses = np.array([one.data.ptr for one in buffers], dtype=np.int64)
+    done.bases.set(addresses)  # which is read when the GPU comes to it
     kernel = kernels.compiled(op, dtype, itemsize)
     seconds = gpu_seconds(cupy, lambda: kernels.launch(kernel, done, 0))
     return work.traffic(itemsize) / seconds / 1e9
@@ -120,9 +124,12 @@ def loopback_bandwidth(cupy: ModuleType, megabytes: int, step_bytes: int) -> flo
 
 def nccl(cupy: Any) -> None:
     """An allreduce over NCCL with its settings, one rank on each GPU, or two on a single one."""
-    if not cupy.cuda.nccl.available:
-        print("  nccl: skipped: CuPy finds no NCCL")
+    try:
+        library = find_library(cupy)
+    except UsageError as error:
+        print(f"  nccl: skipped: {error}")
         return
+    print(f"  nccl: {described(library)}")
     gpus = cupy.cuda.runtime.getDeviceCount()
     ranks = max(2, min(8, gpus))
     shared = {} if gpus >= ranks else {"ranks_per_gpu": -(-ranks // gpus)}
@@ -139,12 +146,23 @@ def nccl(cupy: Any) -> None:
         )
         how = f"{lanes}{' overlapped' if overlap else ''}{' as a graph' if graphs else ''}"
         if not ended:
-            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: failed: {text.strip().splitlines()[-1]}")
+            print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: failed: {last_line(text)}")
             continue
-        for line in text.splitlines():
-            megabytes, seconds = line.split()
-            rate = int(megabytes) * 2**20 / float(seconds) / 1e9
+        for megabytes, seconds in timings(text):
+            rate = megabytes * 2**20 / seconds / 1e9
             print(f"  nccl, {ranks} ranks on {gpus} GPUs, {how}: {megabytes:>4} MB {rate:7.2f} GB/s")
+
+
+def timings(text: str) -> list[tuple[int, float]]:
+    """Megabytes and seconds from the lines of two numbers, whatever else ranks and libraries print.
+
+    Examples
+    --------
+    >>> timings("UserWarning: old driver\\n16 0.25\\n1 2 3\\n256 fast\\n")
+    [(16, 0.25)]
+    """
+    found = [re.fullmatch(r"(\d+) (\d[\d.e+-]*)", line.strip()) for line in text.splitlines()]
+    return [(int(one[1]), float(one[2])) for one in found if one is not None]
 
 
 def free_port() -> int:
@@ -153,14 +171,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def gpu_seconds(cupy: Any, call: Callable[[], object]) -> float:
+def gpu_seconds(cupy: Any, call: Callable[[], object], runs: int = RUNS) -> float:
     """Median time of a call by the GPU's own clock."""
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        for _ in range(3):
+        for _ in range(min(3, runs)):
             call()
-        marks = [cupy.cuda.Event() for _ in range(RUNS + 1)]
+        marks = [cupy.cuda.Event() for _ in range(runs + 1)]
         marks[0].record(stream)
         for mark in marks[1:]:
             call()

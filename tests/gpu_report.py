@@ -1,0 +1,435 @@
+"""One table of what holds on this machine's GPU: ``python -m tests.gpu_report [-o FILE.json] [--rows PATTERN,...]``.
+
+Needs a checkout and whatever CuPy, NCCL and torch are there: no network, no pip, no pytest. Every row runs in a process
+group of its own under a time limit, so a crash or a hang is that row's failure. What cannot run says why, without a
+process: the driver is asked here, libraries are looked for by name, and the row ``device`` tells the rest. The file is
+rewritten after each row. The exit status is the number of rows that failed, at most 100; a goal that is missed counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = "gpu_report result: "
+"""How the line begins in which a row's process tells what it has found."""
+
+FAILED = ("failed", "missed")
+MOST = 100
+SECONDS = 470.0
+"""Of all rows together; what has no time left has failed."""
+
+TAIL = 40
+"""Lines that are kept of what a failed row has printed."""
+
+LIBRARIES = (
+    "cupy",
+    "nccl",
+    "torch",
+    "ml_dtypes",
+    "numpy",
+    "scipy",
+    "networkx",
+    "numba",
+    "pytest",
+    "hypothesis",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a machine before a row runs.
+
+    Parameters
+    ----------
+    trouble : str
+        Why there is no GPU; empty where there is one.
+    gpus : int
+    libraries : frozenset of str
+        That can be found by name.
+    tools : dict of str to str
+        Programs of CUDA, and where they are.
+    told : dict
+        What the row ``device`` has found; empty before it has run.
+    """
+
+    trouble: str
+    gpus: int = 0
+    libraries: frozenset[str] = frozenset()
+    tools: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+Need = Callable[[Facts], str | None]
+"""Why a row cannot run; None where nothing that is known is in its way."""
+
+
+class CannotRun(Exception):
+    """Raised by a row that finds out only in its own process that something is missing; the message says what."""
+
+
+class Missed(Exception):
+    """Raised by a row whose results are right and whose figures are below the goal; the message has both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Parameters
+    ----------
+    name : str
+    run : callable
+        Returns the text, or raises. A mapping it may return in place of a text has "text", and figures for the file.
+    seconds : float
+        Time limit.
+    needs : tuple of Need
+    shares_gpu : bool
+        Whether several processes use one GPU at once, so that NVIDIA's multi-process service helps.
+    listed : bool
+        Whether it stands in the table; others run only where a row starts them.
+    """
+
+    name: str
+    run: Callable[[], str | Mapping[str, Any]]
+    seconds: float = 60.0
+    needs: tuple[Need, ...] = ()
+    shares_gpu: bool = False
+    listed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a row.
+
+    Parameters
+    ----------
+    name : str
+    verdict : str
+        "ok", "missed" (a goal), "failed", or "cannot run".
+    text : str
+    seconds : float
+    figures : dict
+    output : str
+        The end of what its process has printed, where it failed.
+    """
+
+    name: str
+    verdict: str
+    text: str
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    output: str = ""
+
+
+# ---- what is known before
+
+
+def look() -> Facts:
+    """The facts, from the driver and from names, without loading a library of CUDA's above the driver."""
+    trouble, gpus = driver()
+    tools = {
+        name: path for name in ("compute-sanitizer", "nvidia-cuda-mps-control") if (path := program(name))
+    }
+    libraries = frozenset(name for name in LIBRARIES if find_spec(name) is not None)
+    return Facts(trouble, gpus, libraries, tools)
+
+
+def driver() -> tuple[str, int]:
+    """Why NVIDIA's driver shows no GPU, if so, and how many it shows."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no NVIDIA driver: {error}", 0
+    status = cuda.cuInit(0)
+    if status:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(status, ctypes.byref(text))
+        return f"the driver shows no GPU: error {status}, {(text.value or b'unknown').decode()}", 0
+    count = ctypes.c_int()
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status or not count.value:
+        return f"the driver shows no GPU (status {status}); look at CUDA_VISIBLE_DEVICES", 0
+    return "", count.value
+
+
+def program(name: str) -> str | None:
+    """Where a program of CUDA's is: on the PATH, or in its toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [f"{home}/{part}" for home in homes if home for part in ("bin", "compute-sanitizer")]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(places))
+
+
+# ---- a row in a process of its own
+
+
+COMMAND = (sys.executable, "-m", "tests.gpu_report")
+
+
+def run_row(
+    row: Row, seconds: float, extra: Mapping[str, str] | None = None, *, command: Sequence[str] = COMMAND
+) -> Outcome:
+    """Run a row in a process group of its own, which has ended when this returns."""
+    environment = {**os.environ, **(extra or {}), "PYTHONUNBUFFERED": "1"}
+    places = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [*command, "--row", row.name],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        text = printed.read().decode(errors="replace")
+    return judged(row.name, status, text, time.monotonic() - started, seconds)
+
+
+def judged(name: str, status: int | None, text: str, seconds: float, limit: float) -> Outcome:
+    """The outcome of a row whose process has ended with a status, or was killed at its limit (None)."""
+    lines = text.splitlines()
+    output = "\n".join(line for line in lines[-TAIL:] if not line.startswith(RESULT))
+    if status is None:
+        return Outcome(name, "failed", f"killed after its {limit:.0f} s", seconds, output=output)
+    how = f"signal {-status}, {signal.strsignal(-status)}" if status < 0 else f"exit status {status}"
+    told = next((line[len(RESULT) :] for line in reversed(lines) if line.startswith(RESULT)), None)
+    try:
+        found = None if told is None else json.loads(told)
+    except json.JSONDecodeError:
+        found = None
+    if found is None:
+        return Outcome(
+            name, "failed", f"its process ended without a result, by {how}", seconds, output=output
+        )
+    if status:
+        words = f"its process ended by {how} behind its result: {found['text']}"
+        return Outcome(name, "failed", words, seconds, found["figures"], output)
+    kept = output if found["verdict"] in FAILED else ""
+    return Outcome(name, found["verdict"], found["text"], seconds, found["figures"], kept)
+
+
+def be_row(row: Row) -> None:
+    """Run a row in this process, and print its result as the last line."""
+    verdict, figures = "ok", {}
+    try:
+        found = row.run()
+        text = found if isinstance(found, str) else str(found["text"])
+        figures = {} if isinstance(found, str) else {name: found[name] for name in found if name != "text"}
+    except CannotRun as error:
+        verdict, text = "cannot run", str(error)
+    except Missed as error:
+        verdict, text = "missed", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        verdict, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    print(f"\n{RESULT}{json.dumps({'verdict': verdict, 'text': text, 'figures': figures})}", flush=True)
+
+
+@contextmanager
+def shared_gpu(control: str | None) -> Iterator[dict[str, str]]:
+    """NVIDIA's multi-process service for as long as this lasts, where it is there; variables that lead to it."""
+    if control is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            os.mkdir(place)
+        # the service takes the first GPU that is shown here, and shows it as number 0
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+        environment = {**os.environ, **places, "CUDA_VISIBLE_DEVICES": shown.split(",")[0]}
+        begun = _quietly([control, "-d"], environment, "")
+        try:
+            yield {**places, "CUDA_VISIBLE_DEVICES": "0"} if begun else {}
+        finally:
+            if begun:
+                _quietly([control], environment, "quit\n")
+
+
+def _quietly(command: Sequence[str], environment: Mapping[str, str], said: str) -> bool:
+    """Whether a program ended well within seconds."""
+    try:
+        done = subprocess.run(
+            command, env=environment, input=said.encode(), capture_output=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+# ---- the table
+
+
+def report(
+    rows: Sequence[Row],
+    facts: Facts,
+    *,
+    tell: Callable[[Outcome], None],
+    seconds: float = SECONDS,
+    run: Callable[[Row, float, Mapping[str, str]], Outcome] = run_row,
+) -> list[Outcome]:
+    """Run the rows one after another; what the row ``device`` finds is known to those behind it.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    facts : Facts
+    tell : callable
+        Called with each outcome.
+    seconds : float
+        Of all together.
+    run : callable
+    """
+    end = time.monotonic() + seconds
+    outcomes = []
+    for row in rows:
+        reason = next((why for need in row.needs if (why := need(facts))), None)
+        left = end - time.monotonic()
+        if reason is not None:
+            outcome = Outcome(row.name, "cannot run", reason)
+        elif left < 1:
+            outcome = Outcome(row.name, "failed", f"no time left of {seconds:.0f} s; run it by --rows")
+        else:
+            shared = (
+                shared_gpu(facts.tools.get("nvidia-cuda-mps-control")) if row.shares_gpu else nullcontext({})
+            )
+            with shared as extra:
+                outcome = run(row, min(row.seconds, left), extra)
+        if row.name == "device":
+            facts = replace(facts, told=outcome.figures)
+        outcomes.append(outcome)
+        tell(outcome)
+    return outcomes
+
+
+def line(outcome: Outcome, width: int) -> str:
+    """An outcome in the table; further lines of its text stand below the first."""
+    head = f"{outcome.name:<{width}}  {outcome.verdict:<10}  {outcome.seconds:>5.1f} s  "
+    first, *rest = outcome.text.splitlines() or [""]
+    return "\n".join([f"{head}{first}".rstrip(), *(f"{'':{len(head)}}{one}" for one in rest)])
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, of what failed processes have printed.
+
+    Examples
+    --------
+    >>> last_line("a\\nb\\n\\n"), last_line("")
+    ('b', 'nothing was printed')
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "nothing was printed"
+
+
+def saved(path: Path, facts: Facts, outcomes: Sequence[Outcome]) -> None:
+    """Put the file in place as a whole: who reads it sees all of the rows so far."""
+    known = {**asdict(facts), "libraries": sorted(facts.libraries)}
+    whole = {"facts": known, "failed": failures(outcomes), "rows": [asdict(one) for one in outcomes]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def failures(outcomes: Sequence[Outcome]) -> int:
+    """How many failed or missed their goal."""
+    return sum(outcome.verdict in FAILED for outcome in outcomes)
+
+
+def chosen(rows: Sequence[Row], patterns: str) -> list[Row]:
+    """The listed rows that a list of patterns names, and ``device``, which the others are decided by."""
+    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    found = [row for row in rows if row.listed and any(fnmatchcase(row.name, pattern) for pattern in wanted)]
+    first = [row for row in rows if row.name == "device" and row not in found]
+    return [*first, *found] if found else []
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    rows: Sequence[Row] | None = None,
+    *,
+    command: Sequence[str] = COMMAND,
+    seconds: float = SECONDS,
+) -> int:
+    """The command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        By default those of this process.
+    rows : sequence of Row, optional
+        By default those of `gpu_rows`.
+    command : sequence of str
+        What starts a process that knows these rows.
+    seconds : float
+        Of all rows together.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_report", description="What holds on this GPU.")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=ROOT / "build" / "gpu_report.json", metavar="FILE"
+    )
+    parser.add_argument("--rows", default="*", metavar="NAME,...", help="names or patterns, as nccl*")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if rows is None:
+        from tests.gpu_rows import ROWS as rows
+    if asked.row is not None:
+        be_row(next(row for row in rows if row.name == asked.row))
+        return 0
+    wanted = chosen(rows, asked.rows)
+    if asked.list:
+        print("\n".join(row.name for row in rows if row.listed))
+        return 0
+    if not wanted:
+        parser.error(f"no row is called {asked.rows!r}; --list prints the names")
+    facts = look()
+    outcomes: list[Outcome] = []
+    width = max(len(row.name) for row in wanted)
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        print(line(outcome, width), flush=True)
+        saved(asked.output, facts, outcomes)
+
+    report(wanted, facts, tell=tell, seconds=seconds, run=partial(run_row, command=command))
+    failed = failures(outcomes)
+    done = sum(outcome.verdict == "ok" for outcome in outcomes)
+    print(f"{done} ok, {failed} failed or missed, {len(outcomes) - done - failed} cannot run; {asked.output}")
+    return min(failed, MOST)
+
+
+if __name__ == "__main__":
+    from tests import gpu_report  # the module that rows know, of which this one is a copy
+
+    sys.exit(gpu_report.main())
