@@ -430,7 +430,8 @@ def apart() -> dict[str, Any]:
             return getattr(self.group, name)
 
     def two_groups(store: Any, rank: int, size: int, timeout: timedelta) -> InnerGroups:
-        others = inner_groups(store, rank, size, timeout).others
+        # keys of its own: the job's store still has those of the stage before, by which ranks would miss each other
+        others = inner_groups(PrefixStore("apart", store), rank, size, timeout).others
         plans = inner_groups(PrefixStore("plans", store), rank, size, timeout).others
         group: Any = Others(others)
         carrier: Any = Batches(plans)
