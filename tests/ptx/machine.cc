@@ -250,7 +250,9 @@ struct Machine {
             Cells& own = shared ? block.cells : cells[found];
             const Word first = shared ? address : place;
             const uint32_t number = block.index * launch.block_size + thread.number;
-            const Access access = {number, block.index, (uint32_t)i.place, i.reads != 0, i.writes != 0, i.strength, i.scope};
+            const uint32_t size = launch.block_size, begin = shared ? block.index * size : 0;
+            const Access access = {number, block.index, (uint32_t)i.place, begin, shared ? size : launch.blocks * size,
+                                   i.reads != 0, i.writes != 0, i.strength, i.scope};
             const uint32_t whole = by_element ? i.size : bytes;
             for (Word b = 0; b < bytes; ++b) {
                 const Epoch other = causality->touch(own.at(first + b), access, (uint32_t)(b % whole) << 5 | whole);

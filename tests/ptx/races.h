@@ -6,10 +6,12 @@
 //    thread, do not race. All others of which one writes race unless they are ordered.
 //  * A release pattern is a release, or a fence and a strong write after it by the same thread; it publishes what that
 //    thread did, or had learnt, before the fence. An acquire pattern is an acquire, or a strong read and a fence after it.
-//  * Reading a word passes on what all atomics since its last plain write have published.
+//  * Reading a word passes on what all atomics since its last plain write have published. An atomic has observed those
+//    before it: what is ordered after it is ordered after them.
 //  * bar.sync orders a block, bar.warp.sync the warp's members; shuffles and votes order nothing.
-// Left out, so that a program that needs it is reported: the order of all fence.sc among each other, and a release of a
-// word followed by a relaxed write of it. A word's publications are found by its first byte.
+// Left out, so that a program that needs it is reported: the order of all fence.sc among each other, a release of a word
+// followed by a relaxed write of it, and what a strong load observes without a pattern. A word's publications are found by
+// its first byte.
 
 #include <algorithm>
 #include <memory>
@@ -22,20 +24,15 @@ typedef std::shared_ptr<const Clock> Published;  // null: nothing
 enum Strength { WEAK, STRONG, RELEASE, ACQUIRE, BOTH };
 enum Scope { OF_BLOCK, OF_DEVICE, OF_SYSTEM };
 
-static inline void join(Clock& clock, const Published& other) {
-    if (other)
-        for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], (*other)[i]);
-}
-
 static inline void join(Published& into, const Published& other) {
     if (!other || into == other) return;
     if (!into) {
         into = other;
         return;
     }
-    Clock both = *into;
-    join(both, other);
-    into = std::make_shared<const Clock>(std::move(both));
+    auto both = std::make_shared<Clock>(*into);
+    for (size_t i = 0; i < both->size(); ++i) (*both)[i] = std::max((*both)[i], (*other)[i]);
+    into = both;
 }
 
 struct Epoch {
@@ -57,6 +54,7 @@ struct Cell {
 
 struct Access {
     uint32_t thread, block, place;
+    uint32_t first, most;  // the threads that can reach the byte: a block's, or all
     bool reads, writes;
     int strength, scope;
 };
@@ -75,7 +73,8 @@ struct Location {  // where patterns meet
 
 struct Causality {
     struct Thread {
-        Clock clock;
+        Published known;                            // of the others; shared with all who know the same
+        uint32_t own = 1;
         Published released_device, released_block;  // by a fence, at the next strong write
         Published seen_device, seen_block;          // by strong reads, known at the next fence
     };
@@ -84,29 +83,31 @@ struct Causality {
     std::vector<Thread> threads;
 
     Causality(uint32_t blocks, uint32_t block_size) : block_size(block_size), threads(blocks * block_size) {
-        for (uint32_t i = 0; i < threads.size(); ++i) {
-            threads[i].clock.resize(threads.size());
-            threads[i].clock[i] = 1;
-        }
+        const Published nothing = std::make_shared<const Clock>(threads.size());
+        for (Thread& thread : threads) thread.known = nothing;
+    }
+
+    Published all_of(uint32_t id) const {
+        auto all = std::make_shared<Clock>(*threads[id].known);
+        (*all)[id] = threads[id].own;
+        return all;
     }
 
     void fence(uint32_t id, int scope) {
         Thread& own = threads[id];
-        join(own.clock, own.seen_block);
-        if (scope != OF_BLOCK) join(own.clock, own.seen_device);
-        own.released_block = std::make_shared<const Clock>(own.clock);
+        join(own.known, own.seen_block);
+        if (scope != OF_BLOCK) join(own.known, own.seen_device);
+        own.released_block = all_of(id);
         if (scope != OF_BLOCK) own.released_device = own.released_block;
-        ++own.clock[id];
+        ++own.own;
     }
 
     void meet(const std::vector<uint32_t>& members) {
-        Clock all(threads.size());
-        for (uint32_t id : members)
-            for (size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], threads[id].clock[i]);
-        for (uint32_t id : members) {
-            threads[id].clock = all;
-            ++threads[id].clock[id];
-        }
+        Published all;
+        for (uint32_t id : members) join(all, threads[id].known);
+        auto together = std::make_shared<Clock>(*all);
+        for (uint32_t id : members) (*together)[id] = threads[id].own++;
+        for (uint32_t id : members) threads[id].known = together;
     }
 
     // What a strong access learns and publishes, and that a weak write publishes nothing.
@@ -124,17 +125,17 @@ struct Causality {
                 join(own.seen_block, location.of(access.block));
                 if (wide) join(own.seen_device, location.device);
                 if (access.strength == ACQUIRE || access.strength == BOTH) {
-                    join(own.clock, location.of(access.block));
-                    if (wide) join(own.clock, location.device);
+                    join(own.known, location.of(access.block));
+                    if (wide) join(own.known, location.device);
                 }
             }
         }
         if (!access.writes) return;
         Published to_block = own.released_block, to_device = own.released_device;
         if (access.strength == RELEASE || access.strength == BOTH) {
-            to_block = std::make_shared<const Clock>(own.clock);
+            to_block = all_of(access.thread);
             if (wide) to_device = to_block;
-            ++own.clock[access.thread];
+            ++own.own;
         }
         if (!access.reads) locations.erase(address);
         if (!to_block) return;
@@ -143,13 +144,14 @@ struct Causality {
         if (wide) join(location.device, to_device);
     }
 
-    bool before(const Epoch& one, const Clock& clock) const { return one.clock <= clock[one.thread]; }
+    bool before(const Epoch& one, uint32_t id) const {
+        return one.thread == id || one.clock <= (*threads[id].known)[one.thread];
+    }
 
     // The first of these accesses that is not ordered before the one at hand; those of one block may be exempt.
     Epoch unordered(const Accesses& made, const Access& access, int exempt) const {
-        const Clock& clock = threads[access.thread].clock;
         auto races = [&](const Epoch& one) {
-            return one.clock && !before(one, clock) && (exempt < 0 || one.thread / block_size != (uint32_t)exempt);
+            return one.clock && !before(one, access.thread) && (exempt < 0 || one.thread / block_size != (uint32_t)exempt);
         };
         if (!made.all) return races(made.last) ? made.last : Epoch{0, 0, 0};
         for (const Epoch& one : *made.all)
@@ -158,29 +160,28 @@ struct Causality {
     }
 
     void note(Accesses& made, const Access& access) const {
-        const Clock& clock = threads[access.thread].clock;
-        const Epoch now = {access.thread, clock[access.thread], access.place};
+        const Epoch now = {access.thread, threads[access.thread].own, access.place};
         if (!made.all) {
-            if (!made.last.clock || made.last.thread == now.thread || before(made.last, clock)) {
+            if (!made.last.clock || made.last.thread == now.thread || before(made.last, access.thread)) {
                 made.last = now;
                 return;
             }
             made.all = std::make_unique<std::vector<Epoch>>(std::vector<Epoch>{made.last});
         }
         std::vector<Epoch>& all = *made.all;
-        if (all.size() < threads.size()) {
+        if (all.size() < access.most) {
             for (Epoch& one : all)
                 if (one.thread == now.thread) {
                     one = now;
                     return;
                 }
             all.push_back(now);
-            if (all.size() <= Accesses::FEW && all.size() < threads.size()) return;
-            std::vector<Epoch> placed(threads.size(), Epoch{0, 0, 0});
-            for (const Epoch& one : all) placed[one.thread] = one;
+            if (all.size() <= Accesses::FEW && all.size() < access.most) return;
+            std::vector<Epoch> placed(access.most, Epoch{0, 0, 0});
+            for (const Epoch& one : all) placed[one.thread - access.first] = one;
             all = std::move(placed);
         } else {
-            all[now.thread] = now;
+            all[now.thread - access.first] = now;
         }
     }
 
@@ -194,14 +195,17 @@ struct Causality {
             const uint32_t own_shape = shape << 2 | access.scope;
             const bool alike = !weak && (!cell.shape || cell.shape >> 2 == shape);
             const bool narrow = access.scope == OF_BLOCK || (cell.shape & 3) == OF_BLOCK;
+            // an atomic has observed the strong writes before it: whatever comes after it comes after them
+            const bool observes = alike && !narrow && access.reads && access.writes;
             if (!alike || narrow) {
                 const int exempt = alike ? (int)access.block : -1;
                 other = unordered(cell.strongly_written, access, exempt);
                 if (!other.clock && access.writes) other = unordered(cell.strongly_read, access, exempt);
             }
+            if (observes) cell.strongly_written = Accesses();
             if (!weak) cell.shape = own_shape;
         }
-        if (access.reads) note(weak ? cell.read : cell.strongly_read, access);
+        if (access.reads && !access.writes) note(weak ? cell.read : cell.strongly_read, access);
         if (access.writes) {
             // what is ordered before this write needs not be known any longer
             if (!other.clock && weak) cell = Cell();
