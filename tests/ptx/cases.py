@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from selection_data import drawn, key_of, reference
+from tests.selection_data import drawn, key_of, reference
 
 from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import BINS, STATE, digits
@@ -45,6 +45,8 @@ class Case:
     kernel: str
     what: str
     prepare: Callable[[], Prepared]
+    heavy: bool = False  # takes seconds: one order is enough
+    quick: bool = False  # takes milliseconds: many orders can be tried
 
 
 def outcome(program: Program, case: Case, seed: int) -> str | None:
@@ -196,7 +198,9 @@ def _join(kernel: str, op: str | None, dtype: str, shape: tuple[int, int, tuple[
     bases.append(put("own", own, shift=shifts[0] * kind.itemsize))
     bases += [put(f"arriving {i}", one, shift=shifts[1] * kind.itemsize) for i, one in enumerate(arriving)]
     tables = (np.array(bases, dtype=np.int64), work.items, work.arrivals, work.tiles)
-    arguments = [put(name, table) for name, table in zip(("bases", "items", "arrivals", "tiles"), tables, strict=True)]
+    arguments = [
+        put(name, table) for name, table in zip(("bases", "items", "arrivals", "tiles"), tables, strict=True)
+    ]
     expected = own if op is None else joined(op, dtype, own, arriving)
     return Prepared(
         memory,
@@ -265,7 +269,9 @@ class Addend:
     sums: Array
 
     @staticmethod
-    def of(kind: str, dtype: str, given: str, data: str, count: int, generator: np.random.Generator) -> Addend:
+    def of(
+        kind: str, dtype: str, given: str, data: str, count: int, generator: np.random.Generator
+    ) -> Addend:
         x = drawn(data, dtype, count, generator)
         gradient = drawn(data, given or dtype, count, generator)
         velocity, momentum = drawn("normal", dtype, count, generator), np.array([0.5], dtype=stored(dtype))
@@ -293,7 +299,9 @@ class Addend:
         places = [memory.put("x", self.x, writable=self.kind != "", shift=shift * size)]
         if not self.kind:
             return [*places, 0]
-        places.append(memory.put("gradient", self.gradient, writable=False, shift=shift * self.gradient.itemsize))
+        places.append(
+            memory.put("gradient", self.gradient, writable=False, shift=shift * self.gradient.itemsize)
+        )
         if self.kind == "feed":
             return places
         if self.kind == "feedback":
@@ -320,7 +328,12 @@ def differs(state: Array, **fields: int) -> str | None:
 
 
 def _histogram(
-    addend: Callable[[np.random.Generator], Addend], grid: int, number: int, density: float, shift: int, cut: int
+    addend: Callable[[np.random.Generator], Addend],
+    grid: int,
+    number: int,
+    density: float,
+    shift: int,
+    cut: int,
 ) -> Prepared:
     generator = np.random.default_rng(11)
     added = addend(generator)
@@ -383,7 +396,7 @@ def _gather(
     tiles = -(-count // tile)
     keys = key_of(added.sums).astype(np.uint64)
     bound = int(np.sort(keys)[::-1][max(1, round(count * density)) - 1])
-    lower = bound // 3
+    lower = bound // 200
     chosen = np.flatnonzero(keys >= max(bound - lower, 0))
     room = int(len(chosen) * space)
     state, limit = new_state(gathered=0), np.array([bound], dtype=np.uint64)
@@ -547,7 +560,9 @@ def _selection_cases(kernel: str) -> Iterator[Case]:
             what = f"{data}, {count} elements, {grid} blocks"
             addend = partial(Addend.of, kind, dtype, given, data, count)
             if form == "histogram":
-                for number in range(len(digits(dtype))):
+                # the first digit of normal values has few bins, the second all
+                numbers = {"few values": range(len(digits(dtype))), "special": (0,), "normal": (1,)}[data]
+                for number in numbers:
                     cut = tile // 7 if number == 1 and not kind else 0
                     prepare = partial(_histogram, addend, grid, number, 0.1, shift, cut)
                     yield Case(kernel, f"{what}, digit {number}", prepare)
@@ -561,13 +576,19 @@ def _selection_cases(kernel: str) -> Iterator[Case]:
                     yield Case(kernel, what, partial(_measure, runs, grid))
                 else:
                     yield Case(kernel, what, partial(_emit, runs, grid, index, shift == 0))
+    if form == "histogram":  # bins of all threads
+        addend = partial(Addend.of, kind, dtype, given, "any bits", tile // 3)
+        yield Case(kernel, "any bits", partial(_histogram, addend, 3, 0, 0.1, 0, 0), quick=True)
+    if form == "gather":  # a block's later tiles have nothing to gather
+        addend = partial(Addend.of, kind, dtype, given, "layered", 4 * tile)
+        yield Case(kernel, "layered", partial(_gather, addend, 1, 0.05, 1.0, 0))
     if form.startswith("measure"):
-        # more tiles than a block has threads, and more blocks than that
-        many = partial(Runs.of, dtype, "list" in form, "few values" if "list" in form else "equal")
-        if "list" in form:
-            sparse = partial(many, 300 * tile, 0.0005)
-            yield Case(kernel, "300 tiles, 1 block", partial(_measure, sparse, 1))
-            yield Case(kernel, "300 tiles, 260 blocks", partial(_measure, sparse, 260))
+        listed = "list" in form
+        if listed:  # more tiles than a block has threads
+            many = partial(Runs.of, dtype, listed, "few values", 300 * tile, 0.0005)
+            yield Case(kernel, "300 tiles, 1 block", partial(_measure, many, 1), True)
+        few = partial(Runs.of, dtype, listed, "few values", 2 * tile, 0.05)
+        yield Case(kernel, "260 blocks", partial(_measure, few, 260), True)  # and more blocks than that
 
 
 def parsed(kernel: str) -> tuple[str, str, str, str]:
@@ -605,7 +626,9 @@ def _take_back(kind: str, dtype: str, given: str, data: str, count: int) -> Prep
     own = velocity.copy()
     arguments = [memory.put("x", x), memory.put("gradient", gradient, writable=False)]
     moves = kind == "momentum"
-    arguments += [memory.put("velocity", own), memory.put("momentum", momentum, writable=False)] if moves else [0, 0]
+    arguments += (
+        [memory.put("velocity", own), memory.put("momentum", momentum, writable=False)] if moves else [0, 0]
+    )
     arguments += [count, memory.put("broken", first)]
 
     def wrong() -> str | None:
@@ -650,12 +673,13 @@ def cases(kernel: str) -> list[Case]:
         return list(_join_cases(kernel))
     if "entries" in kernel:
         kind, _, index, dtype = kernel.split("_")
-        return [Case(kernel, f"{count} entries", partial(_entries, kind, dtype, index, count)) for count in (700, 1)]
+        return [
+            Case(kernel, f"{count} entries", partial(_entries, kind, dtype, index, count))
+            for count in (700, 1)
+        ]
     if "take_back" in kernel:
         kind, _, _, given, dtype = kernel.split("_")
         return [
             Case(kernel, data, partial(_take_back, kind, dtype, given, data, 1500)) for data in SELECTION_DATA
         ]
     return list(_selection_cases(kernel))
-
-

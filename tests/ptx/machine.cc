@@ -359,6 +359,7 @@ struct Machine {
             }
         }
         if (CHECKED) causality->meet(members);
+        released = &block;
         for (Thread* own : here) {
             ++own->pc;
             make_ready(block, *own);
@@ -473,6 +474,7 @@ struct Machine {
     std::vector<uint32_t> places;                      // of every thread there
     std::vector<uint8_t> starves;
     bool keeps_lists = false;
+    Block* released = nullptr;                         // which has passed a barrier just now
 
     uint32_t number_of(const Block& block, const Thread& thread) const {
         return block.index * launch.block_size + thread.number;
@@ -525,29 +527,43 @@ struct Machine {
         return true;
     }
 
-    // All blocks at once, any thread next for any number of steps. With most seeds one warp, or one block, starves.
+    void set_starving(Block& block, uint32_t first, uint32_t count, bool starving) {
+        for (uint32_t t = first; t < std::min(first + count, (uint32_t)launch.block_size); ++t) {
+            Thread& thread = block.threads[t];
+            if (thread.state == READY) unmake_ready(block, thread);
+            starves[number_of(block, thread)] = starving;
+            if (thread.state == READY) make_ready(block, thread);
+        }
+    }
+
+    // All blocks at once, any thread next for any number of steps. Of four seeds one lets some threads of some blocks
+    // starve, others from each barrier on; one a block; one lets every thread go as far as it can. Who starves goes on only
+    // where no other can, or once in a long while, in case another spins for it.
     bool at_random() {
         Random random = {(Word)launch.seed};
         std::vector<Block> blocks(launch.blocks);
-        const uint32_t all = launch.blocks * launch.block_size;
+        const uint32_t all = launch.blocks * launch.block_size, way = (uint32_t)launch.seed % 4;
         places.resize(all), starves.resize(all), keeps_lists = true;
-        const uint32_t way = (uint32_t)launch.seed % 4, chosen_block = random.below(launch.blocks);
-        const uint32_t chosen_warp = random.below((launch.block_size + 31) / 32);
         for (Block& block : blocks) {
             start(block, (uint32_t)(&block - blocks.data()));
-            for (Thread& thread : block.threads) {
-                starves[number_of(block, thread)] = (way == 1 && thread.number / 32 == chosen_warp) ||
-                                                    (way == 2 && block.index == chosen_block);
-                make_ready(block, thread);
-            }
+            for (Thread& thread : block.threads) make_ready(block, thread);
         }
+        if (way == 2) set_starving(blocks[random.below(launch.blocks)], 0, launch.block_size, true);
         while (ready[0].size() + ready[1].size()) {
-            const bool starving = ready[0].empty() || (!ready[1].empty() && random.below(256) == 0);
+            if (way == 1 && released) {
+                set_starving(*released, 0, launch.block_size, false);
+                if (random.below(2)) {
+                    const uint32_t first = random.below(launch.block_size);
+                    set_starving(*released, first, 1 + random.below(launch.block_size - first), true);
+                }
+            }
+            released = nullptr;
+            const bool starving = ready[0].empty() || (!ready[1].empty() && random.below(4096) == 0);
             auto& list = ready[starving];
             const auto [block, thread] = list[random.below((uint32_t)list.size())];
             const Word steps = way == 3 ? 1 << 20 : 1 + (random.next() >> 32) % (1u << random.below(8));
             if (!run(*block, *thread, steps)) return false;
-            if (fault.steps > (Word)launch.most_steps) return fail(ENDLESS, launch.code[thread->pc], *block, *thread);
+            if (fault.steps > (Word)launch.most_steps) return fail(ENDLESS, code[thread->pc].i, *block, *thread);
         }
         for (Block& block : blocks)
             if (block.ended < (uint32_t)launch.block_size) return stuck(block);
