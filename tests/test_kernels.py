@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from nvrtc import Built, built, compilers
+from ptx.cases import same_bits, special
 
 from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.source import BYTES, divide_kernel, join_kernel
@@ -105,40 +106,6 @@ def test_a_kernel_that_does_not_exist_is_named() -> None:
 
 
 # ---- run on this processor
-
-
-def special(dtype: str, count: int, generator: np.random.Generator) -> Array:
-    """Values of all magnitudes, the ends of the range, zeros of both signs, infinities, NaN."""
-    kind = np.dtype(dtype)
-    if kind.kind == "b":
-        return generator.integers(0, 2, count).astype(np.bool_)
-    if kind.kind in "iu":
-        ends = np.iinfo(kind)
-        values = generator.integers(ends.min, ends.max, count, dtype=kind, endpoint=True)
-        values[generator.random(count) < 0.2] = ends.max
-        values[generator.random(count) < 0.2] = ends.min
-        return values
-    if kind.kind == "c":
-        part = "float32" if dtype == "complex64" else "float64"
-        values = np.empty(count, dtype=kind)
-        values.real, values.imag = (special(part, count, generator) for _ in range(2))
-        return values
-    ends = np.finfo(kind)
-    values = (generator.standard_normal(count) * np.exp2(generator.integers(-12, 12, count))).astype(kind)
-    for odd in (0.0, -0.0, np.inf, -np.inf, np.nan, ends.max, ends.smallest_subnormal, ends.smallest_normal):
-        values[generator.random(count) < 0.02] = odd
-    return values
-
-
-def same_bits(found: Array, expected: Array) -> bool:
-    """Equal bit for bit; of NaN only that both are one."""
-    if found.dtype.kind == "c":
-        parts = f"float{found.dtype.itemsize * 4}"
-        found, expected = found.view(parts), expected.view(parts)
-    if found.dtype.kind != "f":
-        return found.tobytes() == expected.tobytes()
-    nan = np.isnan(expected)
-    return np.array_equal(nan, np.isnan(found)) and found[~nan].tobytes() == expected[~nan].tobytes()
 
 
 def placed(values: Array, shift: int) -> Array:

@@ -1,7 +1,7 @@
 """What each kernel is run on, and in plain numpy what it must leave behind.
 
-A case makes its arrays anew for every run. All that a kernel may reach is there with its exact bounds; what it is to fill
-is marked as not written. Sizes are small, and chosen so that blocks have several tiles, whole and broken ones.
+A case makes its arrays anew for every run. All that a kernel may reach is there with its exact bounds; what it is
+to fill is marked as not written. Sizes are small, and chosen so that blocks have several tiles, whole and broken ones.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.selection_data import drawn, key_of, reference
 
 from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import BINS, STATE, digits
 from collectives.kernels.selection_source import KEY_BITS
-from collectives.kernels.source import BYTES, ELEMENTS
 from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, work_of
 from collectives.reduction import divide, reduction
+from tests.selection_data import drawn, key_of, reference
 
 from .machine import KernelFault, Memory, run
 from .text import Program

@@ -148,9 +148,17 @@ struct Random {
     uint32_t below(uint32_t end) { return (uint32_t)((next() >> 32) * end >> 32); }
 };
 
-struct Decoded {
+struct alignas(64) Decoded {
     Compute compute;
     Instruction i;
+};
+
+// Adds the steps that were made, however a run ends.
+struct Counted {
+    Word& total;
+    const Word before;
+    const Word& left;
+    ~Counted() { total += before - left; }
 };
 
 template <bool CHECKED>
@@ -396,7 +404,8 @@ struct Machine {
     bool run(Block& block, Thread& thread, Word steps) {
         if (!thread.registers) give_registers(block, thread);
         Word* const r = thread.registers;
-        for (; steps; --steps, ++fault.steps) {
+        const Counted counted = {fault.steps, steps, steps};
+        for (; steps; --steps) {
             const Decoded& decoded = code[thread.pc];
             const Instruction& i = decoded.i;
             if (i.guard >= 0 && (bool)r[i.guard] == (bool)i.negated) {

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .cases import Case, outcome
+from .machine import FIRST, LAST
 from .text import Kind, Program
 
 SURVIVORS = (
@@ -43,6 +44,11 @@ SURVIVORS = (
 )
 """Kernels, sites, and why the kernel is right without them."""
 
+
+SEEDS = (FIRST, LAST, 0, 1, 2, 3)
+"""The orders of unchanged kernels: the two that are not random, and one for each way of the machine to be unfair."""
+
+MUTANT_SEEDS = (1, FIRST, 5, 2)
 
 MANY = range(1, 601, 4)
 """Orders in which threads starve from a barrier on, for mutants that break no rule and only sometimes the result."""

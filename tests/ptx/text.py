@@ -1,8 +1,8 @@
 """PTX text as programs for the machine: every instruction of a kernel as numbers.
 
-What the machine does not know is an error that names it. Registers, constants and special registers share one numbering;
-a register is there only if an instruction names it. Shared variables have gaps between them, so that an access that
-leaves one is seen.
+What the machine does not know is an error that names it. Registers, constants and special registers share one
+numbering; a register is there only if an instruction names it. Shared variables have gaps between them, so that an
+access that leaves one is seen.
 """
 
 from __future__ import annotations
