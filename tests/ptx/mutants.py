@@ -85,7 +85,7 @@ def mutants(program: Program) -> Iterator[Mutant]:
 
 def found(mutant: Mutant, cases: Sequence[Case], seeds: Sequence[int]) -> str | None:
     """What gives a mutant away first, or nothing."""
-    for seed in seeds:
+    for seed in seeds if mutant.reorders else seeds[:2]:
         for case in cases:
             if case.heavy and seed != seeds[0]:
                 continue
