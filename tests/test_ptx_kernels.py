@@ -69,7 +69,8 @@ def test_kernels_that_lack_a_barrier_or_a_fence_are_found(name: str) -> None:
     made = list(mutants(program(name)))
     assert made
     for mutant in made:
-        if reason(name, mutant.site) is None and "bar.sync 6" not in mutant.site:
+        # the barrier before a second pass over the blocks needs more blocks than a light case has
+        if reason(name, mutant.site) is None and mutant.site != "bar.sync 6":
             assert found(mutant, light, MUTANT_SEEDS[:2]) is not None, mutant.site
 
 
