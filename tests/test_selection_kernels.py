@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_kernels import launch
 from fake_streams import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvrtc import Built, built, compilers
 from selection_data import DATA, DTYPES, drawn, reference, same
-from selection_on_cpu import Launches, install_selection, launch
+from selection_on_cpu import Launches, install_selection
 
 from collectives.kernels.selection_launching import BINS, STATE, digits, selection_kernels
 from collectives.kernels.selection_source import FORMS, KEY_BITS, selection_kernel_names, selection_source

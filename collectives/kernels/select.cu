@@ -84,14 +84,15 @@ __device__ inline Word sum_before(Word value, Word& total) {
 // Whether all other blocks have come here before; then what they wrote is seen.
 __device__ inline bool ends_last(State* state) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+        // by the thread that counts: a fence publishes what the block did before the barrier, not what comes after it
+        __threadfence();
         last = atomicAdd(&state->ended, (Word)1) == (Word)gridDim.x - 1;
+        __threadfence();
         if (last) state->ended = 0;
     }
     __syncthreads();
-    __threadfence();
     return last;
 }
 

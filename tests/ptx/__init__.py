@@ -1,0 +1,1 @@
+"""PTX of kernels, run on this processor with everything checked that a GPU does not tell."""

@@ -1,0 +1,56 @@
+"""``python -m tests.ptx``: all kernels at all orders and with all checks, their mutants, and the numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+from .cases import cases, outcome
+from .kernels import JOINS, SELECTIONS, program, read_all
+from .mutants import MUTANT_SEEDS, SEEDS, found, mutants, reason
+
+KINDS = ("race", "outside of every array", "not aligned", "read of memory that nobody has written", "result")
+
+
+def main() -> int:
+    """Print a table; the number of what is wrong is the exit status, at most 100."""
+    names = (*JOINS, *SELECTIONS)
+    read_all(names)
+    problems: Counter[str] = Counter()
+    runs = made = 0
+    for name in names:
+        for case in cases(name):
+            made += 1
+            for seed in SEEDS[3:4] if case.heavy else SEEDS:
+                runs += 1
+                wrong = outcome(program(name), case, seed)
+                if wrong is not None:
+                    problems[wrong.partition(":")[0]] += 1
+                    print(wrong)
+    print(f"kernels {len(names)}, cases {made}, orders {len(SEEDS)}, runs {runs}")
+    for kind in KINDS:
+        print(f"  {kind}: {problems[kind]}")
+    print(f"  all else: {sum(count for kind, count in problems.items() if kind not in KINDS)}")
+
+    caught: Counter[str] = Counter()
+    survivors: Counter[tuple[str, str]] = Counter()
+    for name in names:
+        for mutant in mutants(program(name)):
+            wrong = found(mutant, cases(name), MUTANT_SEEDS)
+            if wrong is not None:
+                caught[wrong.partition(":")[0]] += 1
+            else:
+                why = reason(name, mutant.site)
+                survivors[mutant.site, why or "NO REASON IS KNOWN"] += 1
+                problems["survivor"] += why is None
+    total = caught.total() + survivors.total()
+    print(f"mutants {total}, caught {caught.total()}, surviving {survivors.total()}")
+    for kind, count in caught.most_common():
+        print(f"  caught by {kind}: {count}")
+    for (site, why), count in sorted(survivors.items()):
+        print(f"  {count} survive without {site}: {why}")
+    return min(problems.total(), 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The kernels of `collectives.kernels` as programs for the machine: compiled as for a GPU, then read as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import pytest
+
+from collectives.kernels import kernel_names, kernel_source
+from collectives.kernels.compiler import compile_source
+from collectives.kernels.feedback_source import FEEDBACK_LINES
+from collectives.kernels.selection_source import selection_kernel_names, selection_source
+from topoplan.errors import UsageError
+
+from .machine import read
+from .text import Program
+
+JOINS = kernel_names()
+SELECTIONS = (*selection_kernel_names(), *FEEDBACK_LINES)
+ARCHITECTURE = 80
+
+
+def ptx(names: Iterable[str], architecture: int = ARCHITECTURE) -> str:
+    """PTX with these kernels, all joins or all of selection; skips the test where there is no compiler."""
+    wanted = list(names)
+    source = kernel_source(wanted) if wanted[0] in JOINS else selection_source(wanted)
+    try:
+        return compile_source(source, architecture, to="ptx").code.decode()
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+_read: dict[tuple[int, str], Program] = {}
+
+
+def program(name: str, architecture: int = ARCHITECTURE) -> Program:
+    """One kernel."""
+    if (architecture, name) not in _read:
+        read_all([name], architecture)
+    return _read[architecture, name]
+
+
+def read_all(names: Iterable[str], architecture: int = ARCHITECTURE) -> None:
+    """Compile these kernels, joins together and those of selection together, before they are asked for."""
+    for family in (JOINS, SELECTIONS):
+        missing = [name for name in names if name in family and (architecture, name) not in _read]
+        if missing:
+            found = read(ptx(missing, architecture))
+            _read.update({(architecture, name): one for name, one in found.items()})
+
+
+@cache
+def sizes(name: str) -> tuple[int, ...]:
+    """Bytes of what a kernel takes."""
+    return tuple(part.size for part in program(name).parameters)
