@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kernel_data import CASES, COMPLEX, FLOATS, WHOLE, numpy_fuses, same_bits, special
 from numpy.typing import NDArray
 from nvrtc import Built, built, compilers
-from ptx.cases import same_bits, special
 
 from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.source import BYTES, divide_kernel, join_kernel

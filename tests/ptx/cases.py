@@ -18,7 +18,7 @@ from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import BINS, STATE, digits
 from collectives.kernels.selection_source import KEY_BITS
 from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, work_of
-from collectives.reduction import divide, reduction
+from tests.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
 from tests.selection_data import drawn, key_of, reference
 
 from .machine import KernelFault, Memory, run
@@ -74,69 +74,14 @@ MOST_STEPS = 200_000_000
 # ---- numbers
 
 
-def special(dtype: str, count: int, generator: np.random.Generator) -> Array:
-    """Values of all magnitudes, the ends of the range, zeros of both signs, infinities, NaN."""
-    if dtype == "bfloat16":
-        return rounded(special("float32", count, generator))
-    kind = np.dtype(dtype)
-    if kind.kind == "b":
-        return generator.integers(0, 2, count).astype(np.bool_)
-    if kind.kind in "iu":
-        ends = np.iinfo(kind)
-        values = generator.integers(ends.min, ends.max, count, dtype=kind, endpoint=True)
-        values[generator.random(count) < 0.2] = ends.max
-        values[generator.random(count) < 0.2] = ends.min
-        return values
-    if kind.kind == "c":
-        part = "float32" if dtype == "complex64" else "float64"
-        values = np.empty(count, dtype=kind)
-        values.real, values.imag = (special(part, count, generator) for _ in range(2))
-        return values
-    ends = np.finfo(kind)
-    values = (generator.standard_normal(count) * np.exp2(generator.integers(-12, 12, count))).astype(kind)
-    for odd in (0.0, -0.0, np.inf, -np.inf, np.nan, ends.max, ends.smallest_subnormal, ends.smallest_normal):
-        values[generator.random(count) < 0.02] = odd
-    return values
-
-
-def same_bits(found: Array, expected: Array) -> bool:
-    """Equal bit for bit; of NaN only that both are one."""
-    if found.dtype.kind == "c":
-        parts = f"float{found.dtype.itemsize * 4}"
-        found, expected = found.view(parts), expected.view(parts)
-    if found.dtype.kind != "f":
-        return found.tobytes() == expected.tobytes()
-    nan = np.isnan(expected)
-    return np.array_equal(nan, np.isnan(found)) and found[~nan].tobytes() == expected[~nan].tobytes()
-
-
-def same(found: Array, expected: Array, dtype: str) -> bool:
-    """`same_bits`, of bfloat16 too."""
-    if dtype == "bfloat16":
-        return same_bits(wide(found, dtype), wide(expected, dtype))
-    return same_bits(found, expected)
-
-
-def rounded(values: Array) -> Array:
-    """The bits of the nearest bfloat16, of equally near ones the even one."""
-    bits = values.astype(np.float32).view(np.uint32)
-    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FFF, nearest).astype(np.uint16)
-
-
 def wide(values: Array, dtype: str) -> Array:
     """Numbers to compute with: singles for bfloat16, others as they are."""
-    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values
+    return widened(values) if dtype == "bfloat16" else values
 
 
 def narrow(values: Array, dtype: str) -> Array:
     """Back to how the dtype is stored."""
-    return rounded(values) if dtype == "bfloat16" else values
-
-
-def stored(dtype: str) -> str:
-    """numpy's dtype that holds it."""
-    return "uint16" if dtype == "bfloat16" else dtype
+    return narrowed(values) if dtype == "bfloat16" else values
 
 
 # ---- joins, averages, copies
@@ -151,24 +96,10 @@ JOIN_SHAPES = (
 )
 
 
-def joined(op: str, dtype: str, own: Array, arriving: list[Array]) -> Array:
-    """What numpy makes of them; bfloat16 in singles, the second of equal numbers, as float32."""
-    with np.errstate(all="ignore"):
-        if dtype != "bfloat16":
-            result = own.copy()
-            for array in arriving:
-                reduction(op, result.dtype)(result, array, out=result)
-            return result
-        total = wide(own, dtype)
-        for array in arriving:
-            total = wide(rounded(reduction(op, np.dtype(np.float32))(total, wide(array, dtype))), dtype)
-        return rounded(total)
-
-
 def _join(kernel: str, op: str | None, dtype: str, shape: tuple[int, int, tuple[int, int], int]) -> Prepared:
     tiles, more, shifts, siblings = shape
     generator = np.random.default_rng(7)
-    kind = np.dtype(stored(dtype))
+    kind = bits_type(dtype)
     count = tiles * TILE_BYTES // kind.itemsize + more
     memory = Memory()
 
@@ -200,25 +131,19 @@ def _join(kernel: str, op: str | None, dtype: str, shape: tuple[int, int, tuple[
     arguments = [
         put(name, table) for name, table in zip(("bases", "items", "arrivals", "tiles"), tables, strict=True)
     ]
-    expected = own if op is None else joined(op, dtype, own, arriving)
+    expected = own if op is None else joined(dtype, op, own, arriving)
     return Prepared(
         memory,
         2,
         [*arguments, len(work.tiles)],
-        lambda: None if same(out, expected, "" if op is None else dtype) else "differs from numpy",
+        lambda: None if same_bits(out, expected, "" if op is None else dtype) else "differs from numpy",
     )
 
 
 def _divide(dtype: str, ranks: int, tiles: int, more: int, shift: int) -> Prepared:
-    kind = np.dtype(stored(dtype))
+    kind = bits_type(dtype)
     line = special(dtype, tiles * TILE_BYTES // kind.itemsize + more, np.random.default_rng(ranks))
-    with np.errstate(all="ignore"):
-        if dtype == "bfloat16":
-            by = wide(rounded(np.float32([ranks])), dtype)
-            expected = rounded(wide(line, dtype) / by)
-        else:
-            expected = line.copy()
-            divide(expected, ranks)
+    expected = averaged(dtype, line, ranks)
     memory = Memory()
     address = memory.put("line", line, shift=shift * kind.itemsize)
     count = -(-line.nbytes // TILE_BYTES)
@@ -226,7 +151,7 @@ def _divide(dtype: str, ranks: int, tiles: int, more: int, shift: int) -> Prepar
         memory,
         2,
         [address, len(line), ranks, count],
-        lambda: None if same(line, expected, dtype) else "differs from numpy",
+        lambda: None if same_bits(line, expected, dtype) else "differs from numpy",
     )
 
 
@@ -274,7 +199,7 @@ class Addend:
         x = drawn(data, dtype, count, generator)
         gradient = drawn(data, given or dtype, count, generator)
         velocity = drawn("layered" if data == "layered" else "normal", dtype, count, generator)
-        momentum = np.array([0.5], dtype=stored(dtype))
+        momentum = np.array([0.5], dtype=bits_type(dtype))
         kept, speed, sums = x.copy(), velocity.copy(), x.copy()
         with np.errstate(all="ignore"):
             if kind == "feed":
@@ -310,9 +235,9 @@ class Addend:
         return [*places, memory.put("momentum", self.momentum, writable=False)]
 
     def wrong(self) -> str | None:
-        if not same(self.x, self.kept, self.dtype):
+        if not same_bits(self.x, self.kept, self.dtype):
             return "x is not the sum"
-        return None if same(self.velocity, self.speed, self.dtype) else "the velocity differs"
+        return None if same_bits(self.velocity, self.speed, self.dtype) else "the velocity differs"
 
 
 def new_state(**fields: int) -> Array:
@@ -378,7 +303,7 @@ def _histogram(
 
 def tile_of(dtype: str) -> int:
     """Elements of a tile."""
-    return TILE_BYTES // np.dtype(stored(dtype)).itemsize
+    return TILE_BYTES // bits_type(dtype).itemsize
 
 
 def runs_of(chosen: NDArray[np.int64], tiles: int, tile: int) -> list[Array]:
@@ -400,7 +325,7 @@ def _gather(
     chosen = np.flatnonzero(keys >= max(bound - lower, 0))
     room = int(len(chosen) * space)
     state, limit = new_state(gathered=0), np.array([bound], dtype=np.uint64)
-    values, places = np.zeros(room, dtype=stored(dtype)), np.zeros(room, dtype=np.uint16)
+    values, places = np.zeros(room, dtype=bits_type(dtype)), np.zeros(room, dtype=np.uint16)
     starts, kept = np.zeros(tiles, dtype=np.uint64), np.zeros(tiles, dtype=np.uint32)
     memory = Memory()
     arguments = [*added.place(memory, shift), count, memory.put("bound", limit, writable=False), lower]
@@ -424,7 +349,7 @@ def _gather(
             here = runs[number][: max(last - first, 0)]
             if not np.array_equal(places[first : max(last, first)], here - number * tile):
                 return "places differ"
-            if not same(values[first : max(last, first)], added.kept[here], dtype):
+            if not same_bits(values[first : max(last, first)], added.kept[here], dtype):
                 return "values differ"
         nan = int(keys.max() > INFINITE[dtype])
         return added.wrong() or differs(state, ended=0, key=0, wanted=0, nan=nan, gathered=len(chosen))
@@ -518,7 +443,7 @@ def _emit(runs: Callable[[], Runs], grid: int, index: str, feeds: bool) -> Prepa
     made = runs()
     dtype = made.dtype
     state, memory = made.state(), Memory()
-    indices, values = np.zeros(made.k, dtype=index), np.zeros(made.k, dtype=stored(dtype))
+    indices, values = np.zeros(made.k, dtype=index), np.zeros(made.k, dtype=bits_type(dtype))
     residual = made.x.copy()
     arguments = [*made.place(memory), 1]
     put = partial(memory.put, writable=False)
