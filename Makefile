@@ -1,6 +1,7 @@
 # make demo: set up and run the main job.  make test: set up and pass the tests.  make train: train with 4 processes.
 PYTHON ?= python3
 VENV ?= .venv
+# What test-gpu installs: CUDA=cuda12 for older drivers, and for Volta.
 CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin

@@ -34,6 +34,7 @@ from fake_streams import (
     Machine,
     Unit,
 )
+from ptx.machine import library
 
 from collectives.kernels.compiler import nvrtc_of_cupy
 from topoplan.errors import UsageError
@@ -48,6 +49,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         nvrtc_of_cupy()
     except UsageError as error:
         pytest.skip(str(error))
+    library()  # ranks that wait for each other have no time to compile it
     cupy = fake_cupy(machine)
     for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.function):
         patch.setitem(sys.modules, module.__name__, module)

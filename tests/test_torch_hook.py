@@ -167,7 +167,7 @@ def test_where_nccl_serves_the_group_the_hook_exchanges_over_one_of_its_own_and_
     """Of the same ranks, with twice the time that a peer is given."""
     for one in two:
         found = one["own_group"]
-        assert found["made"] == [[[0, 1], "cpu:nccl", 40.0, True]]
+        assert found["made"] == [[[0, 1], "cpu:nccl", 40.0, False]]
         assert found["carries"] == "own"
         assert found["furthest"] == 0.0
         assert found["after"] == "destroyed"

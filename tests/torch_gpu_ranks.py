@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from fake_streams import Machine
 from fake_torch_cuda import install, on_gpu_0
-from selection_on_cpu import install_selection, library
+from ptx.machine import library
+from selection_on_cpu import install_selection
 from sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
 
 from collectives import Communicator

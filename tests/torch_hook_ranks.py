@@ -379,7 +379,7 @@ def own_group() -> dict[str, Any]:
 
     def noted(ranks: Any, *, timeout: timedelta, backend: str, use_local_synchronization: bool) -> Any:
         made.append([ranks, backend, timeout.total_seconds(), use_local_synchronization])
-        return new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        return new_group(ranks, timeout, "gloo", use_local_synchronization=use_local_synchronization)
 
     theirs = trained(wrapped(model(), None))
     shared = HookState(plan(), shared=False)

@@ -11,6 +11,7 @@ nobody needs to synchronise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -82,7 +83,7 @@ class TorchArrays:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self._stream: torch.cuda.Stream | None = None
-        self._checked_on_gpu = False
+        self._checked = threading.local()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of the collectives, made when the first tensor on the GPU comes."""
@@ -92,9 +93,9 @@ class TorchArrays:
 
     def ordered(self) -> AbstractContextManager[object]:
         """See `ArrayLibrary.ordered`: calls on the host, as `check` has seen them, do not wait for the GPU."""
-        if self._stream is None or not self._checked_on_gpu:
+        if self._stream is None or not getattr(self._checked, "on_gpu", False):
             return self.here()
-        self._checked_on_gpu = False
+        self._checked.on_gpu = False
         return _behind(torch.cuda.current_stream(self._stream.device).record_event(), self._stream)
 
     def here(self) -> AbstractContextManager[object]:
@@ -127,7 +128,7 @@ class TorchArrays:
         if on_gpu(array):
             # its memory is not given away before the collective has used it
             array.record_stream(self.stream(array.device))
-            self._checked_on_gpu = True
+            self._checked.on_gpu = True  # by this thread
         return array
 
     def _fault(self, array: torch.Tensor) -> str:

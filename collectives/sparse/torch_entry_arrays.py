@@ -54,10 +54,8 @@ class TorchEntryArrays(GpuEntryArrays):
         if self._seen is None or self._seen[0] is not stream:
             self._seen = (stream, self._seen_by_cupy(stream))
         with self._library.here(), self._cupy.cuda.Device(self._gpu), self._seen[1]:
-            try:
-                yield
-            finally:
-                stream.synchronize()
+            yield
+            stream.synchronize()  # not after an error: nothing more may ever end there
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> GpuErrorFeedback:
         """See `EntryArrays.feedback`."""

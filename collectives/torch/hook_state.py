@@ -51,7 +51,7 @@ class HookState:
         The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
         NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
         one) may use theirs meanwhile: calls of two threads on one NCCL communicator would not come in one order.
-        `close` destroys it.
+        `close` destroys it. A group of fewer ranks than the job's must be in as many groups on each of them.
     density : float, or callable from step to float, optional
         Share of the gradient's entries that every rank sends, the rest being kept (`collectives.ErrorFeedback`); by
         default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
@@ -233,8 +233,8 @@ class HookState:
         self._leave()
 
     def _leave(self) -> None:
-        """Destroy the group that only the hook uses."""
-        if self._own is not None and dist.is_initialized():
+        """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""
+        if self._own is not None and dist.is_initialized() and self.size == dist.get_world_size():
             with suppress(ValueError):  # it went with all groups of the job before
                 dist.destroy_process_group(self._own)
         self._own = None

@@ -26,7 +26,6 @@ DELEGATED = (
     "_set_sequence_number_for_group",
     "_start_coalescing",
     "_wait_for_pending_works",
-    "abort",
     "all_gather_single_coalesced",
     "all_to_all_single",
     "allgather_coalesced",

@@ -160,6 +160,12 @@ class PlannedGroup(dist.ProcessGroup):
             self.carrier.shutdown()
         self.inner.shutdown()
 
+    def abort(self) -> None:
+        """Abort what is under way, by plan or not."""
+        if self.carrier is not self.inner:
+            self.carrier.abort()
+        self.inner.abort()
+
     def _scattered(self, output: torch.Tensor, whole: torch.Tensor, op: str) -> PlannedWork:
         flat = _line(output)
         return self._started(

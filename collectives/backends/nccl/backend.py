@@ -311,5 +311,5 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TopoplanError):
         return str(error)
     if isinstance(error, NcclFailed):
-        return f"NCCL fails: {error}; NCCL_DEBUG=WARN tells more"
+        return f"NCCL reports {error}; NCCL_DEBUG=WARN tells more"
     return f"the GPU failed: {error!r}"

@@ -2,7 +2,8 @@
 
 NCCL forbids to abort a communicator beside a running call on it. So all calls pass here, one at a time, and aborting
 waits for the one that runs; where the library's calls can wait for other ranks (`Library.waits`) it goes ahead after
-`PATIENCE` all the same, since nothing else would ever end such a call.
+`PATIENCE` all the same, since nothing else would ever end such a call. Where they cannot, every group costs NCCL a
+thread of its own, and us a question until it is queued; replayed graphs do not.
 """
 
 from __future__ import annotations
@@ -115,9 +116,23 @@ class Connections:
                 self._check()
                 if link.ready():
                     return
-            check()
+            try:
+                check()
+            except BaseException:
+                self._calm(link)
+                raise
             spins += 1
             time.sleep(0 if spins < SPINS else 1e-4)
+
+    def _calm(self, link: Link) -> None:
+        """Give NCCL's own thread time to have queued what was begun: a capture must not end before."""
+        end = time.monotonic() + PATIENCE
+        with suppress(NcclFailed):
+            while time.monotonic() < end:
+                with self._calls:
+                    if self._ended or link.ready():
+                        return
+                time.sleep(1e-3)
 
     def error(self) -> str | None:
         """What NCCL itself has met in the background; it is not asked while a call runs."""
@@ -127,8 +142,8 @@ class Connections:
             if not self._ended:
                 for link in self._made:
                     link.ready()
-        except NcclFailed as error:
-            return str(error)
+        except Exception as error:  # of any kind: the guard, who asks, must live on
+            return str(error) or type(error).__name__
         finally:
             self._calls.release()
         return None
@@ -150,7 +165,7 @@ class Connections:
 
         def one(link: Link) -> None:
             # why the communicators end is told already, and one that cannot be freed is all that remains of it
-            with self._cupy.cuda.Device(self._device), suppress(Exception):
+            with suppress(Exception), self._cupy.cuda.Device(self._device):
                 how(link)
 
         def leave() -> None:
@@ -183,8 +198,13 @@ class Connections:
             try:
                 with self._cupy.cuda.Device(self._device):
                     link = self._library.connect(self._world.size, self._world.rank, unique_id)
-                    self._made.append(link)  # so that it can be aborted while it still looks for the others
-                    while not (self._ended or link.ready()):
+                    with self._calls:
+                        late = self._ended
+                        # so that it can be aborted while it still looks for the others
+                        self._made.append(link)
+                    if late:
+                        link.abort()
+                    while not self._ready(link):
                         time.sleep(LOOK_SECONDS)
             except Exception as error:  # of any kind: this thread has nobody else to tell
                 failure.append(error)
@@ -205,8 +225,13 @@ class Connections:
             words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
             raise self._told(f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why")
 
+    def _ready(self, link: Link) -> bool:
+        """Whether there is nothing to wait for any more."""
+        with self._calls:
+            return self._ended or link.ready()
+
     def _told(self, what: str) -> BackendError:
         """A failure of NCCL that all ranks are told of."""
         error = BackendError(f"NCCL {what} ({described(self._library)})", rank=self._world.rank)
         self._world.tell(error)
-        return error
+        return self._world.trouble() or error

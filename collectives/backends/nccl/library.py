@@ -1,4 +1,4 @@
-"""Every call that we make of NCCL, through NVIDIA's own bindings (nccl4py) where they are there, else through CuPy's.
+"""Every call that the nccl back end makes of NCCL: through NVIDIA's own bindings (nccl4py), or else through CuPy's.
 
 One libnccl serves a process, whoever asks: the first that anything has loaded. `find_library` says which.
 
@@ -8,6 +8,7 @@ and nothing waits inside NCCL for another rank. CuPy's are blocking: their calls
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -153,9 +154,10 @@ def loaded_path() -> str:
 
 class _Nccl4py:
     name = "nccl4py"
-    waits = False
 
     def __init__(self, core: Any, bindings: Any, info: Any) -> None:
+        # the variable overrules what a communicator is made with
+        self.waits = os.environ.get("NCCL_COMM_BLOCKING") == "1"
         self.version = 10000 * info.version.major + 100 * info.version.minor + info.version.micro
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings

@@ -102,6 +102,9 @@ def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup 
 
     The calls on one NCCL communicator must come in the same order on all ranks, which two threads do not keep.
 
+    A group of all processes is made as torch makes any. For fewer, the others must not be needed, and torch then takes
+    the group's name from how many groups a process is in: that must be the same for all ranks of the group.
+
     Parameters
     ----------
     group : ProcessGroup
@@ -116,11 +119,12 @@ def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup 
     served = devices_of(group)
     if "nccl" not in served.values():
         return None
+    ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
+        ranks,
         timeout=timedelta(seconds=PATIENCE * timeout),
         backend=",".join(f"{device}:{library}" for device, library in served.items()),
-        use_local_synchronization=True,  # processes outside of the group do not call this
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
     return made
 
