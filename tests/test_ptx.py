@@ -343,6 +343,7 @@ def test_bits_are_counted_turned_and_moved() -> None:
     assert agree(computed("selp.b32", "uint32", ["", "", "pred"], [a, b, holds]), np.where(holds, a, b))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_conversions_are_those_of_numpy_and_saturate() -> None:
     every = np.arange(65536, dtype=np.uint16)
     halves = every.view(np.float16)
