@@ -301,9 +301,8 @@ class _CupyLink:
 
 def _cupy(cupy: ModuleType) -> Library:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # what CuPy says of a missing library in eight lines is said here in one
+        # what CuPy says of a missing library in eight lines is said here in one
+        warnings.simplefilter("ignore")
         nccl = import_module(f"{cupy.__name__}.cuda.nccl")
     if not nccl.available:
         raise UsageError(
