@@ -8,27 +8,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from collectives.communicator import Communicator
-from collectives.handle import Handle
-from collectives.lowering import lower
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
+from collectives.lowering.lower import lower
+from collectives.lowering.table_check import check_table
+from collectives.lowering.transfer_table import TransferTable
 from collectives.selection.error_feedback import ErrorFeedback
 from collectives.selection.mstopk import mstopk
 from collectives.selection.topk import topk
 from collectives.selection.warm_up import warm_up_density
-from collectives.table_check import check_table
-from collectives.transfer_table import TransferTable
 
 if TYPE_CHECKING:
+    from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD
     from collectives.training.gradient_synchronizer import GradientSynchronizer
-    from collectives.training.modes import ASP, BSP, SSP, LocalSGD
     from collectives.training.report import report
 
 _HOME = {
-    "ASP": "collectives.training.modes",
-    "BSP": "collectives.training.modes",
+    "ASP": "collectives.staleness.modes",
+    "BSP": "collectives.staleness.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
-    "LocalSGD": "collectives.training.modes",
-    "SSP": "collectives.training.modes",
+    "LocalSGD": "collectives.staleness.modes",
+    "SSP": "collectives.staleness.modes",
     "report": "collectives.training.report",
 }
 

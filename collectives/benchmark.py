@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.model import bus_factor, simulate

@@ -14,8 +14,8 @@ from fake_streams import Machine
 
 from collectives import Communicator
 from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.tcp_world import TcpWorld
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.plans.plan import Plan
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import build_plan, stage_order
 from topoplan.plans.certificate import Cut, Partition
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.topology import Device, Link, Topology
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from collectives.training.job_plan import job_plan
-from collectives.training.job_talk import Gather
+from collectives.job.plan import job_plan
+from collectives.peers.error_rounds import Gather
 from topoplan.plans.plan import Plan
 
 SECONDS = 30.0

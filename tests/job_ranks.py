@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives import Communicator
-from collectives.training.job_plan import job_plan
+from collectives.job.plan import job_plan
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 

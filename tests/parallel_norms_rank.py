@@ -17,8 +17,8 @@ import torch
 from hand_plans import forest_plan
 
 from collectives import Communicator
+from collectives.optimisers import lamb, lars
 from collectives.torch.optimizers import Lamb, Lars
-from collectives.training import lamb, lars
 from topoplan.errors import BackendError, UsageError
 
 STEPS = 20

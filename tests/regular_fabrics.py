@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import topoplan
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.topology import Device, Link, Topology
 
 CHANNELS = ("nvlink", "network")

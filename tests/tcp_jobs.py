@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from small_fabrics import COLLECTIVES, ROOTED
 
 import topoplan
 from conftest import ANSWERS
-from topoplan.packing.columns import Packing
+from topoplan.columns.problem import Packing
 from topoplan.packing.mwu import pack_mwu
 from topoplan.plans import Fabric, Partition
 from topoplan.plans.certificate import certified_bound

@@ -21,8 +21,8 @@ from small_fabrics import (
 )
 
 import topoplan
-from topoplan.packing.bounds import best_bound
-from topoplan.packing.maxflow import FlowNetwork
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.bounds.maximum_flow import FlowNetwork
 from topoplan.plans import Cut, Fabric, Lengths, Partition, Trivial
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.forest_length import forest_length

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from small_fabrics import COLLECTIVES, ROOTED, both_ways, direct_machines, machine, routes, switched_machines
 
 import topoplan
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
-from topoplan.packing.bounds import best_bound
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
 from topoplan.plans.certificate import certified_bound, link_lengths
 from topoplan.plans.cheapest_forest import cheapest_forest

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.chunk_search import CEILING, FLOOR, START
-from collectives.chunk_size import ChunkSizes
+from collectives.communicator.chunk_search import CEILING, FLOOR, START
+from collectives.communicator.chunk_size import ChunkSizes
 from topoplan.errors import UsageError
 
 KB, MB = 1 << 10, 1 << 20

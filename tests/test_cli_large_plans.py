@@ -11,7 +11,7 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.cli.tree_table import MOST_ROWS, tree_table
 from topoplan.formats.topology_json import dump_topology_json
-from topoplan.plans.images import ImageShards
+from topoplan.plans.symmetric_shards import ImageShards
 
 
 @pytest.fixture(scope="module")

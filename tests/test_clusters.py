@@ -14,9 +14,9 @@ from topoplan.clusters import NETWORKS, Server, alike, cluster, excerpt, nvswitc
 from topoplan.clusters.memory import estimated_bytes
 from topoplan.clusters.nic_wiring import wire_server
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import usable_fabric
 from topoplan.formats.load import library
 from topoplan.hosts.wires import both_ways
-from topoplan.plans.fabric import usable_fabric
 from topoplan.topology import Device, Link, Topology
 
 V100S = topoplan.load("dgx-1v")

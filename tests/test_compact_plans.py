@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from small_fabrics import COLLECTIVES, ROOTED, both_ways, direct_machines, machine, switched_machines
 
 import topoplan
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.clusters import nvswitch_cluster
+from topoplan.columns.orbit_problem import OrbitPacking
 from topoplan.errors import PlanError
-from topoplan.packing.bounds import best_bound
-from topoplan.packing.hop_limited import UNREACHABLE
-from topoplan.packing.orbit_packing import OrbitPacking
-from topoplan.packing.route_table import Orbits, RouteTable
 from topoplan.plans import Edge, Fabric, Plan, Shard, Stage
 from topoplan.plans.build import build_plan
-from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import forest_rate, link_loads
-from topoplan.plans.symmetry import group_elements, is_automorphism
+from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.symmetry.permutation_groups import group_elements, is_automorphism
 from topoplan.topology import Topology
+from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.trees.route_table import Orbits, RouteTable
 
 JsonPlan = dict[str, Any]
 

@@ -36,7 +36,7 @@ from topoplan.compare.isomorphism import find_isomorphism, refine
 from topoplan.compare.labelled_graph import labelled_graph
 from topoplan.compare.twins import count_vectors, vectors_by_size
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans.fabric import Fabric, usable_fabric
+from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.topology import Device, Link, Topology
 
 LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}

@@ -23,7 +23,7 @@ from small_fabrics import (
 )
 
 import topoplan
-from topoplan.packing.columns import Packing
+from topoplan.columns.problem import Packing
 from topoplan.packing.exact import pack_exact
 from topoplan.plans import Fabric, Lengths, Plan
 from topoplan.plans.certificate import certified_bound

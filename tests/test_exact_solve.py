@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topoplan.packing.exact_basis import ExactBasis
-from topoplan.packing.exact_product import product
-from topoplan.packing.exact_solve import PRIMES, WholeSystem, inverse_modulo
+from topoplan.simplex.dixon_lifting import PRIMES, WholeSystem, inverse_modulo
+from topoplan.simplex.rational_basis import ExactBasis
+from topoplan.trees.blocked_matmul import product
 
 Rows = list[list[int]]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, certified_bound
 from topoplan.plans.explain import explain_certificate
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 CUT = re.compile(r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must")

@@ -17,14 +17,14 @@ from nccl_rules import nccl_channels, read_as_nccl
 
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.export.channel_numbers import MOST_CHANNELS, apportioned
-from topoplan.export.channel_rates import chain_rate, ring_bandwidth
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import export_machine, export_plan
-from topoplan.export.nccl_estimate import counted_machine
-from topoplan.export.nccl_paths import NcclPaths
-from topoplan.export.order_choice import chain_choice
-from topoplan.export.plan_orders import plan_orders
+from topoplan.export.nccl.channel_numbers import MOST_CHANNELS, apportioned
+from topoplan.export.nccl.channel_rates import chain_rate, ring_bandwidth
+from topoplan.export.nccl.estimate import counted_machine
+from topoplan.export.nccl.order_choice import chain_choice
+from topoplan.export.nccl.paths import NcclPaths
+from topoplan.export.nccl.plan_orders import plan_orders
 from topoplan.plans.plan import COLLECTIVES, Plan, Shard
 from topoplan.topology import Device, Link, Topology
 

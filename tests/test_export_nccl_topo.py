@@ -16,12 +16,12 @@ from nccl_rules import Rejected, nccl_links, read_as_nccl
 import topoplan
 from conftest import MACHINES
 from topoplan.errors import UsageError
-from topoplan.export.cpu_identity import cpu_identity
 from topoplan.export.exported import Exported
-from topoplan.export.gpu_identity import gpu_identity
 from topoplan.export.known_formats import export_machine, export_plan
-from topoplan.export.nccl_topo import MOST_ELEMENTS, nccl_topo_xml
-from topoplan.export.pcie_speed import LANE_RATES, counted_bandwidth, nearest_pcie
+from topoplan.export.nccl.cpu_identity import cpu_identity
+from topoplan.export.nccl.gpu_identity import gpu_identity
+from topoplan.export.nccl.pcie_speed import LANE_RATES, counted_bandwidth, nearest_pcie
+from topoplan.export.nccl.topo import MOST_ELEMENTS, nccl_topo_xml
 from topoplan.hosts.nccl_rates import socket_bandwidth
 from topoplan.topology import Device, Link, Topology, facts
 

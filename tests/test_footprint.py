@@ -6,7 +6,7 @@ import pytest
 from hand_plans import SHAPES, forest_plan, three_phase_plan
 
 import topoplan
-from collectives.footprint import footprint
+from collectives.backends.footprint import footprint
 from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan

@@ -21,7 +21,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.program import program_of as loopback_program
 from collectives.backends.nccl.program import program_of as nccl_program
-from collectives.streams import streams
+from collectives.lowering.edge_streams import streams
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")

@@ -20,8 +20,8 @@ from hand_plans import forest_plan
 from collectives import Communicator
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.environment import from_environment
-from collectives.backends.nccl.tcp_world import TcpWorld
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError, UsageError
 
 

@@ -18,9 +18,9 @@ import pytest
 from tcp_jobs import backends_in_threads
 
 from collectives import GradientSynchronizer
-from collectives.backends.mpi.launch import mpiexec_command
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.launching.mpiexec import mpiexec_command
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 ROOT = Path(__file__).parent.parent

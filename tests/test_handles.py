@@ -9,7 +9,7 @@ import pytest
 from hand_plans import forest_plan
 
 from collectives import Communicator
-from collectives.handle import InOrder
+from collectives.communicator.handle import InOrder
 from topoplan.errors import UsageError
 
 

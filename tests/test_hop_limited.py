@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from small_fabrics import height_of, parents_of_trees
 
 import topoplan
-from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.columns import Packing
-from topoplan.packing.hop_limited import UNREACHABLE, HopLimitedTrees
-from topoplan.packing.oracle import Oracle
-from topoplan.packing.spanning_tree import cheapest_spanning_tree
+from topoplan.columns.pricing import Oracle
+from topoplan.columns.problem import Packing
 from topoplan.plans import Fabric
 from topoplan.plans.cheapest_forest import arborescence_length
+from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
+from topoplan.trees.spanning_tree import cheapest_spanning_tree
 
 Matrix = list[list[int]]
 

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.packing.exact_orbits import pack_on_orbits
-from topoplan.packing.guided_simplex import GuidedSimplex
-from topoplan.packing.orbit_generation import OrbitGeneration
-from topoplan.packing.orbit_packing import OrbitPacking
-from topoplan.packing.route_table import Orbits
-from topoplan.packing.shortest_routes import shortest_routes
-from topoplan.packing.symmetry_search import find_symmetry
+from topoplan.columns.orbit_generation import OrbitGeneration
+from topoplan.columns.orbit_problem import OrbitPacking
+from topoplan.fabric.fabric import usable_fabric
+from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.plans.build import build_plan
-from topoplan.plans.fabric import usable_fabric
+from topoplan.simplex.float_guided import GuidedSimplex
+from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Device, Link, Topology
+from topoplan.trees.route_table import Orbits
+from topoplan.trees.shortest_paths import shortest_routes
 
 
 def scaled(topology: Topology, factor: Callable[[random.Random], float], seed: int) -> Topology:

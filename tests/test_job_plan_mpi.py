@@ -12,7 +12,7 @@ import pytest
 from fake_machine.fixtures import Installer
 from fake_machine.machines import MACHINES
 
-from collectives.backends.mpi.launch import mpiexec_command
+from collectives.launching.mpiexec import mpiexec_command
 from conftest import ROOT
 from topoplan.errors import UsageError
 

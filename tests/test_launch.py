@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.launch import launch_local
+from collectives.launching.local_processes import launch_local
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -102,7 +102,7 @@ def test_the_worst_status_is_returned_and_no_process_is_left(then: str, status: 
 
 LAUNCH = """
 import sys
-from collectives.launch import launch_local
+from collectives.launching.local_processes import launch_local
 launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
 """
 

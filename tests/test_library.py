@@ -8,10 +8,10 @@ from pathlib import Path
 import networkx
 import pytest
 
+from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library, library_path, load
 from topoplan.formats.topology_json import parse_topology_json
 from topoplan.machines import LIBRARY, write_library
-from topoplan.plans.fabric import Fabric
 from topoplan.topology import Topology
 
 NAMES = sorted(LIBRARY)

@@ -18,8 +18,8 @@ from collectives import Communicator, check_table, lower
 from collectives.reduction import divide
 from conftest import ROOT
 from topoplan.errors import PlanError, UsageError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import trivial_plan
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import COLLECTIVES
 
 Array = NDArray[np.generic]

@@ -26,12 +26,12 @@ from collectives.backends.loopback.paced import AHEAD, PacedLoopback
 from collectives.backends.loopback.paced_chunks import recut
 from collectives.backends.loopback.pacing import BURST, LinkPlayer
 from collectives.backends.loopback.wires import wires_of
-from collectives.pattern import PlanKey
-from collectives.streams import Stream, streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.dependencies import PlanKey
+from collectives.lowering.edge_streams import Stream, streams
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import COLLECTIVES, Plan, Shard
 from topoplan.simulation.latency import START_UP

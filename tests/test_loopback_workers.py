@@ -17,7 +17,7 @@ from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import BYTES_PER_THREAD, Loopback, execute
 from collectives.backends.loopback.pieces import LONGEST_PIECE
 from collectives.backends.loopback.workers import Workers
-from collectives.backends.signature import Signature
+from collectives.peers.signature import Signature
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from small_fabrics import both_ways, machine
 
 import topoplan
-from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.columns import Packing
-from topoplan.packing.hop_limited import UNREACHABLE, HopLimitedTrees
-from topoplan.packing.low_trees import low_arborescence, low_arborescences, lowest_heights
-from topoplan.packing.stream import Stream
+from topoplan.columns.problem import Packing
 from topoplan.plans import Fabric, Plan
+from topoplan.simplex.random_numbers import Stream
 from topoplan.topology import Topology
+from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
+from topoplan.trees.hop_constrained_search import low_arborescence, low_arborescences, lowest_heights
 
 Costs = NDArray[np.int64]
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import TransferTable, check_table, lower
 from collectives.backends.loopback.backend import execute
-from collectives.transfer_table import PER_ROW
+from collectives.lowering.transfer_table import PER_ROW
 from conftest import ROOT
 from topoplan.errors import PlanError, UsageError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import trivial_plan
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import COLLECTIVES, Plan, Shard, Stage
 from topoplan.plans.verify import contributions
 

@@ -16,7 +16,7 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.merge import merge_nvlink
-from topoplan.formats.nccl_xml import parse_nccl_xml
+from topoplan.formats.nccl.topology import parse_nccl_xml
 from topoplan.formats.topology_json import dump_topology_json
 from topoplan.topology import Link, Topology
 

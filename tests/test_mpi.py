@@ -15,7 +15,7 @@ from mpi_ranks import chosen
 from sparse_steps import of_each_rank, steps_of_each
 from torch_ranks import expected
 
-from collectives.backends.mpi.launch import mpiexec_command, run_mpi
+from collectives.launching.mpiexec import mpiexec_command, run_mpi
 from conftest import ROOT
 from topoplan.errors import UsageError
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import Loopback
-from collectives.backends.mpi.operations import SCRATCH, SHARED, SOURCE, Message, Program
-from collectives.backends.mpi.placement import Placement
-from collectives.backends.mpi.program import program_of
-from collectives.backends.mpi.results import result_blocks
-from collectives.backends.signature import Signature
-from collectives.transfer_table import TransferTable
+from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Message, Program
+from collectives.backends.shared.placement import Placement
+from collectives.backends.shared.program import program_of
+from collectives.backends.shared.result_blocks import result_blocks
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.signature import Signature
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 Array = NDArray[Any]

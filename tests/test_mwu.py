@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from small_fabrics import COLLECTIVES, ROOTED, WRITTEN, both_ways, direct_machines, machine, switched_machines
 
 import topoplan
+from topoplan.columns.problem import Packing
 from topoplan.errors import UsageError
-from topoplan.packing.columns import Packing
-from topoplan.packing.minimise import minimise_trees
+from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import MwuPacking, pack_mwu
 from topoplan.plans import Fabric
 from topoplan.plans.certificate import certified_bound

@@ -30,8 +30,8 @@ from nccl_texts import (
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.nccl_cpu import MOST_CPUS
-from topoplan.formats.nccl_xml import parse_nccl_xml
+from topoplan.formats.nccl.cpu import MOST_CPUS
+from topoplan.formats.nccl.topology import parse_nccl_xml
 from topoplan.topology import Topology, facts
 
 # file: GPUs, XGMI links, GB/s of one, NICs, CPUs, AllReduce in GB/s and its channel

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mutated_texts import mutated
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.nvidia_smi import parse_nvidia_smi
-from topoplan.formats.pcie_tree import CODES, infer_host_tree
+from topoplan.fabric.fabric import Fabric
+from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
+from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.hosts.wires import cpus_of
 from topoplan.machines import LIBRARY
-from topoplan.plans.fabric import Fabric
 from topoplan.topology import Topology
 
 

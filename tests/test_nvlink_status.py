@@ -14,7 +14,7 @@ from nvlink_listings import Listings, wires_of
 
 import topoplan
 from topoplan.errors import TopologyError
-from topoplan.formats.nvlink_status import GpuNvlinks, parse_nvlink_status
+from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks, parse_nvlink_status
 
 UUID = "GPU-0a1b2c3d-0000-0000-0000-00000000000"
 

@@ -16,7 +16,7 @@ from nvlink_listings import Listings, Wire, bus_ids, wires_of
 import topoplan
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.wire_places import Puzzle, Table, TooManyPlaces, places
+from topoplan.formats.nvidia_smi.wire_places import Puzzle, Table, TooManyPlaces, places
 from topoplan.topology import Device, Link, Topology, facts
 
 V100S = topoplan.load("dgx-1v")

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
-from collectives.training.layer_assignment import assign_layers
-from collectives.training.layer_norms import norm
-from collectives.training.layer_rates import lamb_rate, lars_rate
-from collectives.training.parallel_rates import ParallelRates
+from collectives.optimisers.layer_assignment import assign_layers
+from collectives.optimisers.layer_norms import norm
+from collectives.optimisers.parallel_trust_ratios import ParallelRates
+from collectives.optimisers.trust_ratio import lamb_rate, lars_rate
 from topoplan.errors import UsageError
 
 

@@ -13,8 +13,8 @@ from hand_plans import forest_plan
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.training.lamb import Lamb
-from collectives.training.lars import Lars
+from collectives.optimisers.lamb import Lamb
+from collectives.optimisers.lars import Lars
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]

@@ -13,7 +13,7 @@ import pytest
 from hand_plans import forest_plan
 
 from collectives import Communicator
-from collectives.training import lamb, lars
+from collectives.optimisers import lamb, lars
 from conftest import ROOT
 from topoplan.errors import UsageError
 
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 RANKS = 2
 STARTER = """
 import sys
-from collectives.backends.start_ranks import start_ranks
+from collectives.launching.start_ranks import start_ranks
 sys.exit(start_ranks("torch", [sys.executable, *sys.argv[1:]], 2))
 """
 

@@ -15,8 +15,8 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.plans import Edge, Fabric, Shard, Stage
-from topoplan.plans.images import ImageShards
 from topoplan.plans.phases import phases
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.topology import Device, Link, Topology
 
 V100S = topoplan.load("dgx-1v")

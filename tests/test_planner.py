@@ -193,7 +193,7 @@ def test_a_broadcast_is_bounded_at_its_root_or_at_a_leaf() -> None:
 def test_more_gpus_than_memory_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables grow with the square of the ranks: estimated before they are made, and said."""
     pair = topoplan.nvswitch_cluster(2)
-    monkeypatch.setattr("topoplan.packing.route_table.physical_memory", lambda: 30_000)
+    monkeypatch.setattr("topoplan.trees.route_table.physical_memory", lambda: 30_000)
     with pytest.raises(UsageError) as caught:
         topoplan.plan(pair, "allgather")
     assert str(caught.value) == (

@@ -22,8 +22,8 @@ import topoplan
 from conftest import MACHINES
 from topoplan.degraded import without_links
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import trivial_plan
-from topoplan.plans.fabric import usable_fabric
 from topoplan.plot.bars import draw_comparison
 from topoplan.plot.canvas import save_figure
 from topoplan.plot.circle_order import circle_order, circle_places
@@ -32,7 +32,7 @@ from topoplan.plot.sweep import draw_sweep
 from topoplan.plot.trees import draw_trees
 from topoplan.plot.wires import wires
 from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.table import sweep
 from topoplan.topology import Device, Link, Topology, facts
 

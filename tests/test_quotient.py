@@ -24,10 +24,10 @@ from small_fabrics import (
 )
 
 import topoplan
+from topoplan.bounds.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
+from topoplan.bounds.maximum_flow import FlowNetwork
+from topoplan.bounds.quotient_flow import Quotient, look_alikes
 from topoplan.clusters import nvswitch_cluster
-from topoplan.packing.bounds import best_bound, smallest_cut, whole_capacities
-from topoplan.packing.maxflow import FlowNetwork
-from topoplan.packing.quotient import Quotient, look_alikes
 from topoplan.plans import Fabric
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.cheapest_forest import arborescence_length, cheapest_forest

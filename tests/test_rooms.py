@@ -17,18 +17,14 @@ MODULES = sorted(
 )
 
 ORDER = [
-    "errors",
-    "units",
-    "topology",
-    "degraded",
-    "clusters",
-    "hosts",
-    "formats",
-    "probing",
-    "machines",
-    "plans",
+    *("errors", "units", "topology", "degraded"),
+    *("hosts", "clusters", "calibration"),
+    *("formats", "machines", "probing"),
+    *("simplex", "fabric", "symmetry", "trees"),
+    *("plans", "bounds", "columns", "simulation", "packing"),
+    *("schedules", "choice", "compare", "plot", "export"),
+    "cli",
 ]
-ORDER += ["simulation", "packing", "schedules", "choice", "calibration", "export", "plot", "compare", "cli"]
 
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 

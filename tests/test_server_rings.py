@@ -11,12 +11,12 @@ import pytest
 
 import topoplan
 from topoplan.errors import InfeasibleError
-from topoplan.plans.fabric import Fabric, usable_fabric
-from topoplan.plans.images import ImageShards
-from topoplan.schedules.ring_images import ring_forest
-from topoplan.schedules.ring_order import switched_rings
-from topoplan.schedules.ring_routes import Routes
-from topoplan.schedules.server_rings import server_rings
+from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.schedules.rings.across_servers import server_rings
+from topoplan.schedules.rings.images import ring_forest
+from topoplan.schedules.rings.order import switched_rings
+from topoplan.schedules.rings.routes import Routes
 from topoplan.topology import Topology
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Cut, Partition
-from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.alpha_beta import pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.events import Run, run_events

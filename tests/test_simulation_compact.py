@@ -8,16 +8,16 @@ import pytest
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.packing.symmetry_search import find_symmetry
-from topoplan.plans.fabric import usable_fabric
-from topoplan.plans.images import ImageShards
+from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.plan import Plan, Shard
-from topoplan.plans.symmetry import orbits
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.simulation import events
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.events import run_events
 from topoplan.simulation.model import simulate
 from topoplan.simulation.table import clock
+from topoplan.symmetry.permutation_groups import orbits
+from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Topology
 
 SIZES = (1 << 10, 1 << 20, 100_000_007, 1 << 30)

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 import topoplan
 from collectives import Communicator
 from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.certificate import BetweenServers, Certificate, Entries, InsideServer
 from topoplan.plans.explain import explain_certificate
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.plans.rounds import ROUND, rounds
-from topoplan.plans.servers import Servers
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.events import run_events

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.training.mailbox import Mailbox
-from collectives.training.modes import ASP, BSP, SSP, LocalSGD, may_begin
+from collectives.staleness.mailbox import Mailbox
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, may_begin
+from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.stale_average import StaleExchange
 from collectives.training.recorder import Recorder
-from collectives.training.stale_exchange import StaleExchange
-from collectives.training.straggler import Straggler
 from topoplan.errors import BackendError, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -182,7 +182,7 @@ def test_survivors_of_a_killed_rank_say_which_it_was(tmp_path: Path) -> None:
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from collectives.training.mailbox import Mailbox
+from collectives.staleness.mailbox import Mailbox
 rank, size, folder = int(sys.argv[1]), 3, sys.argv[2]
 calls = 0
 def gather(text):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import topoplan
 from collectives import lower
-from collectives.streams import row_of, stream_of, streams, wavefront
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import row_of, stream_of, streams, wavefront
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.plan import COLLECTIVES
 
 

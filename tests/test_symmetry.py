@@ -15,8 +15,8 @@ from small_fabrics import both_ways, direct_machines, machine, switched_machines
 
 import topoplan
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.symmetry import (
+from topoplan.fabric.fabric import Fabric
+from topoplan.symmetry.permutation_groups import (
     equitable_partition,
     group_elements,
     group_order,

@@ -15,8 +15,8 @@ from tcp_jobs import backends_in_threads
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.signature import Signature
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Shard
 

@@ -14,14 +14,14 @@ import pytest
 from hand_plans import forest_plan
 
 from collectives import Communicator
-from collectives.backends.tcp.address import parse_address
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.control import Control
 from collectives.backends.tcp.environment import from_environment
-from collectives.backends.tcp.hub import Hub
-from collectives.backends.tcp.messages import pack
-from collectives.backends.tcp.rendezvous import Rendezvous
-from collectives.backends.tcp.stall import Waiting, blame
+from collectives.peers.address import parse_address
+from collectives.peers.blame import Waiting, blame
+from collectives.peers.framing import pack
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.rendezvous_client import Control
+from collectives.peers.rendezvous_state import Hub
 from topoplan.errors import BackendError, UsageError
 
 

@@ -22,12 +22,12 @@ from collectives import Communicator
 from topoplan.choice.candidates import candidates
 from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.packing.composition import compose
+from topoplan.fabric.fabric import usable_fabric
+from topoplan.fabric.servers import Servers
+from topoplan.packing.hierarchical import compose
 from topoplan.plans import Fabric, Plan
-from topoplan.plans.fabric import usable_fabric
-from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import link_loads
-from topoplan.plans.servers import Servers
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.topology import Device, Link, Topology
 
 V100S = topoplan.load("dgx-1v")

@@ -9,12 +9,12 @@ import pytest
 import topoplan
 from topoplan.cli.main import main
 from topoplan.errors import UsageError
-from topoplan.packing.deadline import Deadline
-from topoplan.packing.exact_orbits import pack_on_orbits
+from topoplan.fabric.fabric import Fabric
+from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.plans.certificate import certified_bound
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import COLLECTIVES
+from topoplan.simplex.time_limit import Deadline
 from topoplan.topology import Topology
 
 

@@ -15,9 +15,9 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.wire import WireFormat
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan, shard_bounds
-from topoplan.plans.servers import Servers
 from topoplan.topology import Topology
 
 Array = NDArray[Any]

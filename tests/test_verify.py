@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
 
 import topoplan
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
-from topoplan.packing.bounds import best_bound
 from topoplan.plans import Fabric, Plan, Shard, Verification
 from topoplan.plans.certificate import certified_bound
 from topoplan.topology import Topology

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from collectives.backends.nccl.store_world import StoreWorld
-from collectives.backends.nccl.world import World
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.peers.over_store import StoreWorld
+from collectives.peers.peers import World
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError
 
 SCRIPT = Path(__file__).with_name("world_rank.py")

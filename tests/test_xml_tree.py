@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topoplan.errors import TopologyError
-from topoplan.formats.xml_tree import (
+from topoplan.formats.nccl.xml_tree import (
     DEEPEST,
     LARGEST_TEXT,
     LONGEST_VALUE,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives.staleness.modes import Mode
+from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
-from collectives.training.modes import Mode
-from collectives.training.straggler import Straggler
 
 STEPS = 12
 MODES: tuple[Mode, ...] = (BSP(), SSP(1), ASP(), LocalSGD(4))

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from collectives.backends.nccl.world import World
+from collectives.peers.peers import World
 from topoplan.errors import BackendError
 
 TIMEOUT = 0.5
@@ -43,10 +43,10 @@ def _world(kind: str, place: list[str]) -> World:
     if kind == "mpi":
         from mpi4py import MPI
 
-        from collectives.backends.nccl.mpi_world import MpiWorld
+        from collectives.peers.over_mpi import MpiWorld
 
         return MpiWorld(MPI.COMM_WORLD)
-    from collectives.backends.nccl.tcp_world import TcpWorld
+    from collectives.peers.over_rendezvous import TcpWorld
 
     return TcpWorld(place[0], int(place[1]), int(place[2]))
 

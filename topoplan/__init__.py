@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from topoplan.bounds.upper_bound import bound
     from topoplan.choice.by_size import plan_by_size
     from topoplan.clusters.build import cluster
     from topoplan.clusters.server import Server
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from topoplan.formats.load import load
-    from topoplan.formats.nvlink_overlay import overlay
+    from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
     from topoplan.packing.planner import plan
-    from topoplan.packing.upper_bound import bound
     from topoplan.plans.plan import Plan
     from topoplan.plans.plan_file import load_plan
     from topoplan.plans.size_plans import SizePlans
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.double_binary_tree import double_binary_tree
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
-    from topoplan.schedules.ring import ring
+    from topoplan.schedules.rings.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
     from topoplan.simulation.model import simulate
@@ -55,7 +55,7 @@ _HOME = {
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
     "UsageError": "topoplan.errors",
-    "bound": "topoplan.packing.upper_bound",
+    "bound": "topoplan.bounds.upper_bound",
     "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
@@ -63,11 +63,11 @@ _HOME = {
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
-    "overlay": "topoplan.formats.nvlink_overlay",
+    "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
     "probe": "topoplan.probing.probe",
-    "ring": "topoplan.schedules.ring",
+    "ring": "topoplan.schedules.rings.ring",
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
     "sparse_plan": "topoplan.schedules.sparse_plan",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.backends.signature import Signature
-from collectives.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.signature import Signature
 from topoplan.plans.plan import Plan
 
 Array = TypeVar("Array")

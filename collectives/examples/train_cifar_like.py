@@ -26,9 +26,9 @@ from torch import nn
 import topoplan
 from collectives import ASP, BSP, SSP, LocalSGD, report
 from collectives.examples.cifar_like import images
+from collectives.staleness.modes import Mode
+from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
-from collectives.training.modes import Mode
-from collectives.training.straggler import Straggler
 
 TRAINED, TESTED = 8192, 4096
 

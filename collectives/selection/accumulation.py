@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.magnitudes import Magnitudes, magnitudes
-from collectives.selection.room import Room
 from collectives.selection.topk import (
     LARGEST_SHARE,
     SMALL,
@@ -23,6 +22,7 @@ from collectives.selection.topk import (
     select,
     threshold_of_sample,
 )
+from collectives.selection.workspace import Room
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]

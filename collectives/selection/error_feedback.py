@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.accumulation import Kept, add_and_take, flat_gradient
-from collectives.selection.room import Room
 from collectives.selection.topk import check_arguments
+from collectives.selection.workspace import Room
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]

@@ -220,7 +220,7 @@ def spacious(size: int, index: Any, bits: Any) -> Entries:
 
 def select_in_two_reads(data: Magnitudes, k: int) -> Entries:
     """As `select`, by a histogram of the leading bits; in more reads where many entries have the same ones."""
-    from collectives.selection.digits import divide, histogram
+    from collectives.selection.radix_select import divide, histogram
 
     shift = data.width - HISTOGRAM_BITS
     counts = np.zeros((2, 1 << HISTOGRAM_BITS), np.int64)
@@ -247,7 +247,7 @@ def _border(counts: Array, k: int) -> tuple[int, int, int]:
 
 def _select_in_ever_smaller_bins(data: Magnitudes, k: int, shift: int, border: int, sure: int) -> Entries:
     """Find the k-th largest key itself, digit by digit: no list of candidates, which ties make as long as the data."""
-    from collectives.selection.digits import histogram_within, take
+    from collectives.selection.radix_select import histogram_within, take
 
     while shift:
         next_shift = max(0, shift - HISTOGRAM_BITS)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from collectives.execution import Execution
+from collectives.communicator.execution import Execution
 from collectives.sparse.entry_arrays import EntryArrays
 from collectives.sparse.pairs import place_bytes
 from topoplan.plans.plan import Plan

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from collectives.execution import Execution
-from collectives.request import request
+from collectives.communicator.execution import Execution
+from collectives.communicator.request import request
 from collectives.sparse.dense_exchange import DenseExchange
 from collectives.sparse.entry_arrays import EntryArrays, entry_arrays
 from collectives.sparse.entry_messages import EntryMessages

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property
 
-from collectives.execution import Execution
+from collectives.communicator.execution import Execution
 from collectives.sparse.round_runner import RoundRunner
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan
-from topoplan.plans.servers import Servers
 from topoplan.plans.verify import verify
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.one_hop import one_hop

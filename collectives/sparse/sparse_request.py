@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.arguments import check_inputs, check_outputs
 from collectives.backends.backend import Backend
+from collectives.communicator.arguments import check_inputs, check_outputs
 from topoplan.errors import UsageError
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

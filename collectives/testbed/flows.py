@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link
 

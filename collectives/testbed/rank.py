@@ -15,8 +15,8 @@ import numpy as np
 
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.benchmark import METHODS
-from collectives.communicator import Communicator
-from collectives.lowering import lower
+from collectives.communicator.communicator import Communicator
+from collectives.lowering.lower import lower
 from collectives.testbed.job import Job, Schedule
 from collectives.testbed.pattern_data import expected, given
 from topoplan.errors import TopoplanError

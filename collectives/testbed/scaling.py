@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import Plan
 from topoplan.topology import Link

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from collectives.backends.torch.open_group import devices_of
-from collectives.plan_store import PlanStore
+from collectives.communicator.plan_store import PlanStore
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -67,7 +67,7 @@ def agreed_plan(plan: Plans | None, group: dist.ProcessGroup, gather: Gather) ->
         return _agreed(None, "this rank was given no plan and others were", size, gather)
     if plan is not None:
         return _agreed(plan, "", size, gather)
-    from collectives.training.job_plan import job_plan
+    from collectives.job.plan import job_plan
 
     try:
         made, fault = job_plan(gather, rank=rank, size=size), ""

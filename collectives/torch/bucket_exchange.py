@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from collectives.arrays.torch_arrays import on_gpu
-from collectives.handle import Handle
+from collectives.communicator.handle import Handle
 from collectives.torch.bucket_errors import in_bucket
 from collectives.torch.bucket_layout import BucketLayout
 from collectives.torch.handle_future import future_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.handle import Handle
+from collectives.communicator.handle import Handle
 from topoplan.errors import TopoplanError
 
 

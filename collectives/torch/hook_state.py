@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from collectives.backends.torch.open_group import existing_group, own_group
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
+from collectives.staleness.modes import BSP, Mode
 from collectives.torch.agreement import Plans, agreed_plan, gather_by
 from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.built_in import BuiltInExchange
@@ -21,7 +22,6 @@ from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_numbers import ParameterNumbers
 from collectives.torch.parameter_residuals import Kept
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
-from collectives.training.modes import BSP, Mode
 from collectives.training.recorder import Recorder
 from collectives.training.report import watch
 from collectives.training.start_line import log_start
@@ -66,7 +66,7 @@ class HookState:
     shared : bool
         Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
     mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.training.modes`); BSP by default. SSP and ASP begin with the third
+        How far ranks may be apart (`collectives.staleness.modes`); BSP by default. SSP and ASP begin with the third
         step, when DDP has arranged its buckets.
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first

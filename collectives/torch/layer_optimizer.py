@@ -1,9 +1,8 @@
 """What LARS and LAMB have in common for torch: replicated parameters, norms shared by the ranks of a communicator.
 
-A step measures the parameters
-that this rank owns, gathers one float64 for each, and moves all of them. Parameters of 16 bits are computed with in
-float32, and so is their state. Norms are summed up in float64: on the CPU as in `collectives.training.layer_norms`, on
-other devices by torch, from where one transfer brings all of them.
+A step measures the parameters that this rank owns, gathers one float64 for each, and moves all of them. Parameters of
+16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the CPU as in
+`collectives.optimisers.layer_norms`, on other devices by torch, from where one transfer brings all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 
-from collectives.communicator import Communicator
-from collectives.training.layer_norms import norm
-from collectives.training.parallel_rates import ParallelRates
+from collectives.communicator.communicator import Communicator
+from collectives.optimisers.layer_norms import norm
+from collectives.optimisers.parallel_trust_ratios import ParallelRates
 from topoplan.errors import UsageError
 
 Group = dict[str, Any]

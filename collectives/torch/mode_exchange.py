@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import GradBucket
 
+from collectives.staleness.local_sgd import LocalExchange
+from collectives.staleness.stale_average import StaleExchange
 from collectives.torch.bucket_errors import in_bucket
 from collectives.torch.bucket_exchange import BucketExchange
-from collectives.training.local_exchange import LocalExchange
-from collectives.training.stale_exchange import StaleExchange
 from topoplan.errors import TopoplanError, UsageError
 
 SETTLED = 2

@@ -1,7 +1,7 @@
 """LARS and LAMB for torch, alone or with the norms shared by the ranks of a communicator.
 
-The formulas are those of `collectives.training.lars` and `collectives.training.lamb`; where torch's arithmetic rounds
-otherwise than numpy's, so do they.
+The formulas are those of `collectives.optimisers.lars` and `collectives.optimisers.lamb`; where torch's arithmetic
+rounds otherwise than numpy's, so do they.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
+from collectives.optimisers.trust_ratio import lamb_rate, lars_rate
 from collectives.torch.layer_optimizer import Group, LayerOptimizer, zeros_for
-from collectives.training.layer_rates import lamb_rate, lars_rate
 from topoplan.errors import UsageError
 
 
 class Lars(LayerOptimizer):
-    """LARS, as `collectives.training.lars.Lars`.
+    """LARS, as `collectives.optimisers.lars.Lars`.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class Lars(LayerOptimizer):
 
 
 class Lamb(LayerOptimizer):
-    """LAMB, as `collectives.training.lamb.Lamb`.
+    """LAMB, as `collectives.optimisers.lamb.Lamb`.
 
     The updates that a rank measures are kept until all rates are there: alone that is as much memory as the parameters
     take, with N ranks about an N-th of it.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
 from collectives.torch.bucket_layout import BucketLayout
 from topoplan.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives.handle import Handle
+from collectives.communicator.handle import Handle
 
 
 class PlannedWork(dist.Work):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from collectives.arrays.torch_arrays import DTYPES
-from collectives.communicator import Communicator
-from collectives.handle import Handle
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
 from collectives.torch.agreement import Verdict, agreed_plan
 from collectives.torch.group_backend import backend_of

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.communicator import Communicator
-from collectives.handle import Handle
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
 from collectives.training.bucket_memory import BucketMemory
 from collectives.training.buckets import Bucket
 from collectives.training.step_exchange import StepExchange

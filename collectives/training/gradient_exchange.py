@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from collectives.communicator import Communicator
-from collectives.handle import Handle
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
 from collectives.training.recorder import Recorder
 from topoplan.errors import UsageError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
 from topoplan.errors import UsageError
 
 FORMAT = "topoplan.gradients/1"

@@ -9,20 +9,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
+from collectives.job.backend import GathersTexts, open_for_plan
+from collectives.staleness.local_sgd import LocalExchange
+from collectives.staleness.modes import BSP, Mode
+from collectives.staleness.stale_average import StaleExchange
 from collectives.training.bucket_exchange import BucketExchange
 from collectives.training.bucket_memory import BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, buckets_of
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
 from collectives.training.gradient_shapes import GradientShapes
 from collectives.training.gradient_state import restored, saved
-from collectives.training.job_backend import GathersTexts, open_for_plan
 from collectives.training.layout_agreement import agree_on_layout
-from collectives.training.local_exchange import LocalExchange
-from collectives.training.modes import BSP, Mode
 from collectives.training.recorder import Recorder
 from collectives.training.report import watch
-from collectives.training.stale_exchange import StaleExchange
 from collectives.training.start_line import log_start
 from collectives.training.step_exchange import step_exchange
 from topoplan.errors import BackendError, UsageError
@@ -48,7 +48,7 @@ class GradientSynchronizer:
     parameters : list of arrays; with several ranks in this process a list of such lists
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
     plan : Plan or SizePlans, optional
-        None lets the ranks of mpi and tcp agree on one (`collectives.training.job_plan`): the processes as they lie on
+        None lets the ranks of mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on
         their hosts, without GPUs.
     backend : str or Backend
     bucket_bytes : int
@@ -58,7 +58,7 @@ class GradientSynchronizer:
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
     mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.training.modes`); BSP by default.
+        How far ranks may be apart (`collectives.staleness.modes`); BSP by default.
     timeout : float
         Seconds that a rank waits for the others, when a plan is made too.
     name : str

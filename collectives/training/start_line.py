@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
+from collectives.staleness.modes import Mode
 from collectives.training.gradient_exchange import Exchanged
-from collectives.training.modes import Mode
 from topoplan.plans.plan import Plan
 from topoplan.units import format_size
 
@@ -19,7 +19,7 @@ def start_line(communicator: Communicator, how: Exchanged, mode: Mode) -> str:
     Examples
     --------
     >>> import topoplan
-    >>> from collectives.training.modes import BSP
+    >>> from collectives.staleness.modes import BSP
     >>> with Communicator(topoplan.plan(topoplan.load("dgx-2"))) as comm:
     ...     told = start_line(comm, Exchanged(), BSP())
     >>> told.split(": ")[1]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from collectives.communicator import Communicator
-from collectives.handle import Handle
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
+from collectives.staleness.local_sgd import LocalExchange
+from collectives.staleness.mailbox import Gather, Mailbox
+from collectives.staleness.modes import ASP, SSP, LocalSGD, Mode
+from collectives.staleness.stale_average import StaleExchange
 from collectives.training.gradient_exchange import Exchanged, GradientExchange
-from collectives.training.local_exchange import LocalExchange
-from collectives.training.mailbox import Gather, Mailbox
-from collectives.training.modes import ASP, SSP, LocalSGD, Mode
 from collectives.training.recorder import Recorder
-from collectives.training.stale_exchange import StaleExchange
 from topoplan.errors import UsageError
 
 

@@ -16,9 +16,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import topoplan
-from topoplan.packing.bounds import best_bound
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import channel_split
-from topoplan.packing.hybrid import hybrid_plan
 from topoplan.plans import Fabric, Plan
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.channel_start import peer_access_seconds

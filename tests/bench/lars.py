@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.mpi.launch import run_mpi
-from collectives.training.lamb import Lamb
-from collectives.training.lars import Lars
-from collectives.training.layer_norms import norm
-from collectives.training.layer_rates import lars_rate
-from collectives.training.parallel_rates import ParallelRates
+from collectives.launching.mpiexec import run_mpi
+from collectives.optimisers.lamb import Lamb
+from collectives.optimisers.lars import Lars
+from collectives.optimisers.layer_norms import norm
+from collectives.optimisers.parallel_trust_ratios import ParallelRates
+from collectives.optimisers.trust_ratio import lars_rate
 from topoplan.errors import UsageError
 
 PROCESSES = (2, 4)

@@ -21,9 +21,9 @@ from typing import TypeVar
 import topoplan
 import topoplan.packing.planner  # so that planning does not pay for it
 from tests.bench.fabric_machines import MACHINES
-from topoplan.packing.bounds import best_bound
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.certificate import certified_bound
-from topoplan.plans.fabric import usable_fabric
 
 LIMIT = 120
 """Seconds after which a process is ended."""

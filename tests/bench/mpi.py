@@ -21,7 +21,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.mpi.launch import run_mpi
+from collectives.launching.mpiexec import run_mpi
 from topoplan.errors import UsageError
 
 MEGABYTES = (16, 64)

@@ -7,7 +7,7 @@ from math import exp, log
 
 import topoplan
 from topoplan.compare import compare_all
-from topoplan.export.nccl_graph import machine_graph_xml
+from topoplan.export.nccl.graph import machine_graph_xml
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ from math import isinf
 import networkx
 
 import topoplan
-from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.columns import Packing
+from topoplan.columns.problem import Packing
 from topoplan.packing.exact import pack_exact
 from topoplan.packing.mwu import pack_mwu
 from topoplan.plans import Fabric
+from topoplan.trees.arborescence import cheapest_arborescence
 
 RUNS = 9
 

@@ -19,7 +19,7 @@ from scipy.sparse import coo_array
 
 import topoplan
 from topoplan.compare.allocations import allocation_classes
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
 from topoplan.topology import Topology
 

@@ -10,9 +10,9 @@ import topoplan
 from collectives import Communicator
 from collectives.sparse.server_exchange import part_borders
 from collectives.wire import WireFormat
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan, shard_bounds
-from topoplan.plans.servers import Servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.topology import Topology
 from topoplan.units import entry_share

@@ -25,8 +25,8 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.mpi.backend import MpiBackend
-from collectives.backends.mpi.launch import mpiexec_command
-from collectives.backends.mpi.watch import process_state
+from collectives.backends.shared.peer_watchdog import process_state
+from collectives.launching.mpiexec import mpiexec_command
 from topoplan.errors import BackendError
 
 RANKS = 4

@@ -28,7 +28,7 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.rendezvous import Rendezvous
+from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
 from topoplan.packing.three_phase import plan_three_phase
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, check_collective
-from topoplan.plans.servers import Servers
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.one_hop import one_hop
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
 
 WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")

@@ -22,7 +22,7 @@ def started_as_rank(backend: str) -> bool:
 
 def start_processes(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
     """Run the same command once for each rank and return the worst exit status."""
-    from collectives.backends.start_ranks import start_ranks
+    from collectives.launching.start_ranks import start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"

@@ -105,7 +105,7 @@ def overlaid(options: argparse.Namespace, topology: Topology) -> Topology:
     if not listings:
         return topology
     # Few runs have one, and none should wait for its reader.
-    from topoplan.formats.nvlink_overlay import overlay
+    from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
 
     return overlay(topology, *listings)
 

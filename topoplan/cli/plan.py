@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
@@ -21,7 +22,6 @@ from topoplan.errors import UsageError
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
-from topoplan.packing.upper_bound import bound
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import Plan
@@ -29,7 +29,7 @@ from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_obje
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
-    from collectives.footprint import Footprint
+    from collectives.backends.footprint import Footprint
 
 CHUNK = 256 << 10
 """Bytes of the chunk that memory is told for."""
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _explained(plan: Plan) -> Footprint:
-    from collectives.footprint import footprint
+    from collectives.backends.footprint import footprint
 
     return footprint(plan)
 

@@ -18,7 +18,7 @@ from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import finite
 from topoplan.plans.size_plans import SizePlans, plan_at
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.simulation.trace import chrome_trace

@@ -17,7 +17,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
 from topoplan.units import format_size
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.output import counted, table
-from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.plans.symmetric_shards import ImageShards
 
 MOST_ROWS = 64
 """Shards that are listed."""

@@ -23,7 +23,7 @@ from topoplan.compare.twins import (
     vectors_by_size,
 )
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import CHANNEL_CHOICES
+from topoplan.fabric.fabric import CHANNEL_CHOICES
 from topoplan.topology import Topology
 
 VECTOR_LIMIT = 20_000

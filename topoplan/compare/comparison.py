@@ -20,7 +20,7 @@ from topoplan.packing.planner import plan
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.ring import ring
+from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
 
 WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")

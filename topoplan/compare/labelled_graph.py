@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.topology import Topology
 from topoplan.units import exact
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.export.exported import Exported
-from topoplan.export.nccl_graph import machine_graph_xml, plan_graph_xml
-from topoplan.export.nccl_topo import nccl_topo_xml
+from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
+from topoplan.export.nccl.topo import nccl_topo_xml
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 from topoplan.topology import Topology

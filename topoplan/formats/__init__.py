@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from topoplan.formats.merge import merge_nvlink
-from topoplan.formats.nccl_xml import parse_nccl_xml
-from topoplan.formats.nvidia_smi import parse_nvidia_smi
+from topoplan.formats.nccl.topology import parse_nccl_xml
+from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
 
 __all__ = [

@@ -19,8 +19,8 @@ import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.cluster_json import cluster_from_object, is_cluster
 from topoplan.formats.merge import gpu_bus_ids, merge_nvlink
-from topoplan.formats.nccl_xml import UNNAMED, parse_nccl_xml
-from topoplan.formats.nvidia_smi import parse_nvidia_smi
+from topoplan.formats.nccl.topology import UNNAMED, parse_nccl_xml
+from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.formats.topology_json import decode_json, topology_from_object
 from topoplan.topology import Topology
 

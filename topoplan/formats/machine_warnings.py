@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from topoplan.clusters.alike import alike
 from topoplan.formats.matrix import relation_matrix
-from topoplan.formats.pcie_tree import CODES
+from topoplan.formats.nvidia_smi.pcie_tree import CODES
 from topoplan.hosts.notes import WARNING, listed
 from topoplan.topology import Link, Topology
 

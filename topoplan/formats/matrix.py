@@ -68,7 +68,7 @@ def affinity_columns(topology: Topology, names: Sequence[str]) -> dict[str, tupl
 
     Examples
     --------
-    >>> from topoplan.formats.nvidia_smi import parse_nvidia_smi
+    >>> from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
     >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15"
     >>> affinity_columns(parse_nvidia_smi(text), ["gpu0", "gpu1"])
     {'CPU Affinity': ('0-15', '0-15')}

@@ -1,13 +1,13 @@
 """Optimal packings by exact column generation, then of the lowest height, then of few trees.
 
-The master program packs the trees known so far (`topoplan.packing.simplex`); its dual values are lengths of the links,
-and the oracle answers with the cheapest trees under them. The first bound comes from flows alone
-(`topoplan.packing.bounds`). Where a packing reaches it, that is the proof. Where none does (switches that cannot
-copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
+The master program packs the trees known so far (`topoplan.simplex.exact_simplex`); its dual values are lengths of the
+links, and the oracle answers with the cheapest trees under them. The first bound comes from flows alone
+(`topoplan.bounds.cuts_and_partitions`). Where a packing reaches it, that is the proof. Where none does (switches that
+cannot copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
 
 Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
 height is the lowest possible. The oracle prices limited heights exactly up to 9 ranks, on switches that only forward;
-for everything else see `topoplan.packing.exact_orbits`.
+for everything else see `topoplan.packing.exact_symmetric`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.generation import ColumnGeneration, Progress
+from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
-from topoplan.packing.bounds import best_bound
-from topoplan.packing.column_generation import ColumnGeneration, Progress
-from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.packing.deadline import UNDONE, Deadline, deadline_of, out_of_time
-from topoplan.packing.peeling import Peeler
-from topoplan.packing.stream import Stream
-from topoplan.packing.thinning import thin
+from topoplan.fabric.fabric import Fabric
+from topoplan.packing.fewest_trees import thin
+from topoplan.packing.greedy_extraction import Peeler
 from topoplan.plans.certificate import Certificate, certified_bound
-from topoplan.plans.fabric import Fabric
+from topoplan.simplex.random_numbers import Stream
+from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""

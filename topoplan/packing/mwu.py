@@ -22,12 +22,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
-from topoplan.packing.arborescence import cheapest_arborescence
-from topoplan.packing.bounds import best_bound
-from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.packing.spanning_tree import cheapest_spanning_tree
 from topoplan.plans.certificate import Certificate, Lengths, certified_bound
+from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.spanning_tree import cheapest_spanning_tree
 
 SMALLEST_EPSILON = 0.002
 """Below this the rounds, which grow as 1 / epsilon squared, take longer than the optimum itself."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.plans.fabric import Fabric
+from topoplan.columns.problem import Packing, TreeColumn
+from topoplan.fabric.fabric import Fabric
 
 
 def on_one_switch(fabric: Fabric) -> bool:

@@ -15,23 +15,23 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
-from topoplan.packing.bounds import best_bound
-from topoplan.packing.columns import Packing, TreeColumn
-from topoplan.packing.deadline import Deadline
+from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
 from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
-from topoplan.packing.exact_orbits import pack_on_orbits
-from topoplan.packing.hop_limited import LARGEST
-from topoplan.packing.minimise import minimise_trees
+from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
 from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
-from topoplan.plans.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.simplex.time_limit import Deadline
 from topoplan.topology import Topology
+from topoplan.trees.hop_constrained_exact import LARGEST
 
 METHODS = ("exact", "mwu", THREE_PHASE)
 
@@ -77,7 +77,7 @@ def plan(
         several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
         ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides
-        the buffer between a forest over each (see `topoplan.packing.hybrid`).
+        the buffer between a forest over each (see `topoplan.packing.channel_plans`).
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
     epsilon, threshold : float
@@ -125,7 +125,7 @@ def plan(
     chosen = topology.select(gpus)
     rank_of_root = root_rank(chosen, collective, root)
     if channels in CHANNEL_SPLITS:
-        from topoplan.packing.hybrid import plan_channels
+        from topoplan.packing.channel_plans import plan_channels
 
         over = partial(plan, topology, collective, gpus=gpus, root=root, method=method, order=order)
         over = partial(over, epsilon=epsilon, threshold=threshold, progress=progress)

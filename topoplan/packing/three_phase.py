@@ -10,17 +10,17 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
+from topoplan.columns.orbit_generation import Progress
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.packing.composition import Composition, compose
+from topoplan.fabric.fabric import Fabric
 from topoplan.packing.exact import pack_exact
-from topoplan.packing.exact_orbits import pack_on_orbits
-from topoplan.packing.hop_limited import LARGEST
-from topoplan.packing.orbit_generation import Progress
+from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.hierarchical import Composition, compose
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificate import Certificate, certified_bound
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
+from topoplan.trees.hop_constrained_exact import LARGEST
 
 THREE_PHASE = "three-phase"
 
@@ -41,14 +41,14 @@ def plan_three_phase(
     Parameters
     ----------
     fabric, collective, root, progress
-        As `topoplan.packing.composition.compose`.
+        As `topoplan.packing.hierarchical.compose`.
     certificate : Certificate or None
         The proof of a general plan for the same fabric, where it is at hand; then no other is looked for.
 
     Raises
     ------
     UsageError, InfeasibleError
-        As `topoplan.packing.composition.compose`.
+        As `topoplan.packing.hierarchical.compose`.
     """
     composed = compose(fabric, collective, root=root, certificate=certificate, progress=progress)
     rate = forest_rate(composed.shards, fabric)

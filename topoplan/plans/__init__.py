@@ -1,7 +1,7 @@
 """The plan and its independent check."""
 
+from topoplan.fabric.fabric import Arc, Fabric, usable_fabric
 from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
-from topoplan.plans.fabric import Arc, Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
 from topoplan.plans.size_plans import SizePlans, SizeRange, plan_at, verify_all
 from topoplan.plans.verify import Verification, verify

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificate import Certificate, Trivial, certified_bound
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.units import nearest_float
 
 

@@ -29,9 +29,9 @@ from fractions import Fraction
 from math import lcm
 
 from topoplan.errors import PlanError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.forest_length import forest_length, zero_parts
-from topoplan.plans.servers import Servers
 from topoplan.units import shown
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from topoplan.errors import PlanError
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.certificate import Channels
-from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import Plan, Shard
 

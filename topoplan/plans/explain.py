@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Protocol
 
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.certificate import (
     BetweenServers,
     Certificate,
@@ -21,8 +23,6 @@ from topoplan.plans.certificate import (
     certified_bound,
     inside_channels,
 )
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.servers import Servers
 from topoplan.topology import Link, Topology
 
 _LISTED = 8

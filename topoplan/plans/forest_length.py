@@ -16,8 +16,8 @@ from fractions import Fraction
 from operator import add, mul
 
 from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.cheapest_forest import cheapest_forest, known_root
-from topoplan.plans.fabric import Fabric
 
 MOST_VERTICES = 512
 """Ranks, those at distance zero being one, beyond which a forest's length is bounded from below, not computed."""

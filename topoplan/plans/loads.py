@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from topoplan.errors import PlanError
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards, shard_counts
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Edge, Shard, Stage
-from topoplan.plans.symmetry import link_orbits
+from topoplan.plans.symmetric_shards import ImageShards, shard_counts
+from topoplan.symmetry.permutation_groups import link_orbits
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards, shard_counts
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.loads import spread_evenly, stage_links
 from topoplan.plans.plan import Edge, Plan, Shard
-from topoplan.plans.servers import Servers
+from topoplan.plans.symmetric_shards import ImageShards, shard_counts
 from topoplan.units import nearest_float
 
 REDUCE, BETWEEN, BROADCAST = "reduce inside servers", "between servers", "broadcast inside servers"

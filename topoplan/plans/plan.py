@@ -160,7 +160,8 @@ class Plan:
     method : str
         What built it: exact, mwu, or the baseline's name.
     shards : sequence of Shard
-        Shares add up to 1. A tuple, or for large plans `topoplan.plans.images.ImageShards`, which behaves as one.
+        Shares add up to 1. A tuple, or for large plans `topoplan.plans.symmetric_shards.ImageShards`, which behaves as
+        one.
     rate : float
         GB/s of algorithm bandwidth: bytes of the user's buffer per second, recomputed from the forest.
         Infinite for a single rank, where nothing moves.
@@ -223,7 +224,7 @@ class Plan:
     @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
         """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
-        from topoplan.plans.images import shard_counts
+        from topoplan.plans.symmetric_shards import shard_counts
 
         return shard_counts(self.shards)
 

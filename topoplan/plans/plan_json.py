@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.formats.topology_json import topology_from_object, topology_to_object
 from topoplan.plans.certificate import (
     BetweenServers,
@@ -28,9 +29,8 @@ from topoplan.plans.certificate import (
     Partition,
     Trivial,
 )
-from topoplan.plans.fabric import CHANNEL_LINKS, Fabric
-from topoplan.plans.images import ImageShards
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.topology import Topology
 from topoplan.units import nearest_float
 

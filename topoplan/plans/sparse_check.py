@@ -10,11 +10,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.plans.certificate import BetweenServers, Entries, InsideServer, Sparse
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, Shard, Stage
 from topoplan.plans.rounds import rounds
-from topoplan.plans.servers import Servers
 from topoplan.units import shown
 
 

@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificate import certified_bound, check_entries
 from topoplan.plans.channel_check import check_channels
-from topoplan.plans.fabric import Fabric
-from topoplan.plans.images import ImageShards, owner_of
 from topoplan.plans.loads import full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, OPERATIONS, ROOTED, Plan, Shard, Stage
 from topoplan.plans.sparse_check import check_sparse
-from topoplan.plans.symmetry import is_automorphism, orbits
+from topoplan.plans.symmetric_shards import ImageShards, owner_of
+from topoplan.symmetry.permutation_groups import is_automorphism, orbits
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40

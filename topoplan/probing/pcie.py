@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from topoplan.formats.pcie_tree import CODES, infer_host_tree
+from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
 from topoplan.hosts.host import PciDevice
 from topoplan.hosts.nccl_rates import LANE, UNKNOWN_LANE, UNKNOWN_WIDTH
 from topoplan.probing.driver import Driver, DriverGpu

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import UsageError
-from topoplan.packing.bounds import best_bound
+from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.relay import shortest_route
 from topoplan.topology import Topology

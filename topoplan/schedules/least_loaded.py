@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from topoplan.plans.fabric import Arc, Fabric
+from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.plan import Edge
 
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError
-from topoplan.packing.bounds import best_bound
+from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.fabric import usable_fabric
 from topoplan.plans.plan import Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import Topology

@@ -14,11 +14,11 @@ import heapq
 from collections.abc import Sequence
 from fractions import Fraction
 
-from topoplan.packing.bounds import best_bound, whole_capacities
-from topoplan.packing.simplex import PackingSimplex
+from topoplan.bounds.cuts_and_partitions import best_bound, whole_capacities
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificate import certified_bound
-from topoplan.plans.fabric import Fabric
-from topoplan.schedules.ring_forest import LogicalRing
+from topoplan.schedules.rings.forest import LogicalRing
+from topoplan.simplex.exact_simplex import PackingSimplex
 
 LARGEST_EXACT = 9
 """Most ranks for which the shortest tour is found exactly."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan
-from topoplan.plans.servers import Servers
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.topology import Topology

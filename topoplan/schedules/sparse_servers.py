@@ -6,7 +6,7 @@ have chosen themselves; then every owner hands the total out in its server. Elem
 network.
 
 The phases run one after another, so each is to be as quick as it can be alone. Trees and owners are those of the three
-phases of elements (`topoplan.packing.composition`) on the same servers with a network that would be twice as fast as
+phases of elements (`topoplan.packing.hierarchical`) on the same servers with a network that would be twice as fast as
 they are: then the trees are the best inside, and owners load the NICs evenly, or nearly so where centres of stars of
 elements, which owners here have none of, make up for a difference.
 
@@ -23,7 +23,9 @@ from fractions import Fraction
 from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.packing.composition import compose
+from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.fabric.servers import Servers
+from topoplan.packing.hierarchical import compose
 from topoplan.packing.planner import plan
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificate import (
@@ -34,9 +36,7 @@ from topoplan.plans.certificate import (
     certified_bound,
     inside_channels,
 )
-from topoplan.plans.fabric import Fabric, usable_fabric
 from topoplan.plans.plan import Edge, Plan, Shard, Stage
-from topoplan.plans.servers import Servers
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import Topology
 from topoplan.units import nearest_float

@@ -16,9 +16,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificate import Entries, OneFabric
-from topoplan.plans.fabric import Fabric
 from topoplan.plans.plan import Plan, Shard
 
 

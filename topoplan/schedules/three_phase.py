@@ -2,7 +2,7 @@
 
 Blink 3.4. Each part of the buffer has one local root in every server, which collects it over a tree of the server; the
 local roots exchange it in one hop with one of them, and hand the result down the tree. Trees, local roots and shares
-come out of one program (`topoplan.packing.composition`), so that the composition is the best of its kind on servers of
+come out of one program (`topoplan.packing.hierarchical`), so that the composition is the best of its kind on servers of
 any size and wiring. As one shard is one tree up and one down, its phases are its edges inside and between servers, and
 run pipelined chunk by chunk.
 """

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import rounds
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline

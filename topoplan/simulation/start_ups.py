@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topoplan.plans.images import ImageShards
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.simulation.dataflow import Dataflow, Hop
 from topoplan.simulation.levels import Floats, Indices
 

@@ -20,9 +20,9 @@ from collectives.backends.backend import Call
 from collectives.backends.loopback.pieces import Piece, PieceRunner, cut
 from collectives.backends.loopback.shard_program import shard_programs
 from collectives.backends.loopback.workers import MOST_THREADS, Workers, usable_cores
-from collectives.backends.signature import Signature
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.signature import Signature
 from collectives.reduction import reduction
-from collectives.transfer_table import TransferTable
 from topoplan.errors import UsageError
 
 BYTES_PER_THREAD = 32 << 20

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
-from collectives.streams import Stream
+from collectives.lowering.edge_streams import Stream
 
 
 class ChunkMover:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collectives.streams import Stream
-from topoplan.plans.fabric import Fabric
+from collectives.lowering.edge_streams import Stream
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import Plan, Stage
 
@@ -58,7 +58,7 @@ def crossings(plan: Plan, fabric: Fabric, parts: tuple[Stream, ...]) -> Crossing
     --------
     >>> import topoplan
     >>> from collectives import lower
-    >>> from collectives.streams import streams
+    >>> from collectives.lowering.edge_streams import streams
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
     >>> fabric = Fabric(plan.topology, plan.channels)
     >>> found = crossings(plan, fabric, streams(lower(plan, 256, chunk_elements=16)))

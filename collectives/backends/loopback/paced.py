@@ -22,8 +22,8 @@ from collectives.backends.loopback.clock import Clock, WallClock
 from collectives.backends.loopback.paced_chunks import recut
 from collectives.backends.loopback.pacing import LinkPlayer
 from collectives.backends.loopback.wires import wires_of
-from collectives.backends.signature import Signature
-from collectives.pattern import PlanKey
+from collectives.lowering.dependencies import PlanKey
+from collectives.peers.signature import Signature
 from collectives.reduction import reduction
 from topoplan.errors import UsageError
 

@@ -12,10 +12,10 @@ import math
 import numpy as np
 
 from collectives.backends.loopback.wires import wires_of
-from collectives.lowering import lower
-from collectives.pattern import PlanKey
-from collectives.streams import streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.dependencies import PlanKey
+from collectives.lowering.edge_streams import streams
+from collectives.lowering.lower import lower
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.plan import Plan
 
 MOST_CHUNKS = 1024

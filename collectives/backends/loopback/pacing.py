@@ -2,10 +2,10 @@
 
 Every directed link serves one chunk at a time, whole, and never idles while one waits in front of it. It takes the one
 that is earliest in the pipeline: chunk index, in proportion where shards have different numbers of chunks, plus the
-level of its stream (`collectives.streams.wavefront`). By chunk index alone trees of different weight would get equal
-parts of a link; six GPUs of a DGX-1V then reach 83 % of the rate instead of 97 %. Over a route of several links a
-chunk cuts through: it is on all of them at once where they are free. A stream sends one chunk at a time, when its
-source holds it; what arrives is joined in the order of the table.
+level of its stream (`collectives.lowering.edge_streams.wavefront`). By chunk index alone trees of different weight
+would get equal parts of a link; six GPUs of a DGX-1V then reach 83 % of the rate instead of 97 %. Over a route of
+several links a chunk cuts through: it is on all of them at once where they are free. A stream sends one chunk at a
+time, when its source holds it; what arrives is joined in the order of the table.
 
 All times are absolute. A process wakes late, and moving the data takes time as well; of that at most `BURST` is
 made good, so in any stretch of W seconds a link carries no more than bandwidth x (W + `BURST`): each link is a token
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from collectives.backends.loopback.clock import Clock
 from collectives.backends.loopback.crossings import Crossings
-from collectives.streams import Stream
+from collectives.lowering.edge_streams import Stream
 
 BURST = 20e-3
 """Seconds of bandwidth that a link may make good when the process was late: it may have to wait for a core."""

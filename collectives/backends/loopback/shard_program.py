@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.streams import streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import streams
+from collectives.lowering.transfer_table import TransferTable
 
 
 class Step(NamedTuple):

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 from collectives.backends.loopback.crossings import Crossings, crossings
 from collectives.backends.loopback.pacing import Paces
-from collectives.pattern import PlanKey
-from collectives.streams import Stream, streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.dependencies import PlanKey
+from collectives.lowering.edge_streams import Stream, streams
+from collectives.lowering.transfer_table import TransferTable
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.channel_start import channel_starts
-from topoplan.plans.fabric import Fabric
 from topoplan.simulation.latency import device_kinds, link_latency
 
 

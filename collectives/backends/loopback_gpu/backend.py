@@ -20,9 +20,9 @@ import numpy as np
 from collectives.arrays.cupy_arrays import CupyArrays
 from collectives.backends.backend import Call
 from collectives.backends.loopback_gpu.program import program_of
-from collectives.backends.signature import Signature
 from collectives.kernels.launching import DeviceWork
-from collectives.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.signature import Signature
 
 Layout = tuple[TransferTable, int, tuple[tuple[tuple[int, int], tuple[int, int]], ...]]
 """What a program depends on: the table, the bytes of an element, and which elements each rank gives and gets."""

@@ -11,7 +11,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.stepped.moves import chunks_together, moves_of
 from collectives.backends.stepped.places import places_of
 from collectives.kernels.work import Chunks, Work, work_of
-from collectives.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable
 
 
 def program_of(

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call
-from collectives.backends.mpi.agreement import Agreement
-from collectives.backends.mpi.control import CLOSED, Control
-from collectives.backends.mpi.execution import execute
-from collectives.backends.mpi.fence import memory_fence
-from collectives.backends.mpi.judging import compare_notes, largest_of
-from collectives.backends.mpi.leaving import forget, watch_the_end
+from collectives.backends.mpi.abort_at_exit import forget, watch_the_end
+from collectives.backends.mpi.failure_messages import Notices
 from collectives.backends.mpi.meeting import meet
-from collectives.backends.mpi.notices import Notices
-from collectives.backends.mpi.program import program_of
-from collectives.backends.mpi.results import result_blocks
-from collectives.backends.mpi.texts import gather_texts
+from collectives.backends.mpi.memory_barrier import memory_fence
+from collectives.backends.mpi.text_allgather import gather_texts
 from collectives.backends.mpi.transport import Transport
-from collectives.backends.mpi.watch import Watch
-from collectives.backends.signature import LENGTH, Signature
+from collectives.backends.shared.agreement import Agreement
+from collectives.backends.shared.agreement_rules import compare_notes, largest_of
+from collectives.backends.shared.control_page import CLOSED, Control
+from collectives.backends.shared.execution import execute
+from collectives.backends.shared.peer_watchdog import Watch
+from collectives.backends.shared.program import program_of
+from collectives.backends.shared.result_blocks import result_blocks
+from collectives.peers.signature import LENGTH, Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
 
@@ -46,7 +46,7 @@ class MpiBackend:
 
     Rank i of the plan is rank i of the communicator. Every failure is a `BackendError` on all ranks that still
     live: at once where a process dies, after the timeout where it stalls. Where a rank was lost, MPI cannot be shut
-    down in order: the process then ends with exit status 1 (see `leaving`). Launchers end all processes when one
+    down in order: the process then ends with exit status 1 (see `abort_at_exit`). Launchers end all processes when one
     dies, unless told otherwise: see `mpiexec_command`.
 
     Parameters

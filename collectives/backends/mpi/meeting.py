@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.backends.mpi.control import Control
-from collectives.backends.mpi.placement import Placement
-from collectives.backends.mpi.segment import Segment, can_share, create_memory, open_memory
+from collectives.backends.shared.control_page import Control
+from collectives.backends.shared.placement import Placement
+from collectives.backends.shared.segment import Segment, can_share, create_memory, open_memory
 from topoplan.errors import UsageError
 
 MPICH_NAMES = "/dev/shm/mpich_shm_"

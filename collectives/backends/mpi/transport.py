@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.mpi.operations import Message, Program
-from collectives.backends.mpi.watch import Watch
+from collectives.backends.shared.instructions import Message, Program
+from collectives.backends.shared.peer_watchdog import Watch
 
 FIRST_TAG = 2
-"""Tags below it are those of `agreement` and `notices`."""
+"""Tags below it are those of `agreement` and `failure_messages`."""
 
 
 class Transport:

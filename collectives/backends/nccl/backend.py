@@ -27,8 +27,8 @@ from collectives.backends.nccl.lanes import Lanes, PlacedProgram, place
 from collectives.backends.nccl.library import NcclFailed
 from collectives.backends.nccl.program import program_of, waits_for
 from collectives.backends.nccl.replay import Replays, decision
-from collectives.backends.nccl.world import World
-from collectives.backends.signature import LENGTH, Signature
+from collectives.peers.peers import World
+from collectives.peers.signature import LENGTH, Signature
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 KEPT = 16

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from collectives.backends.nccl.library import Library, Link, NcclFailed, described, find_library
-from collectives.backends.nccl.world import World
+from collectives.peers.peers import World
 from topoplan.errors import BackendError
 
 PATIENCE = 1.0

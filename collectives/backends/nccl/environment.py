@@ -15,8 +15,8 @@ from types import ModuleType
 
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.tcp_world import TcpWorld
-from collectives.backends.nccl.world import World
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.peers import World
 from topoplan.errors import UsageError
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -69,7 +69,7 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, 
             from mpi4py import MPI
         except ImportError:
             raise UsageError('ranks of mpiexec meet through mpi4py: pip install "topoplan[mpi]"') from None
-        from collectives.backends.nccl.mpi_world import MpiWorld
+        from collectives.peers.over_mpi import MpiWorld
 
         neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
         return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank()), int(neighbours.Get_size())

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from collectives.backends.nccl.connections import Connections
-from collectives.backends.nccl.world import World, waits_for_nothing
-from collectives.backends.tcp.stall import Waiting
+from collectives.peers.blame import Waiting
+from collectives.peers.peers import World, waits_for_nothing
 from topoplan.errors import BackendError
 
 LOOK_SECONDS = 0.02

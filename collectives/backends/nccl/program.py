@@ -18,7 +18,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.stepped.moves import Moves, Numbers, chunks_together, moves_of
 from collectives.backends.stepped.places import VECTOR, Places, places_of, slot_bytes
 from collectives.kernels.work import Chunks, Work, work_of
-from collectives.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable
 
 SCRATCH = 2
 """The buffer of scratch; 0 is what the rank has given, 1 its result."""

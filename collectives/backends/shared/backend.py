@@ -17,19 +17,19 @@ import numpy as np
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, RankArrays
-from collectives.backends.mpi.agreement import Agreement
 from collectives.backends.mpi.backend import CACHED_CHUNK
-from collectives.backends.mpi.control import CLOSED, Control
-from collectives.backends.mpi.execution import execute
-from collectives.backends.mpi.fence import ORDERED
-from collectives.backends.mpi.judging import compare_notes, largest_of
-from collectives.backends.mpi.notices import Notices
-from collectives.backends.mpi.program import program_of
-from collectives.backends.mpi.results import result_blocks
+from collectives.backends.mpi.failure_messages import Notices
+from collectives.backends.mpi.memory_barrier import ORDERED
 from collectives.backends.mpi.transport import Transport
-from collectives.backends.mpi.watch import Watch
+from collectives.backends.shared.agreement import Agreement
+from collectives.backends.shared.agreement_rules import compare_notes, largest_of
+from collectives.backends.shared.control_page import CLOSED, Control
+from collectives.backends.shared.execution import execute
 from collectives.backends.shared.meeting import Gather, lock_fence, meet
-from collectives.backends.signature import LENGTH, Signature
+from collectives.backends.shared.peer_watchdog import Watch
+from collectives.backends.shared.program import program_of
+from collectives.backends.shared.result_blocks import result_blocks
+from collectives.peers.signature import LENGTH, Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError
 

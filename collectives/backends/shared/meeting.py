@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from collectives.backends.mpi.control import Control
-from collectives.backends.mpi.placement import Placement
-from collectives.backends.mpi.segment import Segment, can_share, create_memory, open_memory
+from collectives.backends.shared.control_page import Control
+from collectives.backends.shared.placement import Placement
+from collectives.backends.shared.segment import Segment, can_share, create_memory, open_memory
 from topoplan.errors import UsageError
 
 Gather = Callable[[str], list[str]]

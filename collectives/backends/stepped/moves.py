@@ -1,8 +1,8 @@
 """Transfer tables in steps, for back ends whose steps match on all ranks and cost something however little they move.
 
-A *move* is what goes along one tree edge in one step: one chunk as in `collectives.streams.wavefront`, or several that
-follow one another (``together``). A join can be given a step of its own after the transfers that bring its operands
-(``join_steps=1``), so that it runs beside the transfers of the next chunks.
+A *move* is what goes along one tree edge in one step: one chunk as in `collectives.lowering.edge_streams.wavefront`, or
+several that follow one another (``together``). A join can be given a step of its own after the transfers that bring its
+operands (``join_steps=1``), so that it runs beside the transfers of the next chunks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.streams import stream_of, streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import stream_of, streams
+from collectives.lowering.transfer_table import TransferTable
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
 from collectives.backends.stepped.moves import Flags, Moves, Numbers
-from collectives.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable
 
 Place = tuple[Numbers, Numbers]
 """Buffer and byte offset for every move."""

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call
-from collectives.backends.signature import Signature
-from collectives.backends.tcp.control import Control
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.job import Job
 from collectives.backends.tcp.lanes import lane_of
 from collectives.backends.tcp.memory import Spare
-from collectives.backends.tcp.messages import Message
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.pacing import link_rates
-from collectives.backends.tcp.rendezvous import Rendezvous
-from collectives.backends.tcp.watcher import Watcher
 from collectives.backends.tcp.wires import Queue, base_queue, read_wires
-from collectives.streams import Stream
+from collectives.lowering.edge_streams import Stream
+from collectives.peers.framing import Message
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.rendezvous_client import Control
+from collectives.peers.selector_thread import Watcher
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
 
@@ -63,7 +63,7 @@ class TcpBackend:
     Examples
     --------
     >>> from collectives import Communicator
-    >>> from collectives.backends.tcp.rendezvous import Rendezvous
+    >>> from collectives.peers.rendezvous import Rendezvous
     >>> import numpy as np, topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[3])
     >>> with Rendezvous("127.0.0.1:0", 1) as meeting:

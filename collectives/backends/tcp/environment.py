@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from collectives.backends.tcp.address import Address
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.peers.address import Address
 from topoplan.errors import UsageError
 
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from collectives.backends.backend import Call
 from collectives.backends.tcp.memory import Memory, Spare
 from collectives.backends.tcp.order import Order, orders
-from collectives.backends.tcp.stall import Waiting
 from collectives.backends.tcp.wires import Queue
-from collectives.streams import Stream, row_of
+from collectives.lowering.edge_streams import Stream, row_of
+from collectives.peers.blame import Waiting
 
 Credit = Callable[[Stream, int], None]
 """Tells the source of a stream how many of its chunks have been joined here."""

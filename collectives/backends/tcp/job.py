@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from collectives.backends.signature import Signature
-from collectives.backends.tcp.control import GRACE_SECONDS, Control
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.messages import Message
-from collectives.backends.tcp.stall import Waiting
 from collectives.backends.tcp.wires import Queue
+from collectives.peers.blame import Waiting
+from collectives.peers.framing import Message
+from collectives.peers.rendezvous_client import GRACE_SECONDS, Control
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError
 
 

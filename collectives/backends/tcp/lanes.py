@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from collectives.backends.tcp.wires import Queue, Wire, numbered
-from collectives.streams import Stream
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import Stream
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.plan import Plan
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
 from collectives.backends.tcp.order import Order
+from collectives.lowering.edge_streams import Stream
 from collectives.reduction import reduction
-from collectives.streams import Stream
 
 
 class Spare:

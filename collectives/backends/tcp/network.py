@@ -20,10 +20,10 @@ from typing import Any
 
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
-from collectives.backends.tcp.rendezvous import STRANGER_SECONDS
 from collectives.backends.tcp.sockets import connect, read, tune
-from collectives.backends.tcp.watcher import Watcher
 from collectives.backends.tcp.wires import Queue, Wire
+from collectives.peers.rendezvous import STRANGER_SECONDS
+from collectives.peers.selector_thread import Watcher
 from topoplan.errors import UsageError
 
 INTRODUCTION = 192

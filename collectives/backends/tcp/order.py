@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collectives.streams import Stream, streams
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import Stream, streams
+from collectives.lowering.transfer_table import TransferTable
 
 FLIGHT_BYTES = 4 << 20
 """What may be under way, or wait at its destination, of a held stream: what the queues in a network hold."""

@@ -12,7 +12,7 @@ from collections import defaultdict
 from fractions import Fraction
 
 from collectives.backends.tcp.wires import Queue
-from topoplan.plans.fabric import Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import Plan
 

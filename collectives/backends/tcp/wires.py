@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from topoplan.errors import UsageError
-from topoplan.plans.fabric import CHANNEL_LINKS
+from topoplan.fabric.fabric import CHANNEL_LINKS
 
 FORMAT = "topoplan.wires/1"
 

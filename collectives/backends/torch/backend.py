@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.signature import LENGTH, Signature
 from collectives.backends.torch.exchange import exchange
 from collectives.backends.torch.open_group import (
     asked_for,
@@ -30,6 +29,7 @@ from collectives.backends.torch.open_group import (
 from collectives.backends.torch.program import Part, Program, Transfer, program
 from collectives.backends.torch.roll_call import Contact, Notice, RollCall
 from collectives.backends.torch.wires import LANES, GlooWires, LostPeer, Message, NcclWires, Wires
+from collectives.peers.signature import LENGTH, Signature
 from topoplan.errors import BackendError, UsageError
 
 Result = TypeVar("Result")

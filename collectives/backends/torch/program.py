@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from collectives.streams import wavefront
-from collectives.transfer_table import TransferTable
+from collectives.lowering.edge_streams import wavefront
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.plan import ALIGNMENT
 
 SOURCE, RESULT, SCRATCH = range(3)

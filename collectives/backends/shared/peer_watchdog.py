@@ -1,0 +1,207 @@
+"""Waiting for other ranks, never for ever: a peer that dies or stalls ends the wait with an error.
+
+A waiting rank first gives its processor away again and again, which is the fastest when there are more ranks than
+processors, and sleeps a little only after some milliseconds. Now and then it looks whether the peer's process still
+exists (``/proc``), and whether another rank has noticed a failure. When its time is up it follows who waits for
+whom to the rank that waits for nobody: that one stalls.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from collectives.backends.mpi.failure_messages import Notices
+from collectives.backends.shared.control_page import CLOSED, FAILED, PEER, ROW, WORDS, Control
+from collectives.backends.shared.failure import Failure
+from collectives.backends.shared.placement import Placement
+
+YIELDS = 16
+"""How often the processor is given away between two looks at the clock."""
+
+PATIENT = 0.005
+"""Seconds of waiting after which a rank sleeps between two looks."""
+
+LOOK = 0.02
+"""Seconds between two looks at the peer's process."""
+
+HEARSAY = 0.2
+"""Seconds that a rank gives others to tell why MPI cannot reach a peer."""
+
+
+class Watch:
+    """Waits on behalf of one rank.
+
+    Parameters
+    ----------
+    control : Control
+    placement : Placement
+    notices : Notices
+    timeout : float
+        Seconds for each wait.
+    broken : tuple of exception types
+        What is raised where a message cannot reach a peer; none where no messages are sent.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        placement: Placement,
+        notices: Notices,
+        timeout: float,
+        *,
+        broken: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._broken = broken
+        self._control = control
+        self._words = control.words
+        self._placement = placement
+        self._notices = notices
+        self._timeout = timeout
+        self._place = {rank: place for place, rank in enumerate(placement.members)}
+        self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
+
+    @property
+    def rank(self) -> int:
+        """The rank on whose behalf it waits."""
+        return self._placement.rank
+
+    def word(self, rank: int, name: int, least: int, row: int) -> None:
+        """Wait until a word of a rank on this host has a value.
+
+        Raises
+        ------
+        BackendError
+            The rank died, stalled, or closed its communicator, or another one noticed a failure.
+        """
+        index = self._place[rank] * WORDS + name
+        words = self._words
+        if words[index] < least:
+            self.until(lambda: words[index] >= least, rank, row)
+        self._control.fence()
+
+    def until(self, done: Callable[[], bool], peer: int, row: int) -> None:
+        """Wait until something is so that depends on a peer; raises as `word`."""
+        try:
+            self._until(done, peer, row)
+        except self._broken as error:
+            self.unreachable(peer, row, error)
+
+    def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:
+        if _came_while_yielding(done):
+            return
+        begun = looked = now = time.monotonic()
+        self._control.announce(ROW, row)
+        self._control.announce(PEER, peer + 1)
+        while not done():
+            if now - begun < PATIENT:
+                if _came_while_yielding(done):
+                    break
+            else:
+                time.sleep(min(1e-3, (now - begun) / 100))
+            now = time.monotonic()
+            self.check()
+            if now - looked >= LOOK:
+                looked = now
+                self._check_peer(peer, row, done)
+                if now - begun > self._timeout and not done():
+                    self._give_up(peer, row)
+        self._control.announce(PEER, 0)
+
+    def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
+        """Fail because MPI reports an error about a peer, or because of what made that one leave."""
+        deadline = time.monotonic() + HEARSAY
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(1e-3)
+        self.fail(peer, row, f"MPI cannot reach the peer: {error}; start all ranks again", lost=True)
+
+    def check(self) -> None:
+        """Raise `BackendError` if a rank has noticed a failure."""
+        notice = self._notices.received()
+        if notice is not None:
+            self._control.write_failure(notice)
+        if any(self._control.word(place, FAILED) for place in range(self._control.ranks)):
+            failure = self._control.failure()
+            assert failure is not None, "its word says that it is there"
+            raise failure.error(self._placement.rank)
+
+    def fail(self, peer: int, row: int, text: str, *, lost: bool) -> NoReturn:
+        """Tell all ranks about a failure and raise `BackendError`."""
+        failure = self.tell(peer, row, text, lost=lost)
+        raise (self._control.failure() or failure).error(self._placement.rank)
+
+    def tell(self, peer: int, row: int, text: str, *, lost: bool) -> Failure:
+        """Tell all ranks about a failure."""
+        failure = Failure(self._placement.rank, peer, row, text, lost, time.monotonic_ns())
+        self._control.write_failure(failure)
+        self._notices.spread(failure)
+        return failure
+
+    def _give_up(self, peer: int, row: int) -> NoReturn:
+        culprit = self._stalling(peer)
+        stopped = culprit in self._births and process_state(self._placement.pids[culprit]) in "Tt"
+        what = "is stopped (SIGSTOP or a debugger)" if stopped else "does not go on"
+        self.fail(
+            culprit,
+            row,
+            f"the peer {what}: no answer in {self._timeout:g} s; "
+            "see what it is doing, or give the communicator a longer timeout",
+            lost=True,
+        )
+
+    def _stalling(self, peer: int) -> int:
+        """The rank that a chain of waiting ranks ends with; a stopped process wherever it is seen."""
+        for rank in self._births:
+            if process_state(self._placement.pids[rank]) in "TtZX":
+                return rank
+        seen = {self._placement.rank}
+        while peer in self._place and peer not in seen:
+            seen.add(peer)
+            next_peer = self._control.word(self._place[peer], PEER) - 1
+            if next_peer < 0 or next_peer in seen:
+                break
+            peer = next_peer
+        return peer
+
+    def _check_peer(self, peer: int, row: int, done: Callable[[], bool]) -> None:
+        """Fail if a peer has ended without having done what is waited for, as far as can be seen from here."""
+        pid = self._placement.pids[peer]
+        if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
+            text = f"the peer died: its process {pid} has ended; start all ranks again"
+            self.fail(peer, row, text, lost=True)
+        if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():
+            text = "the peer has closed its communicator; make the same calls on all ranks"
+            self.fail(peer, row, text, lost=False)
+
+
+def _came_while_yielding(done: Callable[[], bool]) -> bool:
+    """Whether something came to be so while the processor was given away a few times."""
+    for _ in range(YIELDS):
+        if done():
+            return True
+        os.sched_yield()
+    return False
+
+
+def _fields(pid: int) -> list[str]:
+    """What Linux tells about a process, from its state on; empty if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def process_state(pid: int) -> str:
+    """One letter: R, S, D run or sleep, T is stopped, Z has ended, X (also: unknown here) is gone."""
+    return (_fields(pid) or ["X"])[0]
+
+
+def _birth(pid: int) -> str:
+    """When a process began, in ticks since the machine did: process numbers are used again."""
+    fields = _fields(pid)
+    return fields[19] if fields else ""

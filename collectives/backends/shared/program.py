@@ -1,0 +1,191 @@
+"""What one rank does in a collective: a fixed list of operations, worked out once for every table.
+
+Waits stand for the prerequisites of the table: what an operation reads is complete, and what it overwrites has
+been read. An operation waits until other ranks have done so many operations; what an earlier wait already implies
+is left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.backends.shared.chunk_values import Instances, instances
+from collectives.backends.shared.cross_host_messages import (
+    arriving_messages,
+    arriving_rows,
+    leaving_messages,
+    leaving_rows,
+)
+from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Operation, Program
+from collectives.backends.shared.placement import Placement
+from collectives.backends.shared.slots import Slots, slots_of
+from collectives.backends.shared.total_order import Order, order_of
+from collectives.lowering.transfer_table import TransferTable
+
+Numbers = NDArray[np.int64]
+Place = tuple[int, slice]
+"""A memory, and elements of it."""
+
+NOWHERE: Place = (-1, slice(0, 0))
+ALIGNMENT = 64
+"""Slots begin at multiples of so many bytes, a cache line."""
+
+
+@lru_cache(maxsize=64)
+def program_of(
+    table: TransferTable,
+    placement: Placement,
+    *,
+    given: tuple[int, int],
+    blocks: tuple[tuple[int, int], ...],
+    itemsize: int,
+) -> Program:
+    """The program of a rank; the last 64 are kept.
+
+    Parameters
+    ----------
+    table : TransferTable
+    placement : Placement
+    given : (int, int)
+        The elements that this rank puts in.
+    blocks : tuple of (int, int)
+        For each rank the elements of its result.
+    itemsize : int
+        Bytes of an element.
+
+    Notes
+    -----
+    O(R log R) in numpy for R rows, and a Python loop over this rank's operations.
+    """
+    rank = placement.rank
+    held = instances(table, placement.hosts)
+    order = order_of(table, held, placement)
+    block = np.array(blocks, dtype=np.int64).reshape(-1, 2)[table.destination]
+    kept = (block[:, 0] <= table.start) & (table.stop <= block[:, 1])
+    slots = slots_of(table, held, order, placement, kept=kept)
+    longest = int((table.stop - table.start).max(initial=0))
+    slot = _aligned(longest, itemsize)
+    room = _aligned(table.count, itemsize)
+
+    departures = leaving_rows(table, held, order, rank)
+    arrivals = arriving_rows(table, held, order, rank)
+    arriving, scratch = arriving_messages(table, arrivals, slot=slot)
+    messages = {int(row): number for number, row in enumerate(departures)}
+    messages_in = {int(row): number for number, row in enumerate(arrivals)}
+    waits = _waits(table, held, order, slots, rank)
+    unsent = _unsent(held, order, slots, departures)
+
+    starts, stops = table.start.tolist(), table.stop.tolist()
+
+    def lies(instance: int, row: int) -> Place:
+        """Where an instance is, for the elements of a row."""
+        number = int(slots.number[instance])
+        first = starts[row] if number < 0 else room + number * slot
+        return SHARED, slice(first, first + stops[row] - starts[row])
+
+    def put_in(row: int) -> Place:
+        return SOURCE, slice(starts[row] - given[0], stops[row] - given[0])
+
+    operations = []
+    for number, key in enumerate(order.own_keys.tolist()):
+        row, kind = int(order.rows[key // 3]), key % 3
+        read, written, own = int(held.reads[row]), int(held.writes[row]), int(held.own[row])
+        origin, base, target = put_in(row), NOWHERE, NOWHERE
+        message = -1
+        if kind == 0:
+            target = lies(read, row)
+        elif kind == 1:
+            message = messages[row]
+            if not held.is_input[read]:
+                origin = lies(read, row)
+        else:
+            target = lies(written, row)
+            if held.shared[row]:
+                origin = lies(read, row)
+            else:
+                message = messages_in[row]
+                origin = SCRATCH, arriving[message].scratch
+            if own >= 0:
+                base = put_in(row) if held.is_input[own] else lies(own, row)
+        operations.append(Operation(row, waits[number], unsent[number], message, *origin, *base, *target))
+    ending = np.flatnonzero(held.final & kept & (table.destination == rank))
+    parts = [
+        (lies(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - blocks[rank][0])
+        for row in ending.tolist()
+    ]
+    return Program(
+        operations=tuple(operations),
+        complete=_complete(held, order, ending, rank),
+        parts=_merged(parts),
+        leaving=leaving_messages(table, departures),
+        arriving=arriving,
+        shared_elements=room + slots.count * slot,
+        scratch_elements=scratch,
+    )
+
+
+def _aligned(elements: int, itemsize: int) -> int:
+    """So many elements, or a few more, up to the next multiple of `ALIGNMENT`."""
+    return -(-elements * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
+
+
+def _complete(held: Instances, order: Order, ending: Numbers, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """For each other rank the last of its operations that a result needs."""
+    ready = order.ready(held)
+    found = {}
+    for row in ending[np.argsort(ready[held.writes[ending]])].tolist():
+        instance = int(held.writes[row])
+        if held.rank[instance] != rank:
+            found[int(held.rank[instance])] = (int(ready[instance]), row)
+    return tuple((peer, *found[peer]) for peer in sorted(found))
+
+
+def _merged(parts: list[tuple[slice, int, int]]) -> tuple[tuple[slice, slice], ...]:
+    """Parts of a result in order of their elements, neighbours as one: what a copy can do at once."""
+    found: list[tuple[slice, slice]] = []
+    for origin, start, stop in sorted(parts, key=lambda part: part[1]):
+        if found and (found[-1][0].stop, found[-1][1].stop) == (origin.start, start):
+            before, goal = found.pop()
+            origin, start = slice(before.start, origin.stop), goal.start
+        found.append((origin, slice(start, stop)))
+    return tuple(found)
+
+
+def _waits(
+    table: TransferTable, held: Instances, order: Order, slots: Slots, rank: int
+) -> defaultdict[int, tuple[tuple[int, int], ...]]:
+    """For each operation of a rank what it must wait for, as (rank, operations done)."""
+    ready = order.ready(held)
+    reading = np.flatnonzero(held.shared & held.made & (table.destination == rank))
+    read_here = held.shared & held.made & (held.rank[held.reads] == rank)
+    following = np.where(read_here, slots.next_user[held.reads], -1)
+    freeing = np.flatnonzero(following >= 0)
+    key = np.concatenate((order.join_key[reading], slots.begin[following[freeing]]))
+    peer = np.concatenate((held.rank[held.reads[reading]], table.destination[freeing]))
+    least = np.concatenate((ready[held.reads[reading]], order.join_position[freeing]))
+    operation = np.searchsorted(order.own_keys, key)
+    found: defaultdict[int, tuple[tuple[int, int], ...]] = defaultdict(tuple)
+    for other in np.unique(peer[peer != rank]).tolist():
+        of_other = np.flatnonzero(peer == other)
+        of_other = of_other[np.lexsort((-least[of_other], operation[of_other]))]
+        known = np.maximum.accumulate(np.concatenate(([0], least[of_other])))[:-1]
+        for wait in of_other[least[of_other] > known].tolist():
+            found[int(operation[wait])] += ((other, int(least[wait])),)
+    return found
+
+
+def _unsent(
+    held: Instances, order: Order, slots: Slots, departures: Numbers
+) -> defaultdict[int, tuple[int, ...]]:
+    """For each operation of a rank the messages that must have left before it overwrites them."""
+    found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    following = slots.next_user[held.reads[departures]]
+    overwritten = ~held.is_input[held.reads[departures]] & (following >= 0)
+    operation = np.searchsorted(order.own_keys, slots.begin[following])
+    for message in np.flatnonzero(overwritten).tolist():
+        found[int(operation[message])] += (message,)
+    return found

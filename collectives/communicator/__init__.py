@@ -1,0 +1,1 @@
+"""The collectives as their callers see them: requests, arguments, execution, handles."""

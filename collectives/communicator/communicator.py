@@ -1,0 +1,531 @@
+"""The Communicator: the five dense collectives of a plan's ranks, run on arrays by a back end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from collectives.backends.backend import Backend
+from collectives.backends.open_backend import open_backend
+from collectives.communicator.chunk_size import ChunkSizes
+from collectives.communicator.execution import Execution
+from collectives.communicator.handle import Handle, InOrder
+from collectives.communicator.plan_store import PlanStore
+from collectives.communicator.request import request
+from collectives.sparse.explanation import Explanation
+from collectives.sparse.sparse_collective import LINES, SparseCollective
+from collectives.sparse.sparse_request import sparse_request
+from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+Arrays = TypeVar("Arrays")
+"""One array, or a list of arrays where one process holds several ranks."""
+
+Result = TypeVar("Result")
+
+
+class Communicator:
+    """Runs collectives among the ranks of a plan.
+
+    With ``loopback`` all ranks live in this process: every method takes a list with one array per rank and
+    returns a list of results. With every other back end each rank is a process of its own: every method takes
+    that rank's array and returns its result, and all ranks make the same calls in the same order.
+
+    Inputs are not changed; ``out`` names the arrays to put the results into, and the inputs themselves may be
+    given there. All arrays of a call have one shape and one dtype: floats, integers, complex numbers, or bool
+    (moved anywhere, reduced by min and max only). Any number of elements is fine, zero included.
+
+    Every value of a result is computed on one rank and copied to the others, so results are bit-identical on
+    all ranks; the order of additions is fixed by the plan, so they repeat bit for bit. Integers wrap around;
+    ``avg`` is the sum divided by the number of ranks, truncated towards zero for integers.
+
+    ``async_op=True`` starts a collective and returns a `Handle`; what is called later runs after it. On a GPU every
+    collective is ordered behind what the caller's current stream had been told when it was called, and its results are
+    complete for any stream when it returns, or when its handle is done.
+
+    Where a collective fails because of another process, every rank that still lives raises `BackendError`. Its
+    ``out`` array is then untouched, and so are the inputs. A rank that already had its whole result has returned
+    it, and raises in the next call. The communicator is unusable from then on.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+        Checked once, here. Of plans by size (`topoplan.plan_by_size`, or a file of them from `topoplan.load_plan`)
+        every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
+        ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way on
+        the same allocation and channels when they are first used, and kept.
+    backend : str or Backend
+        A name, for a back end with its default settings, or one that was made with other settings.
+    chunk_bytes : int, optional
+        Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
+        fastest that is found in the first calls of each size (`collectives.communicator.chunk_search`).
+    chunk_file : path, optional
+        Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
+    timeout : float
+        Seconds that a rank waits for the next step of a collective before it gives up.
+
+    Attributes
+    ----------
+    backend : str
+        Name of the back end.
+    ranks : tuple of int
+        The ranks whose arrays this process holds.
+    one_rank : bool
+        Whether methods take one array, not a list.
+    arrays : ArrayLibrary
+        The kind of arrays that methods take.
+    chunk_bytes : int or None
+        Longest piece that moves at once; None where it is searched for.
+
+    Raises
+    ------
+    PlanError
+        The plan is wrong (see `topoplan.verify`).
+    UsageError
+        The back end is unknown or not installed, has another number of ranks, or the chunk size or the timeout
+        is not positive. Every method raises it for arguments that do not fit, naming the rank, before anything is
+        written.
+    BackendError
+        The ranks do not find each other.
+
+    Examples
+    --------
+    >>> import numpy as np, topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    >>> with Communicator(plan) as comm:
+    ...     sums = comm.all_reduce([np.arange(3) + rank for rank in range(8)])
+    >>> sums[7]
+    array([28, 36, 44])
+    """
+
+    def __init__(
+        self,
+        plan: Plan | SizePlans,
+        backend: str | Backend[Any] = "loopback",
+        *,
+        chunk_bytes: int | None = None,
+        chunk_file: str | Path | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        if not isinstance(plan, Plan | SizePlans):
+            raise UsageError(
+                f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
+            )
+        if not timeout > 0:
+            raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        self.plan = plan
+        store = PlanStore(plan)
+        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
+        if opened.size != len(plan.ranks):
+            opened.close()
+            raise UsageError(
+                f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
+                f"start {len(plan.ranks)} processes, or plan for other GPUs"
+            )
+        self.backend = opened.name
+        self.ranks = opened.ranks
+        self.one_rank = opened.one_rank
+        self.arrays = opened.arrays
+        self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
+        chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
+        self._chunk_file = None if chunk_file is None else Path(chunk_file)
+        if self._chunk_file is not None and self._chunk_file.exists():
+            chunks.load(self._chunk_file)
+        self._execution: Execution | None = Execution(store, opened, chunks)
+        self._sparse: SparseCollective | None = None
+        self._in_order = InOrder(self.arrays)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.plan.ranks)
+
+    @overload
+    def all_reduce(
+        self,
+        arrays: Arrays,
+        *,
+        op: str = "sum",
+        out: Arrays | None = None,
+        async_op: Literal[False] = False,
+    ) -> Arrays: ...
+
+    @overload
+    def all_reduce(
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def all_reduce(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
+        """Reduce over all ranks; every rank gets the result, shaped as the inputs.
+
+        Parameters
+        ----------
+        arrays : array of any shape; with several ranks in this process a list of one per rank
+        op : str
+            sum, prod, min, max or avg.
+        out : as ``arrays``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        As ``arrays``, or a `Handle`.
+        """
+
+        return self._start("allreduce", None, op, arrays, out, async_op)
+
+    @overload
+    def reduce(
+        self,
+        arrays: Arrays,
+        *,
+        root: int | None = None,
+        op: str = "sum",
+        out: Arrays | None = None,
+        async_op: Literal[False] = False,
+    ) -> Arrays: ...
+
+    @overload
+    def reduce(
+        self,
+        arrays: Arrays,
+        *,
+        root: int | None = None,
+        op: str = "sum",
+        out: Arrays | None = None,
+        async_op: Literal[True],
+    ) -> Handle[Arrays]: ...
+
+    def reduce(
+        self,
+        arrays: Any,
+        *,
+        root: int | None = None,
+        op: str = "sum",
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce over all ranks; the root gets the result, the others get None.
+
+        Parameters
+        ----------
+        arrays : array of any shape; with several ranks in this process a list of one per rank
+        root : int, optional
+            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
+        op : str
+            sum, prod, min, max or avg.
+        out : as ``arrays``
+            Only the root's is used; the others may be None.
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        As ``arrays``, with None for all ranks but the root, or a `Handle`.
+        """
+
+        return self._start("reduce", self._root(root), op, arrays, out, async_op)
+
+    @overload
+    def broadcast(
+        self,
+        arrays: Arrays,
+        *,
+        root: int | None = None,
+        out: Arrays | None = None,
+        async_op: Literal[False] = False,
+    ) -> Arrays: ...
+
+    @overload
+    def broadcast(
+        self, arrays: Arrays, *, root: int | None = None, out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def broadcast(
+        self, arrays: Any, *, root: int | None = None, out: Any = None, async_op: bool = False
+    ) -> Any:
+        """Copy the root's array to every rank; what the others hand in is not read, only its shape and dtype.
+
+        Parameters
+        ----------
+        arrays : array of any shape; with several ranks in this process a list of one per rank
+        root : int, optional
+            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
+        out : as ``arrays``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        As ``arrays``, or a `Handle`.
+        """
+
+        return self._start("broadcast", self._root(root), None, arrays, out, async_op)
+
+    @overload
+    def all_gather(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[False] = False
+    ) -> Arrays: ...
+
+    @overload
+    def all_gather(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def all_gather(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
+        """Put the arrays of all ranks one after another along axis 0; every rank gets the whole.
+
+        Parameters
+        ----------
+        arrays : array of shape (m, ...); with several ranks in this process a list of one per rank
+            A single number, shape (), counts as shape (1,).
+        out : arrays of shape (N m, ...)
+            The input of rank r may be the r-th block of its ``out``.
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        Arrays of shape (N m, ...), or a `Handle`.
+        """
+
+        return self._start("allgather", None, None, arrays, out, async_op)
+
+    @overload
+    def reduce_scatter(
+        self,
+        arrays: Arrays,
+        *,
+        op: str = "sum",
+        out: Arrays | None = None,
+        async_op: Literal[False] = False,
+    ) -> Arrays: ...
+
+    @overload
+    def reduce_scatter(
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def reduce_scatter(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
+        """Reduce over all ranks and divide the result along axis 0; rank r gets the r-th of N equal blocks.
+
+        Parameters
+        ----------
+        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
+        op : str
+            sum, prod, min, max or avg.
+        out : arrays of shape (m, ...)
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        Arrays of shape (m, ...), or a `Handle`.
+
+        Raises
+        ------
+        UsageError
+            Axis 0 cannot be divided by the number of ranks.
+        """
+
+        return self._start("reduce_scatter", None, op, arrays, out, async_op)
+
+    def sparse_all_reduce(
+        self,
+        gradients: Any,
+        *,
+        density: float,
+        op: str = "sum",
+        key: str = "",
+        momentum: float = 0.0,
+        exchange: str = "auto",
+        wire: WireFormat | None = None,
+        out: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Add up the largest entries of every rank's gradient; what a rank does not give it keeps for the next call.
+
+        Over several servers the largest entries of every server's sum, where that is quicker.
+
+        Parameters
+        ----------
+        gradients : float array of any shape; with several ranks in this process a list of one per rank
+        density : float
+            Share of the entries that every rank gives, above 0 and at most 1; with "servers" that every server gives.
+        op : str
+            sum or avg.
+        key : str
+            Names the gradient: every key has a residual of its own (see `collectives.ErrorFeedback`).
+        momentum : float
+            Of the momentum correction; 0 for none.
+        exchange : str
+            "auto" takes what is quickest by the model (see `explain`): "dense" adds up everything, the residual too;
+            "pairs" gathers the chosen entries; "servers" adds up inside servers and exchanges entries between them;
+            "tree" and "balanced" add entries up on trees and choose again on the way.
+        wire : WireFormat, optional
+            How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
+            they are.
+        out : as ``gradients``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks.
+
+        Raises
+        ------
+        UsageError
+            An argument does not fit, or a gradient holds NaN. The residuals are what they were.
+        BackendError
+            Another rank failed, or means another gradient. The residuals hold what was not given, this gradient too,
+            unless it was lost in the sum of a server: to be sure of it, go on from a state that was saved.
+        """
+        execution, sparse = self._open(), self._sparse_collective()
+        try:
+            asked = sparse_request(execution.backend, gradients, out=out, op=op)
+            chosen = sparse.explain(asked, density=density, exchange=exchange, wire=wire)
+            residuals = sparse.prepare(asked, key=key, momentum=momentum)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+
+        def run() -> Any:
+            try:
+                return sparse.run(asked, residuals, chosen, density, wire)
+            except UsageError as error:
+                if execution.backend.one_rank:
+                    execution.refuse(str(error))
+                raise
+
+        return self._in_order.submit(run) if async_op else self._in_order.run(run)
+
+    def explain(
+        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
+    ) -> Explanation:
+        """What `sparse_all_reduce` would exchange for such gradients, and why; nothing is exchanged."""
+        asked = sparse_request(self._open().backend, gradients, out=None, op="sum")
+        return self._sparse_collective().explain(asked, density=density, exchange=exchange, wire=wire)
+
+    def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
+        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
+        return self._in_order.run(self._sparse_collective().state)
+
+    def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from what `sparse_state` gave, instead of what is kept now.
+
+        Raises
+        ------
+        UsageError
+            It is of another number of ranks.
+        """
+        sparse = self._sparse_collective()
+        self._in_order.run(lambda: sparse.restore(state))
+
+    def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """Remove what is kept of some keys, and return it: to arrange it anew.
+
+        As `sparse_state` would, but in arrays of the back end's kind, where they lie; nothing leaves a GPU.
+        """
+        sparse = self._sparse_collective()
+        return self._in_order.run(lambda: sparse.take(keys))
+
+    def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+        """Go on from a state of some keys as `take_sparse_state` gives it, whatever else is kept.
+
+        Raises
+        ------
+        UsageError
+            It is of another number of ranks.
+        """
+        sparse = self._sparse_collective()
+        for listed in state.values():
+            for rank, one in zip(self.ranks, listed, strict=False):
+                for name in LINES:
+                    if one[name] is not None:
+                        self.arrays.check(one[name], rank=rank, what=name)
+        self._in_order.run(lambda: sparse.put(state))
+
+    def close(self) -> None:
+        """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
+        if self._execution is not None:
+            execution = self._execution
+            self._execution = None
+            self._in_order.close()
+            execution.backend.close()
+            if self._chunk_file is not None and 0 in self.ranks:
+                execution.chunks.save(self._chunk_file)
+
+    def plan_for(self, collective: str, nbytes: int) -> Plan:
+        """The plan by which a collective without a root runs on a buffer of so many bytes."""
+        return self._open().plan(collective, nbytes)
+
+    def bytes_sent(self) -> dict[tuple[int, int], int]:
+        """Bytes that the ranks of this process have sent so far, by (source, destination).
+
+        What the plans' transfers carry: each chunk that crosses a tree edge once. Where ranks share memory, less moves.
+        """
+        return self._in_order.run(lambda: self._open().traffic.sent)
+
+    def settled(self, nbytes: int) -> bool:
+        """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
+
+        Until then calls try sizes and may be slower than later ones; about ten calls of one size settle it.
+        """
+        return self._open().settled(self.plan.collective, self.plan.root, nbytes)
+
+    def refuse(self, reason: str) -> None:
+        """Say that this rank cannot go on, and why: the next collective of the others raises `BackendError`."""
+        self._refuse(reason)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(
+        self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
+    ) -> Any:
+        """Check the arguments now, and run in turn."""
+        execution = self._open()
+        try:
+            checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        if async_op:
+            return self._in_order.submit(lambda: execution.run(checked))
+        return self._in_order.run(lambda: execution.run(checked))
+
+    def _refuse(self, reason: str) -> None:
+        """Tell the other ranks that this one will not take part."""
+        execution = self._open()
+        if execution.backend.one_rank:
+            self._in_order.run(lambda: execution.refuse(reason))
+
+    def _sparse_collective(self) -> SparseCollective:
+        if self._sparse is None:
+            self._sparse = SparseCollective(self._open())
+        return self._sparse
+
+    def _open(self) -> Execution:
+        if self._execution is None:
+            raise UsageError("the communicator is closed; make a new one")
+        return self._execution
+
+    def _root(self, root: int | None) -> int:
+        if root is None:
+            return 0 if self.plan.root is None else self.plan.root
+        return root

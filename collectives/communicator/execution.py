@@ -1,0 +1,235 @@
+"""Running a checked request: plan, lower, give out memory, let the back end move bytes, hand over results.
+
+Where a back end can fail after it has begun to write results, these are put together in memory of our own and copied
+to the caller's arrays when they are complete, so that those are either complete or untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from collectives.backends.backend import AVERAGED, Backend, Call, RankArrays
+from collectives.communicator.arguments import put_kept, set_apart
+from collectives.communicator.chunk_size import ChunkSizes
+from collectives.communicator.plan_store import PlanStore
+from collectives.communicator.request import Request
+from collectives.lowering.dependencies import PlanKey
+from collectives.lowering.lower import lower, lower_to
+from collectives.lowering.traffic import Traffic
+from collectives.peers.signature import Signature
+from topoplan.errors import BackendError
+from topoplan.plans.plan import Plan
+from topoplan.simulation.model import simulate
+from topoplan.topology import Topology
+
+
+class Execution:
+    """Runs requests one after another; the state behind a `Communicator`.
+
+    Parameters
+    ----------
+    store : PlanStore
+    backend : Backend
+    chunks : ChunkSizes
+
+    Attributes
+    ----------
+    traffic : Traffic
+        What the collectives so far have moved.
+    """
+
+    def __init__(self, store: PlanStore, backend: Backend[Any], chunks: ChunkSizes) -> None:
+        self.backend = backend
+        self.chunks = chunks
+        self.traffic = Traffic(backend.ranks)
+        self._store = store
+        self._calls = 0
+        self._failed = False
+        self._staging: dict[tuple[int, str], Any] = {}
+
+    def run(self, request: Request) -> Any:
+        """Run a request to its end; the result, or a list with one for each rank of this process.
+
+        Raises
+        ------
+        BackendError
+            Another process failed, now or before.
+        """
+        self._check_alive()
+        library = self.backend.arrays
+        first = request.inputs[0]
+        itemsize = library.itemsize(first)
+        nbytes = request.count * itemsize
+        plan = self._store.plan(request.collective, request.root, nbytes)
+        digest = self._store.digest(plan)
+        chunk_bytes = self.chunks.choose(digest, nbytes)
+        chunk_elements = max(1, chunk_bytes // max(1, itemsize))
+        table = lower(plan, request.count, chunk_elements=chunk_elements, digest=digest)
+        memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
+        if self.backend.direct:
+            memory = set_apart(memory, library)
+        signature = self._signature(
+            plan=digest[:16],
+            collective=request.collective,
+            root=request.root,
+            op=request.op if request.about is None else request.about,
+            dtype=library.dtype(first),
+            count=request.count,
+            chunk=table.chunk_elements,
+        )
+        call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
+        self._run(call, digest, nbytes)
+        put_kept(table, memory, library)
+        results = [
+            self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
+            for place, one in enumerate(memory)
+        ]
+        return results[0] if self.backend.one_rank else results
+
+    def run_round(
+        self,
+        plan: Plan,
+        borders: tuple[int, ...],
+        *,
+        op: str | None,
+        given: Sequence[Any],
+        results: Sequence[Any],
+        about: str,
+    ) -> None:
+        """Run one round of a sparse plan.
+
+        Parameters
+        ----------
+        plan : Plan
+            Of a `topoplan.plans.rounds.Round`.
+        borders : tuple of int
+            Where its shards end in the buffers.
+        op : str or None
+            Reduction, or None where data is copied.
+        given, results : sequence of arrays, one for each rank of this process
+            Lines of ``borders[-1]`` elements: what each rank starts with, and where what arrives is put; the same
+            memory, or apart. Where nothing arrives, results stay as they are.
+        about : str
+            What the elements mean: ranks that differ in it must not exchange them.
+
+        Raises
+        ------
+        BackendError
+            Another process failed, now or before.
+        """
+        self._check_alive()
+        library = self.backend.arrays
+        itemsize = library.itemsize(results[0])
+        digest = self._store.digest(plan)
+        count = borders[-1]
+        chunk_elements = max(1, self.chunks.choose(digest, count * itemsize) // itemsize)
+        table = lower_to(PlanKey(digest, plan), borders, chunk_elements)
+        memory = tuple(
+            RankArrays(rank, (0, count), source, (0, count), result)
+            for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
+        )
+        signature = self._signature(
+            plan=digest[:16],
+            collective=plan.collective,
+            op=about,
+            dtype=library.dtype(results[0]),
+            count=count,
+            chunk=table.chunk_elements,
+        )
+        self._run(
+            Call(plan, table, signature, op, signature.dtype, itemsize, memory), digest, count * itemsize
+        )
+
+    def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
+        """Whether the chunk size for buffers of so many bytes is no longer searched for."""
+        plan = self._store.plan(collective, root, nbytes)
+        return self.chunks.settled(self._store.digest(plan), nbytes)
+
+    @property
+    def topology(self) -> Topology:
+        """The machine that plans are made for."""
+        return self._store.topology
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The channels that plans are made for."""
+        return self._store.channels
+
+    def plan(self, collective: str, nbytes: int) -> Plan:
+        """The plan of a collective without a root for a buffer of so many bytes."""
+        return self._store.plan(collective, None, nbytes)
+
+    def model_seconds(self, collective: str, nbytes: int) -> float:
+        """Model time of a collective on a buffer of so many bytes, on the machine of the plan."""
+        return simulate(self._store.plan(collective, None, nbytes), nbytes=nbytes).seconds
+
+    def _run(self, call: Call[Any], digest: str, nbytes: int) -> None:
+        self._calls += 1
+        try:
+            self._run_measured(call, digest, nbytes)
+        except BaseException:
+            self._failed = self.backend.one_rank
+            raise
+        self.traffic.add(call.table, itemsize=call.itemsize)
+
+    def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
+        """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
+        if self.chunks.settled(digest, nbytes):
+            self.backend.run(call)
+            return
+        started = time.perf_counter()
+        self.backend.run(call)
+        slowest = self.backend.largest(time.perf_counter() - started)
+        self.chunks.measured(digest, nbytes, slowest)
+
+    def _memory(self, request: Request, place: int, rank: int) -> RankArrays[Any]:
+        """Where a rank's input lies and where its result is put together."""
+        library = self.backend.arrays
+        first, output = request.inputs[0], request.outputs[place]
+        elements = request.blocks[place][1] - request.blocks[place][0]
+        if output is None:
+            result = library.empty((elements,), first)
+        elif self.backend.direct and library.contiguous(output):
+            result = library.line(output)
+        else:
+            result = library.part(self._room(rank, elements, first), 0, elements)
+        return RankArrays(
+            rank, request.given[place], library.line(request.inputs[place]), request.blocks[place], result
+        )
+
+    def _room(self, rank: int, elements: int, like: Any) -> Any:
+        """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
+        library = self.backend.arrays
+        key = (rank, library.dtype(like))
+        if key not in self._staging or library.shape(self._staging[key])[0] < elements:
+            self._staging[key] = library.empty((elements,), like)
+        return self._staging[key]
+
+    def _finished(self, request: Request, one: RankArrays[Any], output: Any | None) -> Any:
+        """The result in its shape, in the caller's array where he gave one."""
+        library = self.backend.arrays
+        if request.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
+            library.divide(one.result, self.backend.size)
+        result = library.shaped(one.result, request.shape)
+        if output is None:
+            return result
+        if not library.same(result, output):
+            library.copy(output, result)
+        return output
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks about arguments that do not fit here, so that none of them waits."""
+        self._check_alive()
+        self._failed = True
+        self.backend.refuse(self._signature(refusal=reason))
+
+    def _signature(self, **agreed: Any) -> Signature:
+        nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
+        numbers = {"call": self._calls, "world": self.backend.size, "count": 0, "chunk": 0}
+        return Signature(**{**nothing, **numbers, **agreed})
+
+    def _check_alive(self) -> None:
+        if self._failed:
+            raise BackendError("the communicator failed in an earlier collective; make a new one")

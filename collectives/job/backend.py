@@ -1,0 +1,88 @@
+"""A back end for a job that has no plan yet, and the plan that its ranks agree on through it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from collectives.backends.backend import Backend
+from collectives.backends.open_backend import check_backend, open_backend
+from collectives.job.plan import job_plan
+from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
+
+ASKING = ("mpi", "tcp")
+"""The back ends whose ranks can speak to each other before there is a plan."""
+
+
+@runtime_checkable
+class GathersTexts(Protocol):
+    """A back end of one rank that can carry more than data."""
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; all ranks must call it."""
+
+
+def open_for_plan(
+    backend: str | Backend[Any], plan: Plan | SizePlans | None, *, timeout: float
+) -> tuple[Backend[Any], Plan | SizePlans]:
+    """The back end, and the plan: the given one, or else the one that the ranks agree on (see `collectives.job.plan`).
+
+    Parameters
+    ----------
+    backend : str or Backend
+        One that is given stays open where no plan can be had.
+    plan : Plan, SizePlans or None
+        None where ranks compute without GPUs.
+    timeout : float
+        Seconds that a rank waits for the others, the making of the plan included.
+
+    Raises
+    ------
+    UsageError
+        There is no plan, and ranks of this back end cannot ask each other; or as `job_plan`.
+    """
+    if plan is not None:
+        if not isinstance(plan, Plan | SizePlans):
+            raise UsageError(
+                f"a {type(plan).__name__} is no plan; make one with topoplan.plan, or leave it out"
+            )
+        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
+        return opened, plan
+    if isinstance(backend, str):
+        check_backend(backend)
+        opened = _open_alone(backend, timeout)
+    else:
+        opened = backend
+    try:
+        if not isinstance(opened, GathersTexts):
+            raise _no_plan(opened.name)
+        return opened, job_plan(opened.gather_texts, rank=opened.ranks[0], size=opened.size)
+    except BaseException:
+        if opened is not backend:
+            opened.close()
+        raise
+
+
+def _open_alone(name: str, timeout: float) -> Backend[Any]:
+    if name == "mpi":
+        from collectives.backends.mpi.backend import MpiBackend
+
+        return MpiBackend(timeout=timeout)
+    if name == "tcp":
+        from collectives.backends.tcp.environment import from_environment
+
+        return from_environment(timeout=timeout)
+    raise _no_plan(name)
+
+
+def _no_plan(name: str) -> UsageError:
+    if name.startswith("loopback"):
+        return UsageError(
+            f"{name} holds all ranks in this process, so there is no job to plan for; give a plan, for example "
+            "topoplan.plan(topoplan.probe())"
+        )
+    return UsageError(
+        f"without a plan the ranks have to ask each other, which {' and '.join(ASKING)} can and {name} cannot; "
+        "give the plan that collectives.job.plan.job_plan makes with an allgather of yours"
+    )

@@ -1,0 +1,193 @@
+"""Starts the ranks of a job as processes of this machine, and sees to it that none is left.
+
+Every process gets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``TOPOPLAN_RENDEZVOUS`` in its
+environment. It leads a process group of its own, so that what it starts itself ends with it. Should this process be
+killed, Linux kills the ranks in the same moment (but not what they have started); elsewhere they then end by
+themselves in the next collective, since the rendezvous lives here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from collectives.peers.rendezvous import Rendezvous
+from topoplan.errors import UsageError
+
+PARENT_DEATH_SIGNAL = 1
+"""Linux's PR_SET_PDEATHSIG."""
+
+POLL_SECONDS = 0.02
+
+
+def launch_local(
+    command: Sequence[str],
+    processes: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    grace: float = 5.0,
+    prefix: bool = False,
+) -> int:
+    """Run a command in so many processes, and wait for them.
+
+    Their output goes where this process's own goes; their standard input is empty. When one fails, the others get
+    ``grace`` seconds to end by themselves (their back ends hear of it), then SIGTERM, and ``grace`` seconds later
+    SIGKILL. An interrupt from the keyboard is passed on to all of them, and raised here when they have ended.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Program and arguments.
+    processes : int
+        Number of ranks.
+    environment : mapping, optional
+        Variables to set besides this process's own; those named above can be set to other values here.
+    grace : float
+        Seconds.
+    prefix : bool
+        Begin each line of output with the rank: ``[3] ...``.
+
+    Returns
+    -------
+    int
+        0, or the worst exit status of those that ended by themselves; 128 + the number of the signal that killed one.
+
+    Raises
+    ------
+    UsageError
+        There is no such program, or the number of processes is not positive.
+
+    Examples
+    --------
+    >>> import sys
+    >>> launch_local([sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['RANK']))"], 3)
+    2
+    """
+    if processes < 1:
+        raise UsageError(f"{processes} processes cannot be started; give at least 1")
+    # the rendezvous listens at once, but its thread starts only when all processes have been forked
+    rendezvous = Rendezvous("127.0.0.1:0", processes)
+    ranks: list[subprocess.Popen[bytes]] = []
+    copying: list[threading.Thread] = []
+    try:
+        for rank in range(processes):
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "TOPOPLAN_RENDEZVOUS": rendezvous.address,
+            }
+            ranks.append(_start(command, {**os.environ, **place, **(environment or {})}, piped=prefix))
+        rendezvous.start()
+        if prefix:
+            copying = [_copy(process, rank) for rank, process in enumerate(ranks)]
+        return _wait(ranks, grace)
+    except KeyboardInterrupt:
+        _signal(ranks, signal.SIGINT)
+        _await_all(ranks, grace)
+        raise
+    finally:
+        _end(ranks, grace)
+        for thread in copying:
+            thread.join()
+        rendezvous.close()
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
+    output = subprocess.PIPE if piped else None
+    try:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as error:
+        raise UsageError(f"cannot start {command[0]}: {error.strerror}; name a program") from error
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a new process does before it becomes the program: ask to be killed when this one ends."""
+    if sys.platform != "linux":
+        return None
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    kill, end = int(signal.SIGKILL), os._exit
+
+    def ask() -> None:
+        prctl(PARENT_DEATH_SIGNAL, kill)
+        if os.getppid() != parent:
+            end(1)
+
+    return ask
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> int:
+    """Wait until all have ended, or one has failed and the others had time to end by themselves."""
+    while _running(ranks) and not any(process.returncode for process in ranks):
+        time.sleep(POLL_SECONDS)
+    _await_all(ranks, grace)
+    statuses = [process.returncode for process in ranks if process.returncode is not None]
+    return max((128 - status if status < 0 else status for status in statuses), default=0)
+
+
+def _running(ranks: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """The processes that have not ended; what the others have left in their process groups is killed."""
+    for process in ranks:
+        if process.returncode is None and process.poll() is not None:
+            _signal([process], signal.SIGKILL)
+    return [process for process in ranks if process.returncode is None]
+
+
+def _await_all(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while _running(ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], grace: float) -> None:
+    """End what still runs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        _signal(_running(ranks), number)
+        # a stopped process takes a signal when it goes on
+        _signal(_running(ranks), signal.SIGCONT)
+        _await_all(ranks, grace)
+
+
+def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def _copy(process: subprocess.Popen[bytes], rank: int) -> threading.Thread:
+    """Copy the output of a process line by line, each behind its rank."""
+
+    def copy(source: IO[bytes] | None, target: IO[str]) -> None:
+        assert source is not None, "it is a pipe"
+        with source:
+            for line in source:
+                target.write(f"[{rank}] {line.decode(errors='replace')}")
+                target.flush()
+
+    def both() -> None:
+        errors = threading.Thread(target=copy, args=[process.stderr, sys.stderr], daemon=True)
+        errors.start()
+        copy(process.stdout, sys.stdout)
+        errors.join()
+
+    thread = threading.Thread(target=both, name=f"output of rank {rank}", daemon=True)
+    thread.start()
+    return thread

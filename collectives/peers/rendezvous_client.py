@@ -1,0 +1,170 @@
+"""A rank's connection to the rendezvous, which stays open: agreements before collectives, and word of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.peers.address import connect, parse_address
+from collectives.peers.blame import Waiting
+from collectives.peers.framing import Message, Unpacker, pack
+from collectives.peers.rendezvous_state import FORMAT
+from topoplan.errors import BackendError
+
+GRACE_SECONDS = 2.0
+"""Time that the rendezvous gets for an answer, the second included that it may give the ranks."""
+
+
+class Control:
+    """One rank's end. The attributes are set by the watcher's thread and read with the lock.
+
+    Parameters
+    ----------
+    rendezvous : str
+    rank, size : int
+    timeout : float
+        Seconds for all ranks to come.
+
+    Attributes
+    ----------
+    answer : Message or None
+        To what was asked last.
+    verdict : Message or None
+        Why the job has failed.
+    alone : bool
+        The rendezvous has ended.
+    lost : bool
+        It has ended without a word: its process died.
+    host : int or None
+        The rank that hosts it, if one does.
+    """
+
+    def __init__(self, rendezvous: str, rank: int, size: int, *, timeout: float) -> None:
+        self.rendezvous = rendezvous
+        self.rank = rank
+        self.size = size
+        self.answer: Message | None = None
+        self.verdict: Message | None = None
+        self.alone = False
+        self.lost = False
+        self.host: int | None = None
+        self._timeout = timeout
+        self._unpacker = Unpacker()
+        self._early: Sequence[Message] = ()
+        """What came together with the welcome: a rank that is quicker may have failed already."""
+        self._writing = threading.Lock()
+        self._connection = connect(parse_address(rendezvous), time.monotonic() + timeout)
+
+    @property
+    def connection(self) -> socket.socket:
+        """The connection, for the watcher."""
+        return self._connection
+
+    @property
+    def local(self) -> str:
+        """The address of this machine that the rendezvous is reached from."""
+        return (
+            "127.0.0.1"
+            if self._connection.family == socket.AF_UNIX
+            else str(self._connection.getsockname()[0])
+        )
+
+    def join(self, about: Message) -> Message:
+        """Say who this is, and what else the others must know; the welcome, once all ranks have come.
+
+        Raises
+        ------
+        BackendError
+            The rendezvous refuses, does not answer, or is something else.
+        """
+        hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
+        self.say({**hello, **about, "timeout": self._timeout})
+        deadline = time.monotonic() + self._timeout + GRACE_SECONDS
+        while True:
+            messages = self._read_until(deadline)
+            for number, message in enumerate(messages, 1):
+                if message["type"] in ("refused", "failed"):
+                    raise BackendError(str(message["message"]), rank=self.rank, peer=message.get("peer"))
+                if message["type"] == "welcome":
+                    self.host = message["host"]
+                    self._early = messages[number:]
+                    return message
+
+    def listen(self, lock: threading.Condition, waiting: Callable[[], Waiting]) -> Callable[[], None]:
+        """What the watcher calls when something has come; ``waiting`` answers the question what this rank waits for."""
+        self._connection.settimeout(None)
+
+        def hear(messages: Sequence[Message], *, ended: bool = False) -> None:
+            for message in messages:
+                if message["type"] == "ping":
+                    wait = waiting()
+                    self.say({"type": "pong", "peer": wait.peer, "step": wait.step, "idle": wait.idle})
+            with lock:
+                for message in messages:
+                    self._note(message)
+                self.lost = self.lost or (ended and not self.alone)
+                self.alone = self.alone or ended
+                lock.notify_all()
+
+        def take() -> None:
+            try:
+                data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+                messages = self._unpacker.feed(data)
+            except BlockingIOError:
+                return
+            except (OSError, ValueError):
+                data, messages = b"", []
+            hear(messages, ended=not data)
+
+        hear(self._early)
+        return take
+
+    def say(self, message: Message) -> None:
+        """Send a message; that nobody hears it shows when it is not answered."""
+        with self._writing, contextlib.suppress(OSError):
+            self._connection.sendall(pack(message))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _note(self, message: Message) -> None:
+        if message["type"] in ("failed", "differ"):
+            self.verdict = self.verdict or message
+        elif message["type"] == "leaving":
+            self.alone = True
+        elif message["type"] == "patience":
+            self.answer = self.answer or message  # what was waited for may have come just before
+        elif message["type"] != "ping":
+            self.answer = message
+
+    def _read_until(self, deadline: float) -> list[dict[str, Any]]:
+        try:
+            self._connection.settimeout(max(0.01, deadline - time.monotonic()))
+            data = self._connection.recv(1 << 16)
+            messages = self._unpacker.feed(data)
+        except TimeoutError:
+            raise BackendError(
+                f"the rendezvous {self.rendezvous} does not answer; look what listens there", rank=self.rank
+            ) from None
+        except ValueError as error:
+            raise BackendError(
+                f"what listens at {self.rendezvous} is no rendezvous of topoplan ({error}); name another address",
+                rank=self.rank,
+            ) from None
+        except OSError as error:
+            raise BackendError(
+                f"the rendezvous {self.rendezvous} is gone: {error.strerror}", rank=self.rank
+            ) from error
+        if not data:
+            raise BackendError(
+                f"what listens at {self.rendezvous} closed the connection; it is no rendezvous of topoplan, "
+                "or its process has ended",
+                rank=self.rank,
+            )
+        return messages

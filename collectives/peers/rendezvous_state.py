@@ -1,0 +1,245 @@
+"""What the ranks of a job tell each other outside the links: who is there, what each means to run, who failed.
+
+A pure state machine: messages in, messages out. Before every collective all ranks send their signatures here and
+none begins before all have agreed, so also a rank whose table is empty is compared with the others. The first
+failure that anybody reports is told to everybody, word for word; later ones are consequences and are dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from collectives.peers.blame import Waiting, blame
+from collectives.peers.framing import Message
+
+FORMAT = "topoplan.tcp/1"
+
+ANSWER_SECONDS = 1.0
+"""Time in which a rank that is not stopped tells what it waits for."""
+
+Post = tuple[int, Message]
+"""A rank, and a message for it."""
+
+
+class Hub:
+    """The state of a job.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    host : int or None
+        The rank in whose process the hub lives, None if in a process of its own.
+    """
+
+    def __init__(self, size: int, *, host: int | None = None) -> None:
+        self.size = size
+        self.host = host
+        self.hellos: dict[int, Message] = {}
+        self.deadline: float | None = None
+        self._token = secrets.token_hex(16)
+        self._gone: set[int] = set()
+        self._round: dict[int, Message] = {}
+        self._verdict: Message | None = None
+        self._stalled: list[int] = []
+        self._patience = 0.0
+        self._answers: dict[int, Waiting] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come."""
+        return len(self.hellos) == self.size
+
+    def join(self, hello: Message, now: float) -> tuple[str, list[Post]]:
+        """A process comes; returns why it is refused, or nothing, and messages for those that came before."""
+        if hello.get("format") != FORMAT or not _is_hello(hello):
+            return f"this is a rendezvous of format {FORMAT}", []
+        if self.complete:
+            return f"all {self.size} ranks are there already; give every job a rendezvous of its own", []
+        rank, size = hello["rank"], hello["size"]
+        if size != self.size:
+            reason = (
+                f"a process came for {size} ranks and the job has {self.size}; set one world size everywhere"
+            )
+        elif not 0 <= rank < size:
+            reason = f"a process came as rank {rank} of {size}; ranks are 0 to {size - 1}"
+        elif rank in self.hellos:
+            pids = f"{self.hellos[rank]['pid']} and {hello['pid']}"
+            reason = f"two processes came as rank {rank} (process ids {pids}); give each its own rank"
+        elif (
+            self.hellos and hello["flight_bytes"] != (other := self.hellos[min(self.hellos)])["flight_bytes"]
+        ):
+            reason = (
+                f"rank {rank} has flight_bytes {hello['flight_bytes']} and rank {other['rank']} "
+                f"{other['flight_bytes']}; give all ranks the same"
+            )
+        elif self._verdict is not None:
+            reason = str(self._verdict["message"])
+        else:
+            self.hellos[rank] = hello
+            patience = now + float(hello["timeout"])
+            self.deadline = patience if self.deadline is None else min(self.deadline, patience)
+            return "", self._welcome() if self.complete else []
+        return reason, self._fail(reason)
+
+    def receive(self, rank: int, message: Message, now: float) -> list[Post]:
+        """A message from a rank."""
+        kind = message["type"]
+        if kind == "bye":
+            return self._leave(rank)
+        if self._verdict is not None:
+            return []
+        if kind in ("agree", "largest", "gather"):
+            return self._enter(rank, message)
+        if kind == "failed":
+            return self._fail(
+                str(message["message"]), rank=message["rank"], peer=message["peer"], step=message["step"]
+            )
+        if kind == "stall":
+            return self._inquire(rank, message, now)
+        if kind == "pong" and self._stalled:
+            self._answers[rank] = Waiting(message["peer"], message["step"], float(message["idle"]))
+            if len(self._answers) == self.size - len(self._gone):
+                return self._judge()
+        return []
+
+    def lost(self, rank: int) -> list[Post]:
+        """The connection of a rank has ended."""
+        already = rank in self._gone
+        self._gone.add(rank)
+        if already or self._verdict is not None:
+            return []
+        return self._fail(
+            f"rank {rank} is gone: its process ended, or closed its connections, without leaving the job; "
+            "start all ranks again",
+            peer=rank,
+        )
+
+    def tick(self, now: float) -> list[Post]:
+        """Time has passed."""
+        if self._verdict is not None:
+            self.deadline = None
+        if self.deadline is None or now < self.deadline:
+            return []
+        self.deadline = None
+        if self._stalled:
+            return self._judge()
+        missing = [rank for rank in range(self.size) if rank not in self.hellos]
+        return self._fail(
+            f"only {len(self.hellos)} of {self.size} ranks came, not {_listed(missing)}; "
+            "start one process for each rank",
+            peer=missing[0],
+        )
+
+    def _welcome(self) -> list[Post]:
+        self.deadline = None
+        peers = {
+            str(rank): {"general": hello["general"], "ports": hello["ports"]}
+            for rank, hello in sorted(self.hellos.items())
+        }
+        return self._everyone({"type": "welcome", "token": self._token, "host": self.host, "peers": peers})
+
+    def _everyone(self, message: Message) -> list[Post]:
+        """To all ranks, that of this process last: it may end the process."""
+        order = sorted(self.hellos, key=lambda rank: (rank == self.host, rank))
+        return [(rank, message) for rank in order if rank not in self._gone]
+
+    def _fail(self, reason: str, **where: int | None) -> list[Post]:
+        if self._verdict is not None:
+            return []
+        whereabouts = {"rank": None, "peer": None, "step": None, **where}
+        self._verdict = {"type": "failed", "message": reason, **whereabouts}
+        return self._everyone(self._verdict)
+
+    def _leave(self, rank: int) -> list[Post]:
+        self._gone.add(rank)
+        return self._miss(rank) if self._round else []
+
+    def _miss(self, absent: int) -> list[Post]:
+        return self._fail(
+            f"rank {absent} has closed its communicator; make the same calls on all ranks",
+            rank=min(self._round),
+            peer=absent,
+        )
+
+    def _enter(self, rank: int, message: Message) -> list[Post]:
+        """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
+        self._round[rank] = message
+        if message.get("refused"):
+            return self._differ(rank)
+        if self._gone:
+            return self._miss(min(self._gone))
+        first = min(self._round, key=lambda other: (other == rank, other))
+        if message["type"] != self._round[first]["type"]:
+            return self._fail(
+                f"rank {first} and rank {rank} do different things; make the same calls on all ranks",
+                rank=first,
+                peer=rank,
+            )
+        if message["type"] == "agree" and message["signature"] != self._round[first]["signature"]:
+            return self._differ(first, rank)
+        if len(self._round) < self.size:
+            return []
+        answer: dict[str, Any] = {"type": "agreed"}
+        if message["type"] == "largest":
+            answer["value"] = max(float(one["value"]) for one in self._round.values())
+        if message["type"] == "gather":
+            answer["data"] = [self._round[one]["data"] for one in range(self.size)]
+        self._round = {}
+        return self._everyone(answer)
+
+    def _differ(self, *ranks: int) -> list[Post]:
+        """Two signatures differ, or one refuses: every rank compares its own with them."""
+        signatures = {str(rank): self._round[rank]["signature"] for rank in ranks}
+        self._verdict = {
+            "type": "differ",
+            "message": "the ranks run different collectives",
+            "signatures": signatures,
+        }
+        return self._everyone(self._verdict)
+
+    def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
+        """A rank has waited too long: ask the others what they wait for."""
+        answer = Waiting(message["peer"], message["step"], float(message["idle"]))
+        self._stalled.append(rank)
+        if len(self._stalled) > 1:
+            return []
+        self._patience = float(message["timeout"])
+        self._answers = {rank: answer}
+        self.deadline = now + ANSWER_SECONDS
+        return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
+
+    def _judge(self) -> list[Post]:
+        reporters, self._stalled, self.deadline = self._stalled, [], None
+        reporter = reporters[0]
+        patience: list[Post] = [(rank, {"type": "patience"}) for rank in reporters]
+        absent = [rank for rank in range(self.size) if rank not in self._round]
+        missing = sorted(absent, key=lambda rank: (rank in self._answers, rank))
+        answers = {
+            rank: Waiting(missing[0], None, float("inf")) if rank in self._round and missing else answer
+            for rank, answer in self._answers.items()
+        }
+        if answers[reporter].peer is None:
+            return patience
+        found = blame(reporter, answers, self._patience)
+        if found is None:
+            return patience
+        return self._fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
+
+
+def _is_hello(message: Message) -> bool:
+    """Whether a message says all that the others must know of a rank."""
+    numbers = ("rank", "size", "pid", "flight_bytes")
+    return (
+        message["type"] == "hello"
+        and all(type(message.get(name)) is int for name in numbers)
+        and isinstance(message.get("ports"), dict)
+        and isinstance(message.get("general"), str | None)
+        and isinstance(message.get("timeout"), float | int)
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{' and others' * (len(ranks) > 8)}"

@@ -1,0 +1,260 @@
+"""Gradients that arrive when they arrive: every rank posts to all others and takes what has come, without meeting them.
+
+What synchronisation with bounded staleness, or none, needs instead of a collective. Behind each post comes the sender's
+clock, the number of steps it has finished, so who knows a clock has everything that belongs to it. What a slow receiver
+has not been sent yet is added up, so a queue never holds more than one gradient for each key, however far apart ranks
+are.
+
+Connections are those of ``multiprocessing.connection``, one from each rank to each other, authenticated by a key that
+the ranks share. A rank that dies without a goodbye fails the others in their next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.staleness.mail_sender import FINISHED, GOODBYE, Sender
+from collectives.staleness.modes import may_begin
+from topoplan.errors import BackendError
+
+Array = NDArray[Any]
+Gather = Callable[[str], list[str]]
+"""An allgather of short texts among the ranks of the job."""
+
+
+class Mailbox:
+    """One rank's posts to all others, and theirs to it.
+
+    Parameters
+    ----------
+    gather : callable
+        By which ranks find each other; called twice.
+    rank, size : int
+    timeout : float
+        Seconds to wait for another rank, at the start and later.
+
+    Raises
+    ------
+    BackendError
+        The ranks do not reach each other.
+    """
+
+    def __init__(self, gather: Gather, *, rank: int, size: int, timeout: float = 30.0) -> None:
+        self.rank = rank
+        self.size = size
+        self.clock = 0
+        self.farthest = 0
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._inbox: dict[str, Array] = {}
+        self._clocks = {peer: 0 for peer in range(size) if peer != rank}
+        self._gone: set[int] = set()
+        self._failure: BackendError | None = None
+        self._closed = False
+        self._senders: dict[int, Sender] = {}
+        self._incoming: list[Connection] = []
+        self._threads: list[threading.Thread] = []
+        self._meet(gather)
+
+    def post(self, key: str, gradient: Array) -> None:
+        """Send a gradient to all other ranks; it is copied, and nothing is waited for.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed.
+        """
+        self._check()
+        for sender in self._senders.values():
+            sender.add(key, gradient)
+
+    def tick(self) -> None:
+        """This rank has finished a step: its clock goes on, and all others hear of it behind what was posted."""
+        with self._changed:
+            self.clock += 1
+        for sender in self._senders.values():
+            sender.tell(self.clock)
+
+    def take(self, key: str) -> Array | None:
+        """The sum of what has come for a key since it was taken last; None if nothing has.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed.
+        """
+        self._check()
+        with self._changed:
+            return self._inbox.pop(key, None)
+
+    def clocks(self) -> Mapping[int, int]:
+        """The clocks of the other ranks, as far as they are known."""
+        with self._changed:
+            return dict(self._clocks)
+
+    def wait_to_begin(self, bound: int | None) -> None:
+        """Wait until this rank's clock is at most so many steps ahead of all others (`modes.may_begin`).
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed, or its clock stood still for the timeout.
+        """
+        with self._changed:
+            before, until = dict(self._clocks), time.monotonic() + self._timeout
+            while not may_begin(self.clock, self._running(), bound):
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    slowest = min(self._clocks, key=self._clocks.__getitem__)
+                    raise self._fail(
+                        slowest,
+                        f"waited {self._timeout:g} s for rank {slowest}, whose clock stands at {self._clocks[slowest]}",
+                    )
+                if before != self._clocks:
+                    before, until = dict(self._clocks), time.monotonic() + self._timeout
+            self._check()
+            self.farthest = max([self.farthest, *(self.clock - clock for clock in self._running())])
+
+    def drain(self) -> dict[str, Array]:
+        """Wait until all ranks drain; what has come since it was taken last. Then all have the same sums.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed, or does not drain within the timeout.
+        """
+        for sender in self._senders.values():
+            sender.tell(self.clock, finished=True)
+        with self._changed:
+            until = time.monotonic() + self._timeout
+            while len(self._gone) < len(self._clocks):
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    slowest = min(set(self._clocks) - self._gone)
+                    raise self._fail(slowest, f"waited {self._timeout:g} s for rank {slowest} to finish")
+            left, self._inbox = self._inbox, {}
+            self._gone.clear()
+            return left
+
+    def close(self) -> None:
+        """Say goodbye once everything has been sent; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for sender in self._senders.values():
+            sender.close()
+        for thread, connection in zip(self._threads, self._incoming, strict=True):
+            # the other end says goodbye when it closes, unless something has failed
+            thread.join(0 if self._failure else self._timeout)
+            if thread.is_alive():
+                _wake(connection)
+                thread.join()
+            connection.close()
+
+    def _running(self) -> list[int]:
+        """Clocks of the ranks that have not finished."""
+        return [clock for peer, clock in self._clocks.items() if peer not in self._gone]
+
+    def _meet(self, gather: Gather) -> None:
+        key = bytes.fromhex(gather(secrets.token_hex(32))[0])
+        listener = Listener(("", 0), authkey=key)
+        # processes in one network namespace reach each other without a name
+        name = f"{socket.gethostname()} {_network_namespace()}"
+        told = {"host": name, "address": _own_address(), "port": listener.address[1]}
+        contacts = [json.loads(text) for text in gather(json.dumps(told))]
+        accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
+        accepting.start()
+        try:
+            for peer in self._clocks:
+                contact = contacts[peer]
+                where = ("127.0.0.1" if contact["host"] == name else contact["address"], contact["port"])
+                self._senders[peer] = Sender(peer, Client(where, authkey=key), self._lost, self.rank)
+        except OSError as error:
+            raise self._fail(peer, f"cannot reach rank {peer}: {error.strerror or error}") from None
+        accepting.join(self._timeout)
+        listener.close()
+        if accepting.is_alive() or len(self._incoming) < len(self._clocks):
+            raise BackendError(
+                f"not all of {self.size} ranks came within {self._timeout:g} s", rank=self.rank
+            )
+
+    def _accept(self, listener: Listener) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._incoming) < len(self._clocks):
+                connection = listener.accept()
+                peer = int(connection.recv_bytes().decode())
+                self._incoming.append(connection)
+                thread = threading.Thread(
+                    target=self._receive, args=(peer, connection), name=f"mail from {peer}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def _receive(self, peer: int, connection: Connection) -> None:
+        try:
+            while True:
+                head = json.loads(connection.recv_bytes())
+                if head["kind"] == GOODBYE:
+                    return
+                if head["kind"] == "gradient":
+                    body = np.frombuffer(connection.recv_bytes(), head["dtype"]).reshape(head["shape"])
+                    with self._changed:
+                        known = self._inbox.get(head["key"])
+                        self._inbox[head["key"]] = body.copy() if known is None else known + body
+                    continue
+                with self._changed:
+                    self._clocks[peer] = head["clock"]
+                    if head["kind"] == FINISHED:
+                        self._gone.add(peer)
+                    self._changed.notify_all()
+        except (EOFError, OSError, ValueError) as error:
+            self._lost(peer, f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")"))
+
+    def _lost(self, peer: int, told: str) -> None:
+        """A connection broke: the first reason is the one that is told."""
+        with self._changed:
+            if not self._closed:
+                self._fail(peer, told)
+            self._changed.notify_all()
+
+    def _fail(self, peer: int, told: str) -> BackendError:
+        if self._failure is None:
+            self._failure = BackendError(told, rank=self.rank, peer=peer, step=self.clock)
+        return self._failure
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _wake(connection: Connection) -> None:
+    """End the connection for the thread that reads from it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _network_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def _own_address() -> str:
+    """An address of this machine that others may reach it at."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

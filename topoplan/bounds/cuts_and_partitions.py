@@ -1,0 +1,244 @@
+"""Bounds that need no packing: cuts by maximum flow, partitions by a chain of maximum flows.
+
+- Broadcast from r: the smallest cut between r and any rank (Edmonds 1973).
+- Allgather: the largest |S ∩ ranks| / B+(S) over device sets S that leave out a rank (ForestColl, 2024), by
+  Dinkelbach's method on flows from a super source.
+- Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
+  Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
+- Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or on
+  the links into parts that look alike (`topoplan.bounds.orbit_cuts`). The exact optimum may need the dual values
+  of a packing. Where switches copy and add, the lengths of ports do not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
+
+from topoplan.bounds.maximum_flow import FlowNetwork
+from topoplan.bounds.orbit_cuts import repeated_cut
+from topoplan.bounds.quotient_flow import Quotient, look_alikes
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
+
+
+@lru_cache(maxsize=16)
+def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Certificate:
+    """The certificate of the lowest bound that flows alone can prove for a collective.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        All ranks connected.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+
+    Returns
+    -------
+    Certificate
+        Its value is `topoplan.plans.certificate.certified_bound`. Tight for broadcast, reduce, allgather and
+        reduce-scatter wherever links are symmetric, and for allreduce on direct symmetric links.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> for collective in ("broadcast", "allgather", "allreduce"):
+    ...     certificate = best_bound(fabric, collective, 0)
+    ...     print(collective, certified_bound(certificate, fabric, collective, 0))
+    broadcast 150
+    allgather 1200/7
+    allreduce 600/7
+    """
+    if fabric.size == 1:
+        return Trivial()
+    capacity, _ = whole_capacities(fabric)
+    if collective in ("broadcast", "reduce"):
+        assert root is not None, "broadcast and reduce have a root"
+        return Cut(_names(fabric, _rooted_cut(fabric, capacity, root, forward=collective == "broadcast")))
+    if collective in ("allgather", "reduce_scatter"):
+        return _gather_cut(fabric, forward=collective == "allgather")
+    if fabric.direct and fabric.symmetric:
+        parts = weakest_partition(fabric, capacity)
+        return Partition(tuple(_names(fabric, part) for part in parts))
+    candidates: list[tuple[Fraction, Certificate]] = [
+        (certified_bound(cut, fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+    ]
+    ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
+    candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
+    candidates += _server_lengths(fabric)
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
+    """Capacities as whole numbers, and the number of them that make one GB/s."""
+    scale = lcm(*(c.denominator for c in fabric.capacity))
+    return [int(c * scale) for c in fabric.capacity], scale
+
+
+def _arcs(fabric: Fabric, capacity: Sequence[int], forward: bool) -> list[tuple[int, int, int]]:
+    ends = fabric.ends if forward else [(d, s) for s, d in fabric.ends]
+    return [(s, d, c) for (s, d), c in zip(ends, capacity, strict=True)]
+
+
+def _names(fabric: Fabric, nodes: set[int]) -> tuple[str, ...]:
+    return tuple(fabric.nodes[node] for node in sorted(nodes))
+
+
+def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """Nodes on the root's side of the smallest cut that parts it from a rank, under any capacities of the links.
+
+    ``forward`` counts what leaves the root's side, as for a broadcast; otherwise what enters it.
+    """
+    network = FlowNetwork(len(fabric.nodes), _arcs(fabric, capacity, forward))
+    best: tuple[int, set[int]] | None = None
+    for rank in range(fabric.size):
+        if rank != root:
+            value = network.maximum(root, rank)
+            if best is None or value < best[0]:
+                best = (value, network.source_side())
+    assert best is not None, "there are at least two ranks"
+    return best[1]
+
+
+def _rooted_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
+    """As `smallest_cut` for the fabric's own capacities: one flow for each class of ranks that look alike."""
+    cuts = []
+    for rank in look_alikes(fabric, [root]):
+        quotient = Quotient(fabric, capacity, fixed=[root, rank], forward=forward)
+        cuts.append(quotient.smallest_cut(root, rank))
+    return min(cuts, key=lambda cut: cut[0])[1]
+
+
+def _gather_cut(fabric: Fabric, forward: bool) -> Cut:
+    capacity, scale = whole_capacities(fabric)
+    quotients = {
+        rank: Quotient(fabric, capacity, fixed=[rank], forward=forward) for rank in look_alikes(fabric)
+    }
+    side = {node for node in range(len(fabric.nodes)) if node != 0}
+    time = _gather_time(fabric, side, forward)
+    while True:
+        improved = False
+        for rank, quotient in quotients.items():
+            found = quotient.gather_cut(rank, ranks=fabric.size, time=time / scale)
+            if found is not None:
+                slower = _gather_time(fabric, found, forward)
+                if slower > time:
+                    time, side, improved = slower, found, True
+        if not improved:
+            return Cut(_names(fabric, side))
+
+
+def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
+    """Seconds that N bytes per GB/s take across a cut: |S ∩ ranks| / B+(S)."""
+    inside = sum(node < fabric.size for node in side)
+    crossing = sum(
+        (
+            c
+            for (s, d), c in zip(fabric.ends, fabric.capacity, strict=True)
+            if (s in side) != (d in side) and (s in side) == forward
+        ),
+        Fraction(0),
+    )
+    return Fraction(inside) / crossing
+
+
+def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
+    """The partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under any symmetric capacities.
+
+    Dinkelbach's method, from the partition into single ranks on.
+    """
+    weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
+    parts = [{rank} for rank in range(fabric.size)]
+    while True:
+        value = _strength(weight, parts)
+        better = _cheapest_partition(fabric.size, weight, value)
+        if len(better) < 2 or _strength(weight, better) >= value:
+            return sorted(parts, key=min)
+        parts = better
+
+
+def _strength(weight: dict[tuple[int, int], int], parts: list[set[int]]) -> Fraction:
+    part_of = {rank: number for number, part in enumerate(parts) for rank in part}
+    return Fraction(sum(c for (u, v), c in weight.items() if part_of[u] != part_of[v]), len(parts) - 1)
+
+
+def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fraction) -> list[set[int]]:
+    """The partition that minimises cut(P) - price x |P|, by greedy Dilworth truncation.
+
+    x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; tight sets that
+    meet are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
+    """
+    unit = price.denominator
+    charge = 2 * price.numerator
+    potential: list[int] = []
+    parts: list[set[int]] = []
+    for v in range(size):
+        # S = {v} + those on v's side. Vertex u < v pays its links to later vertices minus what it was given.
+        sink = v + 1
+        arcs = [(a, b, unit * c) for (a, b), c in weight.items() if a <= v and b <= v]
+        arcs += [(b, a, c) for a, b, c in arcs]
+        constant = 0
+        for u in range(v):
+            later = unit * sum(c for (a, b), c in weight.items() if (a == u and b > v) or (b == u and a > v))
+            pays = later - potential[u]
+            if pays > 0:
+                arcs.append((u, sink, pays))
+            elif pays < 0:
+                arcs.append((v, u, -pays))
+                constant += pays
+        own = unit * sum(c for (a, b), c in weight.items() if (a == v and b > v) or (b == v and a > v))
+        network = FlowNetwork(v + 2, arcs)
+        potential.append(network.maximum(v, sink) + constant + own - charge)
+        tight = network.source_side() - {sink}
+        for part in [part for part in parts if part & tight]:
+            parts.remove(part)
+            tight |= part
+        parts.append(tight)
+    return parts
+
+
+def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
+    """Length 1 on all links that leave ranks (or enter them): N - 1 such links per tree, two trees per byte."""
+    ports = [
+        (link, capacity)
+        for link, (s, d), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True)
+        if (s if leaving else d) < fabric.size
+    ]
+    lengths = Lengths(tuple((link.src, link.dst, Fraction(1)) for link, _ in ports))
+    return sum((capacity for _, capacity in ports), Fraction(0)) / (2 * (fabric.size - 1)), lengths
+
+
+def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, Certificate]]:
+    """Lengths on the links into all parts that look like the one behind the tightest cut, and on those out of them."""
+    found: list[tuple[Fraction, Certificate]] = []
+    for entering in (True,) if fabric.symmetric else (True, False):
+        side = set(_gather_cut(fabric, forward=entering).side)
+        part = [node for node, name in enumerate(fabric.nodes) if name not in side]
+        candidate = repeated_cut(fabric, part, entering=entering)
+        if candidate is not None and _provable(candidate[1], fabric):
+            found.append(candidate)
+    return found
+
+
+def _provable(lengths: Lengths, fabric: Fabric) -> bool:
+    """False where a switch that copies or adds makes lengths prove nothing."""
+    if not fabric.in_network:
+        return True
+    try:
+        certified_bound(lengths, fabric, "allreduce", None)
+    except PlanError:
+        return False
+    return True
+
+
+def _rank_cuts(fabric: Fabric) -> list[Cut]:
+    """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
+    capacity, _ = whole_capacities(fabric)
+    ways = (True,) if fabric.symmetric else (True, False)
+    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]

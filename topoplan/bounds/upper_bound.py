@@ -1,0 +1,100 @@
+"""`topoplan.bound`: what no plan can exceed, without making one; thousands of GPUs take seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.fabric.fabric import CHANNEL_SPLITS, usable_fabric
+from topoplan.plans.certificate import Certificate, Channels, OneFabric, certified_bound
+from topoplan.plans.plan import check_collective, root_rank
+from topoplan.topology import Topology
+from topoplan.units import nearest_float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proved upper bound on the rate of a collective.
+
+    Parameters
+    ----------
+    collective : str
+    ranks : tuple of str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    topology : Topology
+        The machine as a plan may use it.
+    channels : tuple of str
+        Channels that the bound speaks of.
+    rate : float
+        GB/s of algorithm bandwidth that no plan exceeds; infinite for a single rank.
+    certificate : Certificate
+        What a third party needs to recompute it (`topoplan.plans.certificate`).
+    """
+
+    collective: str
+    ranks: tuple[str, ...]
+    root: int | None
+    topology: Topology
+    channels: tuple[str, ...]
+    rate: float
+    certificate: Certificate
+
+
+def bound(
+    topology: Topology,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Bound:
+    """The bound that cuts and simple lengths prove, by flows on classes of devices that look alike.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root, channels
+        As for `topoplan.plan`; channels between which a buffer is split are bounded one by one.
+
+    Raises
+    ------
+    UsageError, InfeasibleError
+        As for `topoplan.plan`.
+
+    Notes
+    -----
+    It is the optimum for broadcast and reduce, for allgather and reduce-scatter on links of equal widths both ways,
+    and for allreduce on direct links. Elsewhere a plan may prove a lower bound by its dual lengths.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> proved = bound(topoplan.nvswitch_cluster(128), "allgather")
+    >>> len(proved.ranks), round(proved.rate, 3)
+    (1024, 201.575)
+    """
+    collective = check_collective(collective)
+    chosen = topology.select(gpus)
+    rank = root_rank(chosen, collective, root)
+    if channels in CHANNEL_SPLITS:
+        alone = [
+            bound(topology, collective, gpus=gpus, root=root, channels=channel)
+            for channel in CHANNEL_SPLITS[channels]
+        ]
+        parts = tuple((one.channels[0], one.certificate) for one in alone)
+        first = alone[0]
+        return replace(
+            first,
+            channels=tuple(channel for channel, _ in parts),
+            rate=sum(one.rate for one in alone),
+            certificate=Channels(cast("tuple[tuple[str, OneFabric], ...]", parts)),
+        )
+    fabric = usable_fabric(topology.subset(chosen), channels=channels, collective=collective, root=rank)
+    certificate = best_bound(fabric, collective, rank)
+    rate = math.inf
+    if fabric.size > 1:
+        rate = nearest_float(certified_bound(certificate, fabric, collective, rank))
+    return Bound(collective, fabric.ranks, rank, fabric.topology, fabric.channels, rate, certificate)

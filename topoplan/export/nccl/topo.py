@@ -1,0 +1,258 @@
+"""A machine as a topology file that unmodified NCCL reads (``NCCL_TOPO_FILE``), or RCCL where its GPUs are AMD's.
+
+The file holds what NCCL needs and no more: CPUs, the PCIe tree below them, GPUs with their NVLinks, NICs. NCCL works
+with rates of its own, by processor, compute capability and PCIe generation; those nearest to the machine are chosen.
+The machine's own figures stand beside them in attributes that NCCL passes over and `topoplan.load` reads: ``name``,
+``model``, ``bandwidth`` and ``socket`` in GB/s, ``peer_access`` in seconds, and ``assumed``, the attributes of an
+element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h`` of
+NCCL (2.27 to 2.30) and RCCL. NCCL 2.30 makes of it what it makes of the machine itself. Deliberately absent: a network,
+several servers, partitions of a GPU. Of a GPU that lists no NVLink NCCL asks the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topoplan.errors import UsageError
+from topoplan.export.exported import Exported
+from topoplan.export.nccl.bus_ids import bus_ids
+from topoplan.export.nccl.cpu_identity import CpuIdentity, cpu_identity
+from topoplan.export.nccl.cpu_mask import cpu_mask
+from topoplan.export.nccl.gpu_identity import GpuIdentity, direct_to_nic, gpu_identity, is_amd
+from topoplan.export.nccl.gpu_numbers import gpu_numbers
+from topoplan.export.nccl.host_tree import HostTree, host_tree
+from topoplan.export.nccl.net_elements import net_elements
+from topoplan.export.nccl.numa_nodes import numa_nodes
+from topoplan.export.nccl.nvlink_ends import GpuLinks, gpu_links
+from topoplan.export.nccl.one_server import one_server
+from topoplan.export.nccl.pcie_speed import nearest_pcie
+from topoplan.export.nccl.topo_notes import topology_notes
+from topoplan.export.nccl.xml_text import Element, nccl_xml
+from topoplan.topology import Device, Topology
+from topoplan.units import exact
+
+MOST_ELEMENTS = 255
+"""NCCL holds 256 elements and wants room for one more before it reads on (NCCL_TOPO_XML_MAX_NODES)."""
+
+_CLASS = {"pcie": "0x060400", "gpu": "0x030200", "nic": "0x020000"}
+_AMD_CLASS = {**_CLASS, "gpu": "0x038000"}
+_NVSWITCH_CLASS, _CPU_CLASS = "0x068000", "0x068001"
+_CHIP_KEYS = ("vendor", "device", "subsystem_vendor", "subsystem_device")
+_HIDDEN = "fffffff:ffff:ff"
+"""Bus id of an NVLink's far end that NCCL itself writes where it cannot see the NVSwitch."""
+
+
+def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
+    """The topology file of a machine.
+
+    Parameters
+    ----------
+    topology : Topology
+        Its GPUs get ranks in their order; ``dev`` is the number that NVML knows them by (see
+        `topoplan.export.nccl.gpu_numbers`).
+    server : str or None
+        Which of several servers.
+
+    Raises
+    ------
+    UsageError
+        The file cannot hold the machine: the message names device or link. It has more than `MOST_ELEMENTS` elements.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> text = nccl_topo_xml(topoplan.load("dgx-2")).text
+    >>> print(next(line.strip() for line in text.splitlines() if "<nvlink" in line))
+    <nvlink target="fffffff:ffff:ff" count="6" tclass="0x068000" bandwidth="150.0"/>
+    """
+    machine = one_server(topology, server, "a topology file of NCCL")
+    if not machine.gpus:
+        raise UsageError(f"{machine.name} has no GPU; a topology file of NCCL describes a machine with GPUs")
+    writer = _Writer.of(machine)
+    root = writer.system()
+    if root.size > MOST_ELEMENTS:
+        raise UsageError(
+            f"{machine.name} takes {root.size} elements, and NCCL reads {MOST_ELEMENTS}; choose fewer GPUs with --gpus"
+        )
+    notes = (
+        topology_notes(
+            machine,
+            writer.tree,
+            gpus=writer.gpus,
+            cpus=writer.cpus,
+            nodes=writer.nodes,
+            invented=writer.invented,
+        )
+        + writer.nvlink_notes
+    )
+    kind = "RCCL" if writer.amd else "NCCL"
+    title = f"topoplan: {kind} topology of {machine.name}, for NCCL_TOPO_FILE"
+    return Exported(nccl_xml(root, (title, *notes)), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Everything that elements are made of."""
+
+    machine: Topology
+    tree: HostTree
+    busid: dict[str, str]
+    invented: frozenset[str]
+    amd: bool
+    numbers: dict[str, int]
+    nodes: dict[str, int]
+    unnumbered: frozenset[str]
+    cpus: dict[str, CpuIdentity]
+    gpus: dict[str, GpuIdentity]
+    links: dict[str, GpuLinks]
+    nvlink_notes: tuple[str, ...]
+    named_nics: bool
+
+    @classmethod
+    def of(cls, machine: Topology) -> _Writer:
+        tree = host_tree(machine)
+        links, nvlink_notes = gpu_links(machine, tree)
+        busid, invented = bus_ids([device for device in machine.devices if device.name in tree.above])
+        gpus = [device for device in machine.devices if device.kind == "gpu"]
+        amd = is_amd(gpus)
+        cpus = [device for device in machine.devices if device.kind == "cpu"]
+        return cls(
+            machine,
+            tree,
+            busid,
+            invented,
+            amd,
+            gpu_numbers(machine.gpus),
+            *numa_nodes(machine, tree),
+            {cpu.name: cpu_identity(cpu, tree.socket.get(cpu.name)) for cpu in cpus},
+            {gpu.name: gpu_identity(gpu, amd=amd) for gpu in gpus},
+            links,
+            nvlink_notes,
+            any(device.fact("adapter") for device in machine.devices),
+        )
+
+    def system(self) -> Element:
+        cpus = tuple(self._cpu(device) for device in self.machine.devices if device.kind == "cpu")
+        version = "2" if self.amd else "1"
+        peer_access = " ".join(f"{gpus}:{seconds!r}" for gpus, seconds in self.machine.peer_access)
+        known = [("version", version), ("name", self.machine.name), ("peer_access", peer_access)]
+        return Element("system", _filled(known), cpus)
+
+    def _cpu(self, device: Device) -> Element:
+        identity = self.cpus[device.name]
+        known = [
+            ("numaid", str(self.nodes[device.name])),
+            *identity.attributes,
+            ("name", device.name),
+            ("model", device.model),
+        ]
+        if device.name in self.tree.socket:
+            known.append(("socket", repr(float(self.tree.socket[device.name]))))
+        known.append(("affinity", cpu_mask(device.fact("cpus"))))
+        known.append(_assumed(*(["numaid"] if device.name in self.unnumbered else []), *identity.invented))
+        return Element("cpu", self._settled(known, "affinity"), self._below(device.name))
+
+    def _settled(self, known: list[tuple[str, str]], *left: str) -> tuple[tuple[str, str], ...]:
+        """Attributes of a CPU or switch, with empty ones for those that NCCL would find out itself.
+
+        Where the file names network devices, ranks keep CPUs and switches that are not above their GPU and find out
+        nothing of them; since 2.21 NCCL then takes one that two ranks describe differently for two.
+        """
+        found = _filled(known)
+        if not self.named_nics:
+            return found
+        return (*found, *((key, "") for key in left if key not in dict(found)))
+
+    def _below(self, name: str) -> tuple[Element, ...]:
+        pcie: list[Element] = []
+        plain: list[Element] = []
+        for child in self.tree.children[name]:
+            device = self.machine.device(child)
+            if device.kind == "nic" and self._is_virtual(device, name):
+                plain += net_elements(device, self._net_number(child), bandwidth=self.tree.bandwidth[child])
+            else:
+                pcie.append(self._pci(device))
+        return (*pcie, *plain)
+
+    def _is_virtual(self, nic: Device, parent: str) -> bool:
+        """A NIC with a name but no place on PCIe, which NCCL hangs on the CPU."""
+        adapter = nic.fact("adapter")
+        return bool(adapter) and "+" not in adapter and not nic.busid and parent in self.cpus
+
+    def _pci(self, device: Device) -> Element:
+        bandwidth = self.tree.bandwidth[device.name]
+        speed, lanes = nearest_pcie(bandwidth)
+        known = [
+            ("busid", self.busid[device.name]),
+            ("class", (_AMD_CLASS if self.amd else _CLASS)[device.kind]),
+            *_chip(device.fact("pci")),
+            ("link_speed", speed),
+            ("link_width", str(lanes)),
+            ("name", device.name),
+            ("model", device.model),
+            ("bandwidth", repr(float(bandwidth))),
+            _assumed(*(["busid"] if device.name in self.invented else [])),
+        ]
+        if device.kind == "pcie":
+            return Element("pci", self._settled(known, *_CHIP_KEYS), self._below(device.name))
+        if device.kind == "nic":
+            return Element("pci", _filled(known), net_elements(device, self._net_number(device.name)))
+        return Element("pci", _filled(known), (self._gpu(device),))
+
+    def _gpu(self, device: Device) -> Element:
+        identity = self.gpus[device.name]
+        known = [
+            ("dev", str(self.numbers[device.name])),
+            *identity.attributes,
+            ("rank", str(self.machine.gpus.index(device.name))),
+            ("gdr", "1" if direct_to_nic(device) else "0"),
+            _assumed(*identity.invented),
+        ]
+        links = self.links[device.name]
+        bundles = [self._nvlink(*bundle) for bundle in links.nvlinks]
+        if links.c2c:
+            one = max(1, round(exact(links.c2c.bandwidth) * 1000 / links.c2c.count))
+            wire = (("bw", str(one)), ("count", str(links.c2c.count)))
+            bundles.append(Element("c2c", (*wire, ("bandwidth", repr(float(links.c2c.bandwidth))))))
+        return Element("gpu", _filled(known), tuple(bundles))
+
+    def _nvlink(self, end: str, count: int, bandwidth: float) -> Element:
+        if end in self.gpus:
+            target, target_class = self.busid[end], (_AMD_CLASS if self.amd else _CLASS)["gpu"]
+        else:
+            target, target_class = _HIDDEN, _CPU_CLASS if end else _NVSWITCH_CLASS
+        return Element(
+            "xgmi" if self.amd else "nvlink",
+            (
+                ("target", target),
+                ("count", str(count)),
+                ("tclass", target_class),
+                ("bandwidth", repr(float(bandwidth))),
+            ),
+        )
+
+    def _net_number(self, name: str) -> int:
+        """The first number of a NIC's network devices."""
+        number = 0
+        for device in self.machine.devices:
+            if device.name == name:
+                break
+            if device.kind == "nic":
+                number += max(1, len(device.fact("adapter").split("+")))
+        return number
+
+
+def _filled(attributes: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, value) for key, value in attributes if value)
+
+
+def _assumed(*names: str) -> tuple[str, str]:
+    return "assumed", " ".join(names)
+
+
+def _chip(pci: str) -> list[tuple[str, str]]:
+    """Attributes for the fact ``pci``, such as 10de:1db1:10de:1212."""
+    parts = pci.split(":")
+    if len(parts) != len(_CHIP_KEYS):
+        return []
+    return [(key, f"0x{part}") for key, part in zip(_CHIP_KEYS, parts, strict=True)]

@@ -1,0 +1,1 @@
+"""Ranks and links of an allocation, its servers, and both as a labelled graph."""

@@ -1,0 +1,1 @@
+"""NCCL's topology file (NCCL_TOPO_DUMP_FILE)."""

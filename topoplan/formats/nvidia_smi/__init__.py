@@ -1,0 +1,1 @@
+"""What ``nvidia-smi`` prints: the matrix of ``topo -m`` and the states and speeds of ``nvlink``."""

@@ -1,0 +1,210 @@
+"""Several channels at once: one forest for each, the buffer divided so that all finish together.
+
+The forests are ordinary plans over one channel each, packed and proved by themselves. Their shards, scaled, make one
+plan; its bound is the sum of theirs, under the condition that a shard keeps to one channel. Shares follow Blink's
+equation 8 (`topoplan.packing.channel_split`), which knows the start of a channel but not the start-ups and the
+pipeline of its trees. So the time model has the last word: where it finds the split no faster than the first
+channel alone, the plan is that of the first channel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.packing.channel_split import channel_split, split_shares
+from topoplan.plans.build import build_plan
+from topoplan.plans.certificate import Channels, OneFabric
+from topoplan.plans.channel_start import channel_starts
+from topoplan.plans.loads import forest_rate
+from topoplan.plans.plan import Plan, Shard
+from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
+from topoplan.simulation.dataflow import dataflow
+from topoplan.simulation.model import simulate
+from topoplan.units import format_seconds, format_size
+
+LARGEST = 1 << 50
+"""Bytes up to which a size is looked for from which more channels are faster."""
+
+
+def plan_channels(
+    channels: Sequence[str], plan_over: Callable[[str], Plan], *, machine: str, nbytes: int | None
+) -> Plan:
+    """Plan over several channels at once.
+
+    Parameters
+    ----------
+    channels : sequence of str
+        The first one leads: it carries small buffers alone.
+    plan_over : callable
+        The plan of the collective over one channel.
+    machine : str
+        Its name, for messages.
+    nbytes : int or None
+        Bytes of the buffer; None for the limit of large buffers, where shares are in proportion to the rates.
+
+    Raises
+    ------
+    UsageError
+        ``nbytes`` is negative.
+    InfeasibleError
+        One of the channels does not connect the ranks; carries the cut.
+    """
+    if nbytes is not None and nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
+    parts = []
+    for channel in channels:
+        try:
+            parts.append(plan_over(channel))
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"{machine} cannot be planned over {' and '.join(channels)} together: {error}", cut=error.cut
+            ) from None
+    return hybrid_plan(parts, nbytes=nbytes)
+
+
+def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
+    """Join plans of one collective over one channel each into a plan over all of them.
+
+    Parameters
+    ----------
+    parts : sequence of Plan
+        Same collective, ranks and root. The first one leads.
+    nbytes : int or None
+        As in `plan_channels`.
+
+    Returns
+    -------
+    Plan
+        With a `Channels` certificate. The first part alone, with a note, where more channels are no faster.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> dgx = topoplan.load("dgx-1v")
+    >>> parts = [topoplan.plan(dgx, "broadcast", channels=channel) for channel in ("nvlink", "pcie")]
+    >>> both = hybrid_plan(parts, nbytes=None)
+    >>> both.rate, both.bound, both.channels
+    (158.0, 158.0, ('nvlink', 'pcie'))
+    >>> hybrid_plan(parts, nbytes=64 << 20).channels
+    ('nvlink',)
+    """
+    first = parts[0]
+    if len(first.ranks) == 1:
+        return first
+    lanes = _Lanes.of(parts)
+    shares = split_shares(lanes.rates, lanes.starts, nbytes)
+    used = [part for part, share in zip(parts, shares, strict=True) if share]
+    joined = _join(used, [share for share in shares if share]) if len(used) > 1 else None
+    if nbytes is None:
+        assert joined is not None, "in the limit every channel has a share"
+        text = "shares in the limit of large buffers, in proportion to the rates"
+        return replace(joined, notes=(text, *lanes.notes(parts), *joined.notes))
+    alone = simulate(first, nbytes=nbytes).seconds
+    both = simulate(joined, nbytes=nbytes).seconds if joined else alone
+    if joined is None or both >= alone:
+        text = f"{first.channels[0]} alone carries a buffer of {format_size(nbytes)}"
+        return replace(first, notes=(text, *lanes.notes(parts), *first.notes))
+    text = (
+        f"shares for a buffer of {format_size(nbytes)}, which by the model takes {format_seconds(both)}, over "
+        f"{first.channels[0]} alone {format_seconds(alone)}; rate is what the shares would reach on endless buffers"
+    )
+    return replace(joined, notes=(text, *lanes.notes(parts), *joined.notes))
+
+
+def _join(parts: Sequence[Plan], shares: Sequence[Fraction]) -> Plan:
+    """The shards of all parts, scaled; for allgather and reduce-scatter in the order of their owners."""
+    first = parts[0]
+    shards = [
+        Shard(shard.share * share, shard.stages)
+        for part, share in zip(parts, shares, strict=True)
+        for shard in part.shards
+    ]
+    if first.collective in ("allgather", "reduce_scatter"):
+        position = 0 if first.collective == "allgather" else -1
+        shards.sort(key=lambda shard: shard.stages[position].root)
+    certificates = []
+    for part in parts:
+        assert isinstance(part.certificate, OneFabric), "a part runs over one channel"
+        certificates.append((part.channels[0], part.certificate))
+    return build_plan(
+        Fabric(first.topology, tuple(part.channels[0] for part in parts)),
+        first.collective,
+        root=first.root,
+        shards=shards,
+        certificate=Channels(tuple(certificates)),
+        schedule=" and ".join(dict.fromkeys(part.schedule for part in parts)),
+        method=" and ".join(dict.fromkeys(part.method for part in parts)),
+        notes=[f"{part.channels[0]}: {note}" for part in parts for note in part.notes],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """What divides the buffer: exact rates and starts of the channels, and the time model of each alone."""
+
+    rates: tuple[Fraction, ...]
+    starts: tuple[Fraction, ...]
+    schedules: tuple[Pipeline, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Plan]) -> _Lanes:
+        starts = channel_starts(parts[0].topology, [part.channels[0] for part in parts])
+        rates = [forest_rate(part.shards, Fabric(part.topology, part.channels)) for part in parts]
+        return _Lanes(
+            rates=tuple(rate for rate in rates if rate is not None),
+            starts=tuple(starts[part.channels[0]] for part in parts),
+            schedules=tuple(pipeline(dataflow(part)) for part in parts),
+        )
+
+    def notes(self, parts: Sequence[Plan]) -> tuple[str, ...]:
+        """From when on the later channels help, and what was assumed of their starts."""
+        last = max(range(len(parts)), key=lambda k: self.starts[k])
+        start = format_seconds(float(self.starts[last]))
+        size = self.helpful_size()
+        helps = "at no size" if size is None else f"from about {format_size(size)} on"
+        notes = [
+            f"{parts[last].channels[0]} starts after {start} and helps {helps}; each size has shares of its own"
+        ]
+        if self.starts[last] and not parts[last].topology.peer_access:
+            notes.append(
+                f"the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
+                "set peer_access in the topology file"
+            )
+        return tuple(notes)
+
+    def helpful_size(self) -> int | None:
+        """Bytes, to 1 / 64, from which the model finds all channels faster than the first; None for never."""
+        # Below this size the first channel is done before the next one starts.
+        low = int(self.rates[0] * 10**9 * max(Fraction(0), min(self.starts[1:]) - self.starts[0]))
+        high = max(1, low)
+        while not self._helps(high):
+            low, high = high, 2 * high
+            if high > LARGEST:
+                return None
+        while high - low > high // 64:
+            middle = (low + high) // 2
+            if self._helps(middle):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _helps(self, nbytes: int) -> bool:
+        split = channel_split(self.rates, self.starts, nbytes)
+        ends = [
+            float(start) + _seconds(schedule, round(part))
+            for schedule, start, part in zip(self.schedules, self.starts, split.nbytes, strict=True)
+            if part
+        ]
+        return len(ends) > 1 and max(ends) < _seconds(self.schedules[0], nbytes)
+
+
+def _seconds(schedule: Pipeline, nbytes: int) -> float:
+    chunks = chunk_counts(schedule, nbytes, None)
+    return float(schedule.seconds(nbytes, np.array(chunks, dtype=np.int64)[:, None])[0])

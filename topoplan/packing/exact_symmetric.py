@@ -1,0 +1,245 @@
+"""Optimal packings of fabrics with more ranks than exact height tables take, on orbits of their symmetries.
+
+The bound comes from flows. Heights are tried from the lowest possible one on: the first at which column generation
+reaches the bound is taken. Where the bound is not reached, the duals of the run may themselves prove its value; else
+the optimum is found with trees of any height, priced exactly, and low heights are tried once more for that rate.
+
+The lowest height is the one that hop counts force, or one above a star that was refuted (the star of a rank is its
+only tree of height 1): then it is proved. Otherwise it is the lowest found, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.orbit_generation import OrbitGeneration, Progress
+from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificate import Certificate, Lengths, certified_bound
+from topoplan.plans.plan import Shard
+from topoplan.plans.symmetric_shards import shard_counts
+from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
+from topoplan.symmetry.search import find_symmetry
+from topoplan.trees.hop_constrained_search import SMALL
+from topoplan.trees.hop_constrained_starts import hops
+from topoplan.trees.route_table import Orbits, RouteTable
+
+FIRST_HEIGHTS = 3
+"""Heights that are tried before trees of any height."""
+
+LATER_HEIGHTS = 12
+"""Heights that are tried for a rate that only trees of any height have reached."""
+
+MOST_AGAIN = 64
+"""Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
+
+MOST_EDGES = 10_000
+"""Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrbitForest:
+    """A forest and its proof.
+
+    Parameters
+    ----------
+    shards : sequence of Shard
+        All of them, or for large forests their templates with the symmetries.
+    certificate : Certificate
+    notes : tuple of str
+        What could not be proved.
+    """
+
+    shards: Sequence[Shard]
+    certificate: Certificate
+    notes: tuple[str, ...]
+
+
+def pack_on_orbits(
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None = None,
+    order: str = "height",
+    time_limit: float | Deadline | None = None,
+    progress: Progress | None = None,
+) -> OrbitForest:
+    """The optimal forest of a collective, low, and with its proof.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        At least two connected ranks.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    order : str
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
+    time_limit : float, Deadline or None
+        Seconds after which the best forest so far is taken; heights, rounds and walks under way are ended.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> forest = pack_on_orbits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
+    >>> len(forest.shards), forest.notes
+    (16, ())
+    """
+    deadline = deadline_of(time_limit)
+    known: _Found | None = None
+    enough = 1 if order == "trees" and root is not None else fabric.size
+    for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
+        generators = tuple(
+            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
+        )
+        folded = collective == "allreduce" and fabric.direct and fabric.symmetric
+        orbits = Orbits(fabric, generators, folded)
+        if known is not None and len(orbits.elements) == known.elements:
+            continue
+        if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
+            break
+        if known is not None and deadline.over():
+            break
+        search = _Search(OrbitPacking(orbits, collective, root), order, progress, deadline)
+        search.run()
+        found = _Found(search, len(orbits.elements))
+        if known is None or found.rank(order) < known.rank(order):
+            known = found
+    assert known is not None, "the first group is always tried"
+    images = known.images
+    edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
+    return OrbitForest(
+        images if edges > MOST_EDGES else tuple(images), known.search.certificate, known.search.notes()
+    )
+
+
+class _Found:
+    """A finished search, and its forest with few trees."""
+
+    def __init__(self, search: _Search, elements: int) -> None:
+        assert search.best is not None, "at least one height has been tried"
+        self.search = search
+        self.elements = elements
+        packing = search.packing
+        weights = search.best.fewer_trees(packing.fabric.size if packing.shared else 1)
+        self.images = packing.images(weights)
+        self.trees = len(self.images)
+        self.height = max(tree.height for tree in weights)
+        self.value = search.best.value
+
+    def rank(self, order: str) -> tuple[Fraction, int, int]:
+        """Smaller is better."""
+        behind = -self.value / self.search.packing.scale
+        return (behind, self.height, self.trees) if order == "height" else (behind, self.trees, self.height)
+
+
+@dataclass
+class _Search:
+    """What is known while heights are tried."""
+
+    packing: OrbitPacking
+    order: str
+    progress: Progress | None
+    deadline: Deadline
+    best: OrbitGeneration | None = None
+    refuted: int = 0
+    target: Fraction = field(init=False)
+    certificate: Certificate = field(init=False)
+
+    def __post_init__(self) -> None:
+        packing = self.packing
+        self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
+        self.target = self._bound(self.certificate)
+        self.lowest = _lowest_height(packing)
+        self.refuted = self.lowest - 1
+
+    def run(self) -> None:
+        """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
+        if self.order == "trees" and self.packing.fabric.size <= SMALL:
+            self.best = self._generation(None)
+            if not self.best.run(self.target):
+                self._prove(self.packing.certificate(self.best.duals()))
+            return
+        for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
+            if self._try(height) or self.deadline.over():
+                return
+        size = self.packing.fabric.size
+        if size <= SMALL:
+            free = self._generation(None)
+            free.add(self._pool())
+            if not free.run(self.target):
+                self._prove(self.packing.certificate(free.duals()))
+            assert self.best is not None, "a height has been tried"
+            if self.best.value >= self.target:
+                return
+            if free.value > self.best.value:
+                self.best = free
+        for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
+            if self.deadline.over() or self._try(height):
+                return
+
+    def _try(self, height: int) -> bool:
+        """Generate trees of a height; True where they are proved optimal."""
+        generation = self._generation(height)
+        generation.add([tree for tree in self._pool() if tree.height <= height])
+        reached = generation.run(self.target)
+        if reached or self.best is None or generation.value > self.best.value:
+            self.best = generation
+        if reached:
+            return True
+        if height == 1:
+            self.refuted = 1
+        self._prove(self.packing.certificate(generation.duals()))
+        return generation.value >= self.target
+
+    def _generation(self, height: int | None) -> OrbitGeneration:
+        return OrbitGeneration(self.packing, height=height, progress=self.progress, deadline=self.deadline)
+
+    def _prove(self, lengths: Lengths) -> None:
+        """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
+        try:
+            bound = self._bound(lengths)
+        except PlanError:
+            return
+        if bound < self.target:
+            self.certificate, self.target = lengths, bound
+
+    def _pool(self) -> list[OrbitTree]:
+        return self.best.trees if self.best is not None else []
+
+    def _bound(self, certificate: Certificate) -> Fraction:
+        packing = self.packing
+        return certified_bound(certificate, packing.fabric, packing.collective, packing.root) * packing.scale
+
+    def notes(self) -> tuple[str, ...]:
+        """What is not proved of the height that was taken."""
+        best = self.best
+        assert best is not None, "at least one height has been tried"
+        height = max(tree.height for tree in best.weights())
+        if self.deadline.cut:
+            rate, bound = float(best.value), float(self.target)
+            undone = out_of_time(rate, bound) if best.value < self.target else UNDONE
+            return (self.deadline.note(undone),)
+        if self.order == "trees" or height <= self.refuted + 1:
+            return ()
+        return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)
+
+
+def _lowest_height(packing: OrbitPacking) -> int:
+    """The height that hop counts force: of the best root where any will do, else of the worst."""
+    routes = RouteTable(packing.orbits, (1,) * len(packing.limits))
+    roots = list(packing.roots)
+    needed = [0] * len(roots)
+    for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
+        if packing.uses(op):
+            for place, far in enumerate(hops(cost, np.array(roots)).max(axis=1).tolist()):
+                needed[place] = max(needed[place], far)
+    return max(needed) if packing.shared or packing.root is not None else min(needed)

@@ -1,0 +1,164 @@
+"""Packs composed trees: reduce inside each server, exchange between local roots, broadcast inside (Blink 3.4).
+
+One program over all composed trees (`hierarchical_trees`), solved by column generation on orbits of symmetries: shares,
+centres, local roots and trees of the best composition come out of it together, whatever GPU counts, wires and NICs
+the servers have. Then the height inside servers is lowered as far as the rate allows. Where NICs have bandwidth to
+spare, a last program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.hierarchical_generation import ComposedGeneration, EvenGeneration, port_groups
+from topoplan.columns.orbit_generation import Progress
+from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
+from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
+from topoplan.packing.exact_symmetric import MOST_EDGES
+from topoplan.plans.certificate import Certificate, Lengths, certified_bound
+from topoplan.plans.plan import Shard
+from topoplan.plans.symmetric_shards import shard_counts
+from topoplan.symmetry.search import find_symmetry
+from topoplan.trees.route_table import Orbits
+
+_GAINS = (10**3, 10**6, 10**9)
+"""What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A composed forest.
+
+    Parameters
+    ----------
+    shards : sequence of Shard
+        All of them, or for large forests their templates with the symmetries.
+    bound : Fraction
+        GB/s that no plan for this fabric exceeds, at which the search aimed.
+    certificate : Certificate
+        Its proof.
+    duals : Lengths or None
+        Where the composition does not reach the bound, the dual lengths of its program: they may prove a lower one, or
+        nothing, since they need to be long for composed trees only.
+    """
+
+    shards: Sequence[Shard]
+    bound: Fraction
+    certificate: Certificate
+    duals: Lengths | None
+
+
+def compose(
+    fabric: Fabric,
+    collective: str,
+    *,
+    root: int | None = None,
+    certificate: Certificate | None = None,
+    progress: Progress | None = None,
+) -> Composition:
+    """The best composition of trees inside servers with stars between them.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        Connected ranks.
+    collective : str
+    root : int or None
+        Root rank of a broadcast or reduce.
+    certificate : Certificate or None
+        A bound that is known, at which the search may stop; None for the one from flows.
+    progress : callable or None
+        Called with a line of text now and then.
+
+    Raises
+    ------
+    UsageError
+        All ranks are on one server.
+    InfeasibleError
+        The ranks of a server are not connected inside it, or no rank reaches one of every other server in one hop.
+
+    Examples
+    --------
+    >>> from topoplan.clusters import nvswitch_cluster
+    >>> forest = compose(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")), "allreduce")
+    >>> len(forest.shards), max(stage.height for stage in forest.shards[0].stages)
+    (8, 2)
+    """
+    servers = Servers(fabric)
+    servers.check()
+    symmetries = (tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
+    kept = tuple(each for each in symmetries if servers.keeps(each))
+    packing = OrbitPacking(Orbits(fabric, kept), collective, root)
+    aim = best_bound(fabric, collective, root) if certificate is None else certificate
+    bound = certified_bound(aim, fabric, collective, root)
+    duals = None
+    best = ComposedGeneration(packing, progress=progress, servers=servers)
+    if not best.run(bound * packing.scale):
+        if not best.trees:
+            raise _no_star(servers)
+        duals = packing.certificate(best.duals())
+    images = packing.images(_evened(_lowered(best)).weights())
+    edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
+    return Composition(images if edges > MOST_EDGES else tuple(images), bound, aim, duals)
+
+
+def _lowered(best: ComposedGeneration) -> ComposedGeneration:
+    """The same rate with trees inside servers as low as they can be."""
+    tallest = max(_inner_height(tree, best.servers) for tree in best.weights())
+    for height in range(1, tallest):
+        lower = ComposedGeneration(best.packing, height=height, progress=best.progress, servers=best.servers)
+        lower.add([tree for tree in best.trees if _inner_height(tree, best.servers) <= height])
+        if lower.run(best.value):
+            return lower
+    return best
+
+
+def _evened(best: ComposedGeneration) -> ComposedGeneration:
+    """The same rate and height with even load on the NICs of every server, as far as that goes."""
+    packing = best.packing
+    ports = port_groups(best.servers, packing.orbits.row_of_link.tolist())
+    load = [Fraction(0)] * len(packing.limits)
+    for tree, weight in best.weights().items():
+        for row, times in enumerate(tree.usage):
+            load[row] += times * weight
+    if all(len({load[row] / packing.limits[row] for row in rows}) == 1 for rows in ports):
+        return best
+    for gain in _GAINS:
+        even = EvenGeneration(
+            packing,
+            height=best.height,
+            progress=best.progress,
+            gain=gain,
+            servers=best.servers,
+            ports=ports,
+        )
+        even.add(best.trees)
+        even.run(None)
+        if even.value >= best.value:
+            return even
+    return best
+
+
+def _inner_height(tree: OrbitTree, servers: Servers) -> int:
+    """Edges on the longest path inside a server, of either tree."""
+    home = servers.of_rank.tolist()
+    longest = 0
+    for parents in (tree.up, tree.down):
+        for rank in range(len(parents)):
+            steps = 0
+            while (parent := parents[rank]) >= 0 and home[parent] == home[rank]:
+                rank, steps = parent, steps + 1
+            longest = max(longest, steps)
+    return longest
+
+
+def _no_star(servers: Servers) -> InfeasibleError:
+    return InfeasibleError(
+        f"three phases need a GPU that reaches one of every other server in one hop and back, and none of "
+        f"{', '.join(servers.names)} has one; plan trees instead (method exact)"
+    )

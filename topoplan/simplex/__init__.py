@@ -1,0 +1,1 @@
+"""Exact linear programming: a rational simplex, guided by one in floating point."""

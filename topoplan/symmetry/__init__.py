@@ -1,0 +1,1 @@
+"""Permutation groups of an allocation, found and reduced to what a packing needs."""

@@ -1,0 +1,1 @@
+"""Cheapest trees: arborescences, spanning trees, hop-constrained trees, shortest paths."""

@@ -1,0 +1,236 @@
+"""Shortest routes between all ranks under lengths that a group of symmetries keeps, from a few ranks alone.
+
+Lengths that are equal on every orbit of links look the same from every rank of an orbit of ranks. So one search from
+one rank of each orbit (`topoplan.trees.shortest_paths`) gives the distances and routes of all: those of
+rank g(r) are the images under g of those of rank r. Without symmetries that is one search from every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.clusters.memory import physical_memory
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.symmetry.permutation_groups import (
+    LARGEST_TABLE,
+    components,
+    group_elements,
+    link_orbits,
+    orbits,
+)
+from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.trees.shortest_paths import shortest_routes
+from topoplan.units import format_size
+
+BYTES_PER_PAIR = 60
+"""Memory that packing takes for every pair of ranks: no less than was measured with 8192."""
+
+
+@dataclass(frozen=True)
+class Orbits:
+    """A fabric's ranks and links up to the symmetries of a group.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    generators : tuple of tuple of int
+        Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
+    folded : bool
+        Both directions of a wire count as one orbit: for trees that are used upwards and downwards alike.
+    """
+
+    fabric: Fabric
+    generators: tuple[tuple[int, ...], ...] = ()
+    folded: bool = False
+
+    @cached_property
+    def _arrays(self) -> list[NDArray[np.int64]]:
+        return [np.array(generator, dtype=np.int64) for generator in self.generators]
+
+    @cached_property
+    def elements(self) -> NDArray[np.int32]:
+        """(order, nodes) int32: all elements of the group, the identity first."""
+        size = len(self.fabric.nodes)
+        if not self.generators:
+            return np.arange(size, dtype=np.int32)[None, :]
+        found = group_elements(self._arrays, LARGEST_TABLE // size)
+        assert found is not None, "symmetries are chosen so that their group can be listed"
+        return found
+
+    @cached_property
+    def rank_orbit(self) -> NDArray[np.int64]:
+        """(N,) int64: the first rank of the orbit of every rank."""
+        size = self.fabric.size
+        return np.asarray(orbits(len(self.fabric.nodes), self._arrays)[:size], dtype=np.int64)
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every orbit."""
+        return tuple(np.unique(self.rank_orbit).tolist())
+
+    @cached_property
+    def rank_counts(self) -> tuple[int, ...]:
+        """Number of ranks in every orbit, in the order of `first_ranks`."""
+        return tuple(np.unique(self.rank_orbit, return_counts=True)[1].tolist())
+
+    @cached_property
+    def row_of_link(self) -> NDArray[np.int64]:
+        """(links,) int64: the orbit of every link, numbered from 0 in the order of their first links."""
+        labels = link_orbits(self.fabric, self._arrays)
+        if self.folded:
+            number = {ends: place for place, ends in enumerate(self.fabric.ends)}
+            backwards = np.array([number[d, s] for s, d in self.fabric.ends])
+            labels = components(len(labels), labels, labels[backwards])[labels]
+        return np.asarray(np.unique(labels, return_inverse=True)[1], dtype=np.int64)
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """(rows,) int64: number of links in every orbit."""
+        return np.bincount(self.row_of_link)
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """(links, 2) int64: source and destination of every link."""
+        return np.array(self.fabric.ends, dtype=np.int64)
+
+    @cached_property
+    def mover(self) -> NDArray[np.int64]:
+        """(N,) int64: an element that takes the first rank of an orbit to this rank."""
+        mover = np.full(self.fabric.size, -1, dtype=np.int64)
+        for first in self.first_ranks:
+            images = self.elements[:, first]
+            ranks, numbers = np.unique(images, return_index=True)
+            mover[ranks] = numbers
+        return mover
+
+    @cached_property
+    def seen_from_first(self) -> NDArray[np.int64]:
+        """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u.
+
+        The first of the tables that grow with the square of the ranks: memory is estimated before it is made.
+        """
+        size = self.fabric.size
+        needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
+        if needed > allowed:
+            raise UsageError(
+                f"packing trees of {size:,} GPUs takes about {format_size(needed)} of memory; this machine can give "
+                f"{format_size(allowed)}; choose fewer GPUs"
+            )
+        table = np.empty((size, size), dtype=np.int64)
+        columns = np.arange(size)
+        for row, element in zip(table, self.mover.tolist(), strict=True):
+            row[self.elements[element, :size]] = columns
+        return table
+
+    def spread(self, distance: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(N, N) int64: distances between all ranks from those of the first ranks, (first ranks, N) with -1 for none.
+
+        `UNREACHABLE` where there is no way, and on the diagonal.
+        """
+        table = np.where(distance < 0, UNREACHABLE, distance)
+        table[np.arange(len(table)), self.first_ranks] = UNREACHABLE
+        place = np.searchsorted(self.first_ranks, self.rank_orbit)
+        return np.asarray(table[place[:, None], self.seen_from_first])
+
+
+class Routes(Protocol):
+    """One route from rank to rank, for the edges of trees."""
+
+    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+        ...
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        ...
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """Routes between all ranks that are shortest under one length for every orbit of links.
+
+    Parameters
+    ----------
+    orbits : Orbits
+    lengths : tuple of int, one per row
+        Zero or more.
+    """
+
+    orbits: Orbits
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """From each first rank: distance to every node (-1 where there is no way), and the link that leads there."""
+        groups = self.orbits
+        return shortest_routes(
+            groups.ends,
+            np.array(self.lengths, dtype=np.int64)[groups.row_of_link],
+            np.array(groups.first_ranks),
+            ranks=groups.fabric.size,
+            nodes=len(groups.fabric.nodes),
+        )
+
+    @cached_property
+    def cost(self) -> NDArray[np.int64]:
+        """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
+        groups = self.orbits
+        return groups.spread(self._routes[0][:, : groups.fabric.size])
+
+    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+        groups = self.orbits
+        place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
+        crossed = [
+            groups.row_of_link[links] for _, links in self._steps(place, groups.seen_from_first[tails, heads])
+        ]
+        rows = np.concatenate([*crossed, np.zeros(0, dtype=np.int64)])
+        return np.bincount(rows, minlength=len(self.lengths))
+
+    def route(self, tail: int, head: int) -> tuple[int, ...]:
+        """Links of the route between two ranks, as numbers of the fabric's links."""
+        groups = self.orbits
+        fabric = groups.fabric
+        first = int(groups.rank_orbit[tail])
+        element = groups.elements[groups.mover[tail]]
+        return tuple(
+            fabric.link_index[fabric.nodes[element[s]], fabric.nodes[element[d]]]
+            for s, d in (
+                fabric.ends[number] for number in self._links(first, int(groups.seen_from_first[tail, head]))
+            )
+        )
+
+    def _links(self, first: int, rank: int) -> Sequence[int]:
+        """Links of the route from a first rank to a rank."""
+        via = self._routes[1][int(np.searchsorted(self.orbits.first_ranks, first))]
+        path: list[int] = []
+        node = rank
+        while via[node] >= 0:
+            path.append(int(via[node]))
+            node = self.orbits.fabric.ends[path[-1]][0]
+        return path[::-1]
+
+    def _steps(
+        self, place: NDArray[np.int64], nodes: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+        """Walk many routes back at once: at each step those that go on, and their links.
+
+        ``place`` tells each route's first rank, by position, and ``nodes`` its end.
+        """
+        via, ends = self._routes[1], self.orbits.ends
+        routes = np.arange(len(nodes))
+        while True:
+            links = via[place[routes], nodes]
+            on = links >= 0
+            routes, links = routes[on], links[on]
+            if not routes.size:
+                return
+            yield routes, links
+            nodes = ends[links, 0]
