@@ -23,6 +23,7 @@ from collectives.testbed import sandbox
 from collectives.testbed.commands import WITH_HEADERS, commands
 from collectives.testbed.flows import crossed_links, plan_flows
 from collectives.testbed.network import Network, lay_out, wires_file
+from collectives.testbed.outcome import Measurement, Outcome
 from collectives.testbed.pattern_data import expected, given
 from collectives.testbed.scaling import largest_scale, slowed_plan
 from tests.hand_plans import forest_plan
@@ -176,6 +177,15 @@ def test_what_ranks_must_get_is_what_loopback_gives(collective: str) -> None:
     for rank in range(3):
         wanted = expected(collective, plan.root, rank=rank, ranks=3, count=each)
         assert (got[rank] is None) if wanted is None else np.array_equal(got[rank], wanted)
+
+
+def test_gains_are_over_the_schedules_that_are_rings_whatever_their_names() -> None:
+    rows = tuple(
+        Measurement(name, 1000, 1.0, predicted, (seconds,), 0)
+        for name, predicted, seconds in (("spring", 2.0, 3.0), ("loop", 4.0, 6.0))
+    )
+    (gain,) = Outcome(1.0, 1, (), rows, rings=("loop",)).gains()
+    assert (gain.schedule, gain.rival, gain.predicted, gain.measured) == ("spring", "loop", 2.0, 2.0)
 
 
 def test_switches_that_add_are_refused() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from dataclasses import replace
 
 import pytest
 
 import topoplan
 from topoplan.cli.main import main
+from topoplan.cli.plan import print_plan
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.notes import Note, kind_of
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import forest_rate
@@ -116,3 +121,22 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_what_was_searched_is_told_by_the_kind_of_a_note_and_not_by_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", time_limit=0)
+    assert [kind_of(note) for note in made.notes] == ["stopped"]
+    words = replace(made, notes=("stopped after lunch", "height is not depth"))
+    print_plan(words, "height")
+    assert f"lowest height first: none below {made.height}" in capsys.readouterr().out
+    print_plan(replace(made, notes=(Note("no time", "stopped"),)), "height")
+    assert "order  stopped in time" in capsys.readouterr().out
+
+
+def test_a_note_is_its_text_and_keeps_its_kind_when_it_is_copied() -> None:
+    note = Note("warning: gpu0", "warning")
+    assert json.loads(json.dumps([note])) == ["warning: gpu0"]
+    for other in (pickle.loads(pickle.dumps(note)), copy.deepcopy(note)):
+        assert (other, kind_of(other)) == (note, "warning")

@@ -86,22 +86,26 @@ class Signature:
         Raises
         ------
         BackendError
-            They differ, or one of them refuses; names the rank, the peer and every field that differs.
+            There is a `conflict`; names the rank and the peer.
         """
+        text = self.conflict(other)
+        if text:
+            raise BackendError(text, rank=rank, peer=peer)
+
+    def conflict(self, other: Signature) -> str:
+        """Why a peer that sent this cannot be answered: it refuses, or which fields differ; empty if it can."""
         if other.refusal:
-            raise BackendError(f"the peer refused the collective: {other.refusal}", rank=rank, peer=peer)
+            return f"the peer refused the collective: {other.refusal}"
         if self == other:
-            return
+            return ""
         differing = [
             f"{name} {getattr(other, name)!r} instead of {getattr(self, name)!r}"
             for name in _NAMES
             if getattr(self, name) != getattr(other, name)
         ]
-        raise BackendError(
+        return (
             f"the peer runs another collective: {', '.join(differing)}; "
-            "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype",
-            rank=rank,
-            peer=peer,
+            "give all ranks the same plan, calls in the same order, and arrays of one shape and dtype"
         )
 
 

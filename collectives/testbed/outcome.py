@@ -73,16 +73,19 @@ class Outcome:
     links : tuple of LinkRate
     measurements : tuple of Measurement
         Schedule by schedule, sizes as given.
+    rings : tuple of str
+        Those of the schedules that are rings: the rivals of the others.
     """
 
     scale: float
     bits_per_second: int
     links: tuple[LinkRate, ...]
     measurements: tuple[Measurement, ...]
+    rings: tuple[str, ...] = ()
 
     def gains(self) -> tuple[Gain, ...]:
         """How much faster every other schedule is than the ring, at each size; none without a ring."""
-        rings = {one.nbytes: one for one in self.measurements if one.schedule.endswith("ring")}
+        rings = {one.nbytes: one for one in self.measurements if one.schedule in self.rings}
         return tuple(
             Gain(
                 schedule=one.schedule,
@@ -92,7 +95,7 @@ class Outcome:
                 measured=rings[one.nbytes].seconds / one.seconds,
             )
             for one in self.measurements
-            if one.nbytes in rings and not one.schedule.endswith("ring")
+            if one.nbytes in rings and one.schedule not in self.rings
         )
 
     def to_object(self) -> dict[str, object]:

@@ -114,6 +114,7 @@ def run_testbed(
             for number, (name, plan) in enumerate(plans.items())
             for place, nbytes in enumerate(sizes)
         ),
+        rings=tuple(name for name, plan in plans.items() if plan.method == "ring"),
     )
 
 

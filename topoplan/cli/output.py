@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from topoplan.hosts.notes import WARNING, warnings_first
+from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
@@ -49,7 +49,7 @@ def print_notes(*notes: str, file: TextIO | None = None) -> None:
     """Print what the reader should know beside the result, each note once, warnings first; on stdout unless told."""
     for note in warnings_first(notes):
         line = printable(note)
-        print(line if line.startswith(WARNING) else f"note: {line}", file=file)
+        print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
 
 
 def counted(number: int, noun: str) -> str:

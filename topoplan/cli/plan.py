@@ -19,6 +19,7 @@ from topoplan.cli.sources import read_machine
 from topoplan.cli.sparse_options import add_sparse, asked_for, plan_sparse
 from topoplan.cli.tree_table import named_ranks, tree_table
 from topoplan.errors import UsageError
+from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
@@ -263,12 +264,13 @@ def _order_text(plan: Plan, order: str) -> str:
     """What came first among forests of this rate, and how to ask for the other."""
     if plan.schedule == "three-phase":
         return "three phases reach the bound at once; lower heights were not searched"
-    if any(note.startswith("stopped after") for note in plan.notes):
+    found = {kind_of(note) for note in plan.notes}
+    if "stopped" in found:
         return "stopped in time; neither heights nor numbers of trees were compared to the end"
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"
-    if any(note.startswith("height") for note in plan.notes):
+    if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:
         lowest = "1, the lowest there is"

@@ -14,7 +14,7 @@ from typing import TypeVar
 from topoplan.clusters.alike import alike
 from topoplan.formats.matrix import relation_matrix
 from topoplan.formats.nvidia_smi.pcie_tree import CODES
-from topoplan.hosts.notes import WARNING, listed
+from topoplan.hosts.notes import listed, warning
 from topoplan.topology import Link, Topology
 
 Value = TypeVar("Value", bound=Hashable)
@@ -42,7 +42,7 @@ def machine_warnings(topology: Topology) -> tuple[str, ...]:
         inside = _server(topology, server)
         found += [text for rule in _RULES for text in rule(inside)]
     found += _unreachable(topology)
-    return tuple(f"{WARNING}{text}" for text in found)
+    return tuple(warning(text) for text in found)
 
 
 def _server(topology: Topology, server: str) -> Topology:

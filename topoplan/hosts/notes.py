@@ -1,15 +1,62 @@
-"""Notes on a machine, and the names of devices in them.
+"""Notes on a machine or a plan: text with a kind.
 
-A warning is a note that begins with `WARNING`, so that it travels with the topology and whoever prints notes can tell
-it apart.
+Files hold the text alone, in which a warning begins with `WARNING`; no other kind outlives the process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 WARNING = "warning: "
-"""Notes that begin so say that something is amiss; all others say what was assumed or should be known."""
+"""How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
+
+Kind = Literal["", "warning", "stopped", "height open"]
+"""Of a machine: a warning or not. Of a plan: its search was stopped in time, or its height was not proved lowest."""
+
+
+class Note(str):
+    """A note whose kind is known where it is made.
+
+    Parameters
+    ----------
+    text : str
+    kind : str
+
+    Examples
+    --------
+    >>> note = Note("stopped after 1 s", "stopped")
+    >>> note, note.kind
+    ('stopped after 1 s', 'stopped')
+    """
+
+    kind: Kind
+
+    def __new__(cls, text: str, kind: Kind) -> Note:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+    def __getnewargs__(self) -> tuple[str, Kind]:  # type: ignore[override]
+        return str(self), self.kind
+
+
+def warning(text: str) -> Note:
+    """A note that something is amiss."""
+    return Note(f"{WARNING}{text}", "warning")
+
+
+def kind_of(note: str) -> Kind:
+    """The kind of a note; of plain text what a file can tell.
+
+    Examples
+    --------
+    >>> kind_of(warning("gpu0 has no NVLink")), kind_of("warning: from a file"), kind_of("PCIe assumed")
+    ('warning', 'warning', '')
+    """
+    if isinstance(note, Note):
+        return note.kind
+    return "warning" if note.startswith(WARNING) else ""
 
 
 def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
@@ -20,7 +67,7 @@ def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
     >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
     ('warning: gpu0 has no NVLink', 'PCIe assumed')
     """
-    return tuple(sorted(dict.fromkeys(notes), key=lambda note: not note.startswith(WARNING)))
+    return tuple(sorted(dict.fromkeys(notes), key=lambda note: kind_of(note) != "warning"))
 
 
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:

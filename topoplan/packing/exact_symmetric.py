@@ -21,6 +21,7 @@ from topoplan.columns.orbit_generation import OrbitGeneration, Progress
 from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.notes import Note
 from topoplan.plans.certificate import Certificate, Lengths, certified_bound
 from topoplan.plans.plan import Shard
 from topoplan.plans.symmetric_shards import shard_counts
@@ -230,7 +231,8 @@ class _Search:
             return (self.deadline.note(undone),)
         if self.order == "trees" or height <= self.refuted + 1:
             return ()
-        return (f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded",)
+        text = f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded"
+        return (Note(text, "height open"),)
 
 
 def _lowest_height(packing: OrbitPacking) -> int:

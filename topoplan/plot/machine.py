@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
 from topoplan.formats.machine_warnings import machine_warnings
-from topoplan.hosts.notes import WARNING, warnings_first
+from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plot.canvas import new_figure
 from topoplan.plot.host_panel import host_panel
 from topoplan.plot.network_panel import network_panel
@@ -116,7 +116,10 @@ def _note_lines(notes: Sequence[str], letters: int) -> list[tuple[str, bool]]:
     """Lines of the first few notes, warnings before others, each note cut to two; and whether it is a warning."""
     every = warnings_first(notes)
     wrapped = [
-        (wrap(note, letters, max_lines=2, placeholder="…", break_on_hyphens=False), note.startswith(WARNING))
+        (
+            wrap(note, letters, max_lines=2, placeholder="…", break_on_hyphens=False),
+            kind_of(note) == "warning",
+        )
         for note in every
     ]
     lines: list[tuple[str, bool]] = []

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from topoplan.errors import TopologyError
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
-from topoplan.hosts.notes import WARNING
+from topoplan.hosts.notes import kind_of
 from topoplan.probing.nics import find_nics
 from topoplan.probing.sysfs import Sysfs
 from topoplan.topology import Topology
@@ -89,7 +89,7 @@ def read_cache(path: Path | None) -> Topology | None:
             topology = parse_topology_json(file.read())
     except (OSError, UnicodeError, TopologyError):
         return None
-    amiss = any(note.startswith(WARNING) for note in topology.notes)
+    amiss = any(kind_of(note) == "warning" for note in topology.notes)
     # A clock that was set back makes an age below zero.
     young = 0 <= time.time() - state.st_mtime <= (MOST_AGE_AMISS if amiss else MOST_AGE)
     return topology if young and state.st_uid == os.getuid() else None

@@ -10,6 +10,7 @@ import math
 import time
 
 from topoplan.errors import UsageError
+from topoplan.hosts.notes import Note
 
 UNDONE = "lower or fewer trees of this rate were not looked for to the end"
 """What a search left undone that had reached the optimal rate in time."""
@@ -58,15 +59,15 @@ class Deadline:
         self.cut = self.cut or self.left == 0
         return self.cut
 
-    def note(self, what: str) -> str:
-        """What a plan says of a search that was cut short.
+    def note(self, what: str) -> Note:
+        """What a plan says of a search that was cut short, a note of kind "stopped".
 
         Examples
         --------
         >>> Deadline(1.5).note("lower heights were not tried")
         'stopped after 1.5 s: lower heights were not tried'
         """
-        return f"stopped after {self.limit:.4g} s: {what}"
+        return Note(f"stopped after {self.limit:.4g} s: {what}", "stopped")
 
 
 def deadline_of(limit: float | Deadline | None) -> Deadline:

@@ -8,7 +8,6 @@ import struct
 from collectives.backends.shared.agreement import Notes
 from collectives.backends.shared.peer_watchdog import Watch
 from collectives.peers.signature import Signature
-from topoplan.errors import BackendError
 
 
 def compare_notes(mine: bytes, notes: Notes, watch: Watch) -> bytes:
@@ -22,10 +21,9 @@ def compare_notes(mine: bytes, notes: Notes, watch: Watch) -> bytes:
     for rank, note in notes.items():
         if note == mine:
             continue
-        try:
-            Signature.unpack(mine).check(_signature(note), rank=watch.rank, peer=rank)
-        except BackendError as error:
-            watch.fail(rank, 0, str(error).partition(": ")[2], lost=False)
+        text = Signature.unpack(mine).conflict(_signature(note))
+        if text:
+            watch.fail(rank, 0, text, lost=False)
     return b""
 
 
