@@ -6,7 +6,7 @@ CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
 
-.PHONY: demo train test test-all test-random test-gpu lint bench clean
+.PHONY: demo train test test-all test-long test-random test-gpu lint bench clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -22,8 +22,12 @@ train: $(VENV)/.test
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
-# What takes longer, all but what needs a GPU.
+# The rest of what CI runs: jobs of many processes, all of a kind where test takes a few.
 test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "thorough and not gpu and not slow"
+
+# What takes too long for CI: everything, every size, every mutant.
+test-long: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not gpu"
 
 # Other examples each time; SEED=... repeats a run.

@@ -123,6 +123,7 @@ class TestKnownAnswers:
         made = calibrated(A100S, copied(A100S, on_wires(slow)), date=DATE).topology
         assert changes(A100S, made) == {("gpu3", "nvswitch0"): 150.0}
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("part", [0.3, 0.7])
     @pytest.mark.parametrize("machine", [V100S, topoplan.load("dgx-1p")], ids=lambda machine: machine.name)
     def test_one_slow_link_is_found_and_no_other_is_blamed(self, machine: Topology, part: float) -> None:

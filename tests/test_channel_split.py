@@ -215,6 +215,7 @@ def test_in_the_limit_a_split_plan_is_optimal(collective: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("gpus", [(0, 2, 3), (0, 1, 2, 4, 5), tuple(range(8))])
 def test_shares_of_a_size_are_those_of_equation_8(collective: str, gpus: tuple[int, ...]) -> None:
@@ -250,6 +251,7 @@ def test_the_size_of_the_note_is_where_pcie_begins_to_help() -> None:
     assert used == [("nvlink",), ("nvlink", "pcie")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("machine", ["dgx-1v", "dgx-1p", "nvlink-x4", "v100x4", "dgx-h100"])
 def test_a_split_is_never_slower_than_nvlink_alone(machine: str, collective: str) -> None:
@@ -457,6 +459,7 @@ def test_one_gpu_needs_no_second_channel() -> None:
     assert topoplan.verify(plan).exact_rate is None
 
 
+@pytest.mark.thorough
 def test_every_allocation_of_a_dgx_1v_that_nvlink_connects_can_be_split() -> None:
     """All 4-GPU allocations: rate and bound are the sums of both channels', and verified."""
     for gpus in combinations(range(8), 4):

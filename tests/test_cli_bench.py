@@ -46,6 +46,7 @@ def needs(backend: str) -> None:
         pytest.skip(f"{module} is not installed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tcp", "mpi", "torch"])
 def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
     backend: str, plan_path: Path
@@ -125,6 +126,7 @@ def test_a_world_of_another_size_is_refused_on_every_rank(plan_path: Path) -> No
     assert done.stderr.count("the plan is for 3 ranks and the tcp back end has 4") == 4
 
 
+@pytest.mark.thorough
 def test_killing_a_rank_ends_the_others_with_one_line_each(plan_path: Path) -> None:
     """The survivors name themselves, the killed rank and the step; the command fails and leaves no process."""
     command = [*BENCH, str(plan_path), "--backend", "tcp", "--sizes", "256MB", "--chunk", "64KB", "--paced"]

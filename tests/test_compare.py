@@ -260,6 +260,7 @@ def test_a_wrong_size_or_channel_is_refused(arguments: dict[str, Any], message: 
 # Comparisons
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", BOTH)
 @pytest.mark.parametrize(("collective", "key"), [("allreduce", "allreduce"), ("broadcast", "bcast")])
 def test_trees_are_optimal_and_never_below_rings(
@@ -284,6 +285,7 @@ def test_trees_are_optimal_and_never_below_rings(
     assert summary(list(rows.values())).below_ring == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str, answers_dir: Path) -> None:
     """With a fallback ring at half an NVLink, the box over the 46 classes is Blink's within 6 %.

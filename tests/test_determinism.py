@@ -8,6 +8,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
@@ -52,6 +54,7 @@ def digests(seed: int) -> str:
     return run.stdout
 
 
+@pytest.mark.thorough
 def test_plan_files_are_the_same_in_ten_processes() -> None:
     """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size."""
     with ThreadPoolExecutor(2) as pool:

@@ -20,6 +20,7 @@ def whole_numbers(step: int, dtype: str = "float32") -> Array:
     return np.random.default_rng(step).integers(-100, 101, SIZE).astype(dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("k", [0, 1, 50, 500, SIZE // 4, SIZE])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sent_and_kept_are_what_was_given_exactly_in_whole_numbers(dtype: str, k: int) -> None:

@@ -34,6 +34,7 @@ def half_of_every_bit_pattern(name: str) -> Array:
     return values[np.isfinite(values.astype(np.float32))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kept", "momentum"), [("float32", 0.0), ("float32", 0.5), ("float64", 0.0)])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_a_gradient_of_16_bits_is_taken_in_as_its_copy_of_more(name: str, momentum: float, kept: str) -> None:

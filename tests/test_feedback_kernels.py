@@ -30,6 +30,7 @@ from topoplan.errors import UsageError
 WHOLE_VECTOR = r"(?:v4\.[bufs]32|v2\.[bufs]64)\b"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [70, 75, 80, 90, 100])
 def test_four_blocks_of_every_feedback_kernel_fit_and_spill_nothing(architecture: int) -> None:
     if 12 not in compilers():
@@ -74,6 +75,7 @@ def turn(launches: Launches, step: int) -> None:
     launches.backwards = step % 2 == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_steps_in_two_reads_give_and_keep_the_processors_bits(
     fake: Fake, case: tuple[str, str, float]
@@ -85,6 +87,7 @@ def test_steps_in_two_reads_give_and_keep_the_processors_bits(
     assert added == [f"{kind}_histogram_{case[1]}_{case[0]}"] * 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_steps_with_a_sampled_bound_give_and_keep_the_processors_bits(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, float]

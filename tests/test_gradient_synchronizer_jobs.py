@@ -23,6 +23,8 @@ from collectives.launching.mpiexec import mpiexec_command
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 
 LIMIT = 100

@@ -51,6 +51,7 @@ def of(made: dict[tuple[int, int], Built], release: int, architecture: int) -> B
     return made[release, architecture]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
 def test_every_kernel_compiles_and_keeps_its_values_in_registers(
     every_kernel: dict[tuple[int, int], Built], release: int, architecture: int

@@ -351,6 +351,7 @@ def test_any_size_and_chunk_gives_exact_integers(
         assert same(run(comm, collective, arrays), wanted(collective, arrays, root=1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "topologies").glob("*.json")))
 def test_an_allreduce_plan_runs_all_five_collectives_exactly(name: str) -> None:
     """The others are planned on first use, on the same allocation, and then kept."""

@@ -39,6 +39,7 @@ def ranks(scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "size"),
     [
@@ -66,6 +67,7 @@ def mistakes(
     return ranks(f"mistakes {request.param}", 4, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["count", "dtype", "plan", "op", "chunk"])
 def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[str, Any]], name: str) -> None:
     for rank, one in enumerate(mistakes):

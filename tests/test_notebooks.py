@@ -15,6 +15,8 @@ import pytest
 
 from conftest import ROOT
 
+pytestmark = pytest.mark.thorough
+
 REASON = 'the notebooks need nbformat and nbclient: pip install "topoplan[notebooks]"'
 nbformat = pytest.importorskip("nbformat", reason=REASON)
 nbclient = pytest.importorskip("nbclient", reason=REASON)

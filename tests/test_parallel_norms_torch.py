@@ -17,6 +17,8 @@ from collectives.optimisers import lamb, lars
 from conftest import ROOT
 from topoplan.errors import UsageError
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 RANKS = 2

@@ -51,6 +51,7 @@ def test_dgx2_broadcast_crosses_where_two_lines_meet() -> None:
     assert [(one.plan.height, one.plan.rate) for one in plans.ranges] == [(1, 10.0), (2, 150.0)]
 
 
+@pytest.mark.thorough
 def test_dgx2_allreduce_is_one_hop_at_every_size(choices: dict[tuple[str, str], Choice]) -> None:
     """Height 1 and 80 GB/s: neither double binary trees nor rings ever win; rings need 8 times as long at 1 KB."""
     choice = choices["dgx-2", "allreduce"]
@@ -70,6 +71,7 @@ def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum(choices: dict[tuple[str,
     assert topoplan.verify(plans.at(1 << 30)).optimal
 
 
+@pytest.mark.thorough
 def test_rings_win_in_the_middle_of_four_v100(choices: dict[tuple[str, str], Choice]) -> None:
     """One hop, then rings of 66.7 GB/s whose start-ups run side by side, then two trees of 75 GB/s on one wire each."""
     names = [one.plan.schedule for one in choices["v100x4", "allreduce"].plans.ranges]

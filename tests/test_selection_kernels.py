@@ -55,6 +55,7 @@ def of(made: dict[tuple[int, int], Built], release: int, architecture: int) -> B
     return made[release, architecture]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
 def test_four_blocks_of_every_selection_kernel_fit_and_spill_nothing(
     every_kernel: dict[tuple[int, int], Built], release: int, architecture: int

@@ -97,6 +97,7 @@ def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
         assert routes.between(*pair) == tuple(links for links in known if len(links) == shortest)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
 @pytest.mark.parametrize("machine", [topoplan.nvswitch_cluster(8), dgx_1v_servers(14)], ids=["rails", "cube"])
 def test_large_rings_are_few_chains_and_symmetries(machine: Topology, collective: str) -> None:

@@ -70,6 +70,7 @@ def on_loopback(size: int) -> list[list[str | None]]:
     return seals
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_are_those_of_loopback_bit_for_bit(size: int, tmp_path: Path) -> None:
     assert job("agreement", size, tmp_path) == on_loopback(size)

@@ -46,6 +46,7 @@ def seals(results: list[Any]) -> list[str | None]:
     return [seal(result) for result in results]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "shape"), [(2, "star"), (3, "chain"), (5, "star"), (8, "binary")])
 def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
     size: int, shape: str, tmp_path: Path

@@ -21,6 +21,7 @@ from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Shard
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "what",
     [

@@ -244,6 +244,7 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
     assert shown[3].split()[-1] == "0"
 
 
+@pytest.mark.thorough
 @needs_namespaces
 @pytest.mark.parametrize(
     ("end", "status", "said"),

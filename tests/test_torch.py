@@ -26,6 +26,8 @@ from collectives import Communicator
 from conftest import ROOT
 from topoplan.errors import BackendError, UsageError
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 FakeTensorMode = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode
 

@@ -336,6 +336,7 @@ def test_ddp_under_the_process_group_of_one_rank_trains_as_under_torchs() -> Non
     check_process_group("cpu")
 
 
+@pytest.mark.thorough
 def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold() -> None:
     check_two_ranks("cpu")
 

@@ -16,6 +16,8 @@ from hand_plans import forest_plan
 from conftest import ROOT
 from topoplan.errors import UsageError
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 STRUCK = 3

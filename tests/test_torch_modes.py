@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch", reason="needs torch")
 
 TESTS = Path(__file__).parent

@@ -67,6 +67,7 @@ def test_an_allreduce_counts_every_chunk_on_every_edge() -> None:
         assert comm.bytes_sent() == {pair: 2 * nbytes for pair, nbytes in once.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [(8, 8), (4, 4, 4, 4), (1, 3, 2), (1,) * 15 + (2,)], ids=len)
 @pytest.mark.parametrize(
     "wire", [None, WireFormat(), WireFormat(values="float16")], ids=["pairs", "packed", "half"]
@@ -100,6 +101,7 @@ def test_sockets_carry_what_is_counted() -> None:
         assert {source for source, _ in told} == {rank}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("servers", "border"), [(2, 0.5), (4, 0.25), (8, 0.125)])
 def test_gradients_go_dense_above_the_density_at_which_entries_fill_the_nics_as_much(
     servers: int, border: float

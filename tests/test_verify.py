@@ -502,6 +502,7 @@ def mutate(value: JsonPlan, chance: random.Random) -> None:
 SMALL_PLANS = [("uneven", c) for c in COLLECTIVES] + [("dgx-2", "allreduce"), ("dgx-1v", "broadcast")]
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(SMALL_PLANS), st.integers(0, 1 << 60), st.integers(1, 3))
 @settings(max_examples=500, deadline=None)
 def test_random_damage_raises_plan_error_or_leaves_a_true_plan(

@@ -73,6 +73,7 @@ def test_lossless_formats_bring_back_every_bit(wire: WireFormat, dtype: np.dtype
             assert got_values.tobytes() == values.tobytes()
 
 
+@pytest.mark.thorough
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_sequence_of_sets_comes_back_through_lossless_formats(data: st.DataObject) -> None:

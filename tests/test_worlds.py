@@ -18,6 +18,8 @@ from collectives.peers.peers import World
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import BackendError
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = Path(__file__).with_name("world_rank.py")
 
 
