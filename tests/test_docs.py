@@ -1,0 +1,163 @@
+"""README and docs do what they say: every command runs, and prints what stands below it.
+
+A block that cannot run here has a comment above it that says why: ``<!-- not run: needs a GPU -->``. In what is printed
+a line of ``…`` stands for any lines, ``…`` at the end of a line for its rest; times and rates that were measured may
+differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from topoplan.formats.matrix import relation_matrix
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+TIME = re.compile(r"(?<![\w.])\d+(\.\d+)?(e-\d+)? (us|ms|s)\b")
+MEASURED = re.compile(r"^( *\d+ +\d+ +\w+ +\w+) .* (\d+)$")
+"""A row of a bench: bytes, elements, type and reduction are fixed, and so is the number of wrong elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a page, what should be printed, and why it is not run (empty if it is)."""
+
+    line: int
+    text: str
+    printed: tuple[str, ...]
+    reason: str
+
+
+def commands(page: Path) -> list[Command]:
+    found: list[tuple[int, str, list[str], str]] = []
+    reason, fenced, inside = "", False, False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            fenced, inside = not fenced, False
+            continue
+        body = line if fenced else line.removeprefix("    ") if line.startswith("    ") else None
+        if body is None:
+            told = NOT_RUN.fullmatch(line)
+            if told or line.strip():
+                reason, inside = told[1] if told else "", False
+            elif inside:
+                found[-1][2].append("")
+            continue
+        if body.startswith("$ "):
+            found.append((number, body[2:].split("     #")[0].strip(), [], reason))
+            inside = True
+        elif inside:
+            found[-1][2].append(body)
+    return [
+        Command(number, text, tuple("\n".join(lines).rstrip().splitlines()), why)
+        for number, text, lines, why in found
+    ]
+
+
+def stable(line: str) -> str:
+    row = MEASURED.match(line)
+    return f"{row[1]} {row[2]}" if row else TIME.sub("T", line).rstrip()
+
+
+def difference(wanted: tuple[str, ...], printed: list[str]) -> str:
+    """Where the output is not what the page says; empty if it is."""
+    place = 0
+    skipping = False
+    for line in wanted:
+        if line.strip() == "…":
+            skipping = True
+            continue
+        head = stable(line.removesuffix("…"))
+        fits = (lambda text, head=head: text.startswith(head)) if line.endswith("…") else head.__eq__
+        while skipping and place < len(printed) and not fits(stable(printed[place])):
+            place += 1
+        if place == len(printed) or not fits(stable(printed[place])):
+            return f"the page says {line!r}, printed is {printed[place : place + 1] or 'nothing more'}"
+        place += 1
+        skipping = False
+    return "" if skipping or place == len(printed) else f"printed is also {printed[place]!r}"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Where ``topoplan`` and ``python`` are these, and ``nvidia-smi`` is that of a DGX-1V."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    names, cells = relation_matrix(topoplan.load("dgx-1v"))
+    rows = [("", *names), *((name, *row) for name, row in zip(names, cells, strict=True))]
+    matrix = "\n".join("\t".join(row) for row in rows).replace("gpu", "GPU").replace("nic", "mlx5_")
+    scripts = {
+        "topoplan": f'exec {shlex.quote(sys.executable)} -m topoplan "$@"',
+        "python": f'exec {shlex.quote(sys.executable)} "$@"',
+        "nvidia-smi": f"cat <<'END'\n{matrix}\nEND",
+    }
+    for name, text in scripts.items():
+        (binaries / name).write_text(f"#!/bin/sh\n{text}\n")
+        (binaries / name).chmod(0o755)
+    path = f"{binaries}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.thorough) for page in PAGES],
+    ids=lambda page: page.stem,
+)
+def test_the_commands_of_a_page_print_what_it_says(
+    page: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    wrong = []
+    for command in commands(page):
+        if command.reason:
+            continue
+        done = subprocess.run(
+            ["bash", "-c", command.text],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        told = difference(command.printed, (done.stdout + done.stderr).splitlines())
+        if told:
+            wrong.append(f"{page.name}:{command.line}: {command.text}\n    {told}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for target in re.findall(
+        r"`((?:topoplan|collectives|tests|docs|notebooks|topologies)/[\w/.-]+?\.\w+)`", text
+    ):
+        assert (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    found = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
+    assert {value["format"] for value in found} == {"topoplan.topology/1", "topoplan.cluster/1"}
+    for value in found:
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps(value))
+        assert topoplan.load(path).gpus
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
