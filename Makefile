@@ -6,7 +6,7 @@ CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
 
-.PHONY: demo train test test-all test-long test-random test-gpu lint bench clean
+.PHONY: demo train test test-all test-long test-random test-gpu lint bench wheel clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -46,6 +46,10 @@ lint: $(VENV)/.lint
 
 bench: $(VENV)/.test
 	$(BIN)/python -m tests.bench
+
+# Wheel and source distribution, into dist.
+wheel: $(VENV)/.test
+	$(BIN)/python -m hatchling build
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

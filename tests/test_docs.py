@@ -7,6 +7,7 @@ differ.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -147,6 +148,24 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
         r"`((?:topoplan|collectives|tests|docs|notebooks|topologies)/[\w/.-]+?\.\w+)`", text
     ):
         assert (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=lambda page: page.stem
+)
+def test_python_on_a_page_gives_what_it_says(page: Path) -> None:
+    """An expression with a comment behind it has that value; ``…`` ends what is left out."""
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        for statement in ast.parse(block).body:
+            text = ast.get_source_segment(block, statement) or ""
+            wanted = re.match(r" *# (.*)", block.split(text, 1)[1].splitlines()[0])
+            if isinstance(statement, ast.Expr) and wanted:
+                told = repr(eval(text, names))
+                assert told.startswith(wanted[1].removesuffix("…")), text
+                assert wanted[1].endswith("…") or told == wanted[1], text
+            else:
+                exec(text, names)
 
 
 def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""What is installed from a wheel is whole: it plans, verifies and runs away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+def test_a_wheel_plans_verifies_and_runs(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    home = tmp_path / "home"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(home),
+    ]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(home)}
+
+    def printed(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    where = printed("-c", "import topoplan, collectives; print(topoplan.__file__, collectives.__file__)")
+    assert all(path.startswith(str(home)) for path in where.split())
+    assert "optimal, proved" in printed("-m", "topoplan", "plan", "dgx-1v", "-o", "plan.json")
+    assert "rate = bound: optimal" in printed("-m", "topoplan", "verify", "plan.json")
+    assert "allreduce of 8 ranks, loopback" in printed(
+        "-m", "topoplan", "bench", "plan.json", "--sizes", "64KB"
+    )
+    sources = "from collectives.kernels import kernel_names, kernel_source; print(len(kernel_source(kernel_names())))"
+    assert int(printed("-c", sources)) > 0
+    assert {path.relative_to(ROOT) for path in ROOT.glob("collectives/kernels/*.cu")} <= {
+        path.relative_to(home) for path in home.rglob("*.cu")
+    }
+
+
+def test_a_source_distribution_has_what_its_makefile_runs(built: Path) -> None:
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"Makefile", "README.md", "LICENSE", "pyproject.toml", "tests/conftest.py", "docs/run-it.md"}
+    assert wanted <= names
+    assert {f"topologies/{path.name}" for path in ROOT.glob("topologies/*.json")} <= names
