@@ -24,7 +24,7 @@ test: $(VENV)/.test
 
 # The rest of what CI runs: jobs of many processes, all of a kind where test takes a few.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "thorough and not gpu and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "(thorough or listings) and not gpu and not slow"
 
 # What takes too long for CI: everything, every size, every mutant.
 test-long: $(VENV)/.test

@@ -1,9 +1,8 @@
-"""Where the tests find real machines and known answers, absent ones skip; and what several test modules run."""
+"""Where the tests find listings of real machines, which are no part of this repository; what several modules run."""
 
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 from fake_machine.fixtures import fake_here as fake_here
 from fake_machine.fixtures import fake_host as fake_host
 from fake_machine.fixtures import fake_nvml as fake_nvml
+from listings import FABRICS, MACHINES
 
 from topoplan.cli.main import main
 
@@ -28,8 +28,6 @@ hypothesis.settings.register_profile("random", print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
 ROOT = Path(__file__).resolve().parents[1]
-MACHINES = Path(os.environ.get("TOPOPLAN_MACHINES", ROOT.parent / "shared" / "machines"))
-ANSWERS = Path(os.environ.get("TOPOPLAN_ANSWERS", ROOT.parent / "shared" / "answers"))
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -50,12 +48,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): tests of a name run in one process")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of such a module together, where the tests run in several processes."""
+    """Keep the tests of such a module together, where there are several processes; mark what reads listings."""
     for item in items:
         module = item.path.stem
         if module in WITH_JOBS:
             item.add_marker(pytest.mark.xdist_group(module))
+        if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.listings)
 
 
 @pytest.fixture(scope="session")
@@ -67,11 +68,11 @@ def machines_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def answers_dir() -> Path:
-    """Folder of known answers (TOPOPLAN_ANSWERS)."""
-    if not ANSWERS.is_dir():
-        pytest.skip("no known answers: set TOPOPLAN_ANSWERS to their folder")
-    return ANSWERS
+def fabrics_dir() -> Path:
+    """Folder of other descriptions of known machines (TOPOPLAN_ANSWERS)."""
+    if not FABRICS.is_dir():
+        pytest.skip("no descriptions of known machines: set TOPOPLAN_ANSWERS to their folder")
+    return FABRICS
 
 
 @pytest.fixture

@@ -1,20 +1,18 @@
-"""Known answers: every allocation of DGX-1V and DGX-1P, and the machines of `answers/fabrics`."""
+"""Known answers: every allocation of DGX-1V and DGX-1P, and machines whose links are not all alike."""
 
 from __future__ import annotations
 
-import json
 import time
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import pytest
+from known_answers import Allocation, allocations, fabric_rates
 from small_fabrics import COLLECTIVES, ROOTED
 
 import topoplan
-from conftest import ANSWERS
+from tests.bench.fabric_machines import MACHINES
 from topoplan.columns.problem import Packing
 from topoplan.packing.mwu import pack_mwu
 from topoplan.plans import Fabric, Partition
@@ -22,112 +20,89 @@ from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.topology import Topology
 
-NAMES = {"DGX-1V": ("dgx-1v", 25), "DGX-1P": ("dgx-1p", 20)}
+LINK = {"dgx-1v": 25, "dgx-1p": 20}
+"""GB/s of an NVLink."""
 
-FABRICS = ["mi250-x1", "switch8-one-port-125of150", "dgx1v-0-3-dead", "a100-x2"]
-
-
-@cache
-def rows() -> list[dict[str, Any]]:
-    if not ANSWERS.is_dir():
-        return []
-    answers = json.loads((ANSWERS / "dgx1-allocations.json").read_text(encoding="utf-8"))
-    return list(answers["rows"])
+FABRICS = ["MI250", "switch, weak port", "DGX-1V, 0-3 dead", "2 x A100"]
 
 
-def row_id(row: dict[str, Any]) -> str:
-    return f"{row['machine']}-{''.join(map(str, row['gpus']))}"
+def row_id(row: Allocation) -> str:
+    return f"{row.machine}-{''.join(map(str, row.gpus))}"
 
 
-needs_rows = pytest.mark.skipif(not rows(), reason="no known answers: set TOPOPLAN_ANSWERS to their folder")
-each_row = pytest.mark.parametrize("row", rows(), ids=row_id)
+each_row = pytest.mark.parametrize("row", allocations(), ids=row_id)
 
 
-def answer(row: dict[str, Any], collective: str) -> Fraction:
+def answer(row: Allocation, collective: str) -> Fraction:
     """The known optimum in GB/s."""
-    links = {
-        "broadcast": Fraction(row["bcast"]),
-        "reduce": Fraction(row["bcast"]),
-        "allreduce": Fraction(*row["allreduce"]),
-        "allgather": Fraction(*row["allgather_equal_shards"]),
-        "reduce_scatter": Fraction(*row["allgather_equal_shards"]),
-    }
-    return links[collective] * NAMES[row["machine"]][1]
+    return row.rate(collective) * LINK[row.machine]
 
 
 @cache
-def machine(row_machine: str) -> Topology:
-    return topoplan.load(NAMES[row_machine][0])
+def machine(name: str) -> Topology:
+    return topoplan.load(name)
 
 
-@needs_rows
 @each_row
-def test_exact_reaches_the_known_optimum_and_proves_it(row: dict[str, Any]) -> None:
+def test_exact_reaches_the_known_optimum_and_proves_it(row: Allocation) -> None:
     """All five collectives: the rate is the answer, and equals the bound as a rational number."""
     for collective in COLLECTIVES:
-        made = topoplan.plan(machine(row["machine"]), collective, gpus=row["gpus"])
+        made = topoplan.plan(machine(row.machine), collective, gpus=row.gpus)
         assert made.rate == pytest.approx(float(answer(row, collective)), rel=1e-9)
         report = topoplan.verify(made)
         assert report.exact_rate == report.exact_bound == answer(row, collective)
 
 
-@needs_rows
 @each_row
-def test_broadcast_is_as_fast_from_the_last_gpu_over_few_trees(row: dict[str, Any]) -> None:
+def test_broadcast_is_as_fast_from_the_last_gpu_over_few_trees(row: Allocation) -> None:
     """On symmetric links the smallest cut does not depend on the root; the order of aims does not change the rate."""
-    gpus = row["gpus"]
-    made = topoplan.plan(machine(row["machine"]), "broadcast", gpus=gpus, root=gpus[-1], order="trees")
+    gpus = row.gpus
+    made = topoplan.plan(machine(row.machine), "broadcast", gpus=gpus, root=gpus[-1], order="trees")
     assert topoplan.verify(made).exact_rate == answer(row, "broadcast")
 
 
-@needs_rows
 @each_row
-def test_mwu_is_within_five_percent_and_its_few_trees_within_five_of_that(row: dict[str, Any]) -> None:
+def test_mwu_is_within_five_percent_and_its_few_trees_within_five_of_that(row: Allocation) -> None:
     """Blink 3.2 and 3.2.1 at epsilon 0.05 and threshold 5 %, for all five collectives."""
-    topology = machine(row["machine"])
-    fabric = Fabric(topology.subset(row["gpus"]), ("nvlink",))
+    topology = machine(row.machine)
+    fabric = Fabric(topology.subset(row.gpus), ("nvlink",))
     for collective in COLLECTIVES:
         best = answer(row, collective)
         packing = Packing(fabric, collective, 0 if collective in ROOTED else None)
         rate = forest_rate(packing.shards(pack_mwu(packing, epsilon=0.05).weights), fabric)
         assert rate is not None
         assert best * Fraction(95, 100) <= rate <= best
-        made = topoplan.plan(topology, collective, gpus=row["gpus"], method="mwu")
+        made = topoplan.plan(topology, collective, gpus=row.gpus, method="mwu")
         few = topoplan.verify(made).exact_rate
         assert few is not None
         assert rate * Fraction(95, 100) <= few <= best
 
 
-@needs_rows
 @each_row
-def test_the_known_partition_proves_the_allreduce(row: dict[str, Any]) -> None:
+def test_the_known_partition_proves_the_allreduce(row: Allocation) -> None:
     """A certificate from another program, put to our checker, proves the same bound."""
-    members = sorted(gpu for part in row["tight_partition"] for gpu in part)
-    assert members in row["members"]
-    fabric = Fabric(machine(row["machine"]).subset(members), ("nvlink",))
-    certificate = Partition(tuple(tuple(f"gpu{gpu}" for gpu in part) for part in row["tight_partition"]))
+    members = tuple(sorted(gpu for part in row.partition for gpu in part))
+    assert members in row.members
+    fabric = Fabric(machine(row.machine).subset(members), ("nvlink",))
+    certificate = Partition(tuple(tuple(f"gpu{gpu}" for gpu in part) for part in row.partition))
     assert certified_bound(certificate, fabric, "allreduce", None) == answer(row, "allreduce")
 
 
-@needs_rows
 def test_members_of_a_class_have_one_rate() -> None:
     """Relabelled GPUs: all members of the classes of four GPUs, against the representative's answer."""
-    for row in rows():
-        if row["n"] == 4:
-            for gpus in row["members"]:
-                made = topoplan.plan(machine(row["machine"]), "allreduce", gpus=gpus)
+    for row in allocations():
+        if len(row.gpus) == 4:
+            for gpus in row.members:
+                made = topoplan.plan(machine(row.machine), "allreduce", gpus=gpus)
                 assert topoplan.verify(made).exact_rate == answer(row, "allreduce")
 
 
 @pytest.mark.parametrize("name", FABRICS)
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "allreduce"])
-def test_irregular_machines_reach_the_answer_of_the_linear_program(
-    answers_dir: Path, name: str, collective: str
-) -> None:
+def test_irregular_machines_reach_the_answer_of_the_linear_program(name: str, collective: str) -> None:
     """MI250 links, a weak port, a dead link, two servers with rails: rates to 1e-6, proved as rational numbers."""
-    known = json.loads((answers_dir / "fabrics" / "answers.json").read_text(encoding="utf-8"))[name]
-    topology = topoplan.load(answers_dir / "fabrics" / f"{name}.json")
-    made = topoplan.plan(topology, collective)
+    known = fabric_rates()[name]
+    made = topoplan.plan(MACHINES[name](), collective)
     assert made.rate == pytest.approx(known[collective], rel=1e-6)
     assert topoplan.verify(made).optimal
     if collective == "allreduce":

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_answers import blink_figure
 
 import collectives
 import topoplan
@@ -150,12 +151,12 @@ def test_servers_switch_at_the_same_time() -> None:
     assert peer_access_seconds(replace(DGX, devices=devices)) == peer_access_seconds(DGX.subset(range(5)))
 
 
-def test_the_fit_of_peer_access_follows_from_figure_26(answers_dir: Path) -> None:
+def test_the_fit_of_peer_access_follows_from_figure_26() -> None:
     """Equation 8 solved for T_dpa at 500 MB and 8 GB/s of PCIe, then the closest times that do not fall."""
-    bars = json.loads((answers_dir / "blink-figures.json").read_text())["fig26_hybrid_broadcast_GBps"]
+    bars = blink_figure(26)
     solved = []
     for gpus in range(3, 9):
-        alone, both = bars[f"{gpus}GPU"]["nvlink"], bars[f"{gpus}GPU"]["pcie+nvlink"]
+        alone, both = bars[str(gpus)]["nvlink"], bars[str(gpus)]["both"]
         solved.append((0.5 / 8) * ((alone + 8) / both - 1))
     assert [round(1000 * seconds, 1) for seconds in solved] == [3.6, 3.9, 3.7, 2.9, 4.0, 3.4]
     blocks = [[seconds] for seconds in solved]

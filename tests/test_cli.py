@@ -16,22 +16,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from listings import EACH_MATRIX
 
 import topoplan
 from collectives.benchmark import count_wrong
-from conftest import MACHINES, ROOT
+from conftest import ROOT
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
 from topoplan.plans.plan import COLLECTIVES
 
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
 """The text of nvidia-smi topo -m for two GPUs, which leaves the speed of the links open."""
-
-MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
-ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
-EACH_MATRIX = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in MATRICES] or [pytest.param(None, marks=ABSENT)]
-)
 
 
 @dataclass(frozen=True, slots=True)

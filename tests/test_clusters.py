@@ -28,10 +28,10 @@ def speeds(topology: Topology, channel: str = "network") -> dict[tuple[str, str]
     return {(link.src, link.dst): link.bandwidth for link in topology.links if link.channel == channel}
 
 
-def test_a_cluster_of_nvswitch_servers_is_the_known_fabric(answers_dir: Path) -> None:
+def test_a_cluster_of_nvswitch_servers_is_the_known_fabric(fabrics_dir: Path) -> None:
     """Two and four servers of the DGX A100 shape have the links of the answer fabrics, but for the switches' names."""
     for number in (2, 4):
-        known = topoplan.load(answers_dir / "fabrics" / f"a100-x{number}.json")
+        known = topoplan.load(fabrics_dir / f"a100-x{number}.json")
         made = nvswitch_cluster(number)
 
         def wires(topology: Topology) -> list[tuple[str, str, str, float]]:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_answers import Allocation, allocations, blink_figure
 
 import topoplan
 from topoplan.compare import (
@@ -44,6 +45,11 @@ CLASSES = {
     "dgx-1v": {2: 2, 3: 5, 4: 14, 5: 14, 6: 10, 7: 2, 8: 1},
     "dgx-1p": {2: 1, 3: 2, 4: 4, 5: 3, 6: 3, 7: 1, 8: 1},
 }
+ALL_CLASSES = {
+    "dgx-1v": {2: 3, 3: 7, 4: 19, 5: 14, 6: 10, 7: 2, 8: 1},
+    "dgx-1p": {2: 2, 3: 3, 4: 6, 5: 3, 6: 3, 7: 1, 8: 1},
+}
+"""Classes with those that NVLink does not connect."""
 BOTH = sorted(LINK)
 
 
@@ -52,9 +58,8 @@ def rows_of(machine: str, collective: str) -> tuple[Comparison, ...]:
     return compare_all(topoplan.load(machine), collective)
 
 
-def answers(folder: Path, machine: str) -> list[dict[str, Any]]:
-    table = json.loads((folder / "dgx1-allocations.json").read_text(encoding="utf-8"))
-    return [row for row in table["rows"] if row["machine"].lower() == machine]
+def answers(machine: str) -> list[Allocation]:
+    return [row for row in allocations() if row.machine == machine]
 
 
 def two_servers() -> Topology:
@@ -92,24 +97,23 @@ def test_equal_fingerprints_do_not_make_a_class() -> None:
 
 
 @pytest.mark.parametrize("machine", BOTH)
-def test_members_of_each_class_are_those_of_the_answers(machine: str, answers_dir: Path) -> None:
+def test_members_of_each_class_are_those_of_the_answers(machine: str) -> None:
     """Representative and member set of every NVLink class equal the table made by enumeration."""
     found = {
-        one.gpus: [list(gpus) for gpus in one.allocations]
+        one.gpus: one.allocations
         for one in allocation_classes(topoplan.load(machine))
         if one.channel == "nvlink"
     }
-    assert found == {tuple(row["gpus"]): row["members"] for row in answers(answers_dir, machine)}
+    assert found == {row.gpus: row.members for row in answers(machine)}
 
 
 @pytest.mark.parametrize("machine", BOTH)
 def test_unconnected_allocations_are_classes_too_when_nvlink_is_insisted_on(
-    machine: str, answers_dir: Path
+    machine: str,
 ) -> None:
-    """With NVLink alone, connected and unconnected classes are together the table's ``all_classes``."""
-    counts = json.loads((answers_dir / "dgx1-allocations.json").read_text())["counts"][machine.upper()]
+    """With NVLink alone, connected and unconnected classes together, as enumerated by another program."""
     found = allocation_classes(topoplan.load(machine), channels="nvlink")
-    assert Counter(len(one.gpus) for one in found) == {int(n): c["all_classes"] for n, c in counts.items()}
+    assert Counter(len(one.gpus) for one in found) == ALL_CLASSES[machine]
     assert sum(one.members for one in found if one.channel is None) == 50
 
 
@@ -262,19 +266,16 @@ def test_a_wrong_size_or_channel_is_refused(arguments: dict[str, Any], message: 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("machine", BOTH)
-@pytest.mark.parametrize(("collective", "key"), [("allreduce", "allreduce"), ("broadcast", "bcast")])
-def test_trees_are_optimal_and_never_below_rings(
-    machine: str, collective: str, key: str, answers_dir: Path
-) -> None:
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_trees_are_optimal_and_never_below_rings(machine: str, collective: str) -> None:
     """On all NVLink classes the trees have the table's rate; on no class is any ring faster; bounds are met."""
     rows = {row.gpus: row for row in rows_of(machine, collective)}
-    for answer in answers(answers_dir, machine):
-        row = rows[tuple(answer["gpus"])]
-        optimum = answer[key][0] / answer[key][1] if isinstance(answer[key], list) else answer[key]
-        assert row.trees == pytest.approx(LINK[machine] * optimum, rel=1e-9)
-        assert row.members == len(answer["members"])
-        if answer["n"] > 2:
-            assert (row.ring_kind == "nvlink ring") == (answer["rings_dir"] > 0)
+    for answer in answers(machine):
+        row = rows[answer.gpus]
+        assert row.trees == pytest.approx(LINK[machine] * float(answer.rate(collective)), rel=1e-9)
+        assert row.members == len(answer.members)
+        if len(answer.gpus) > 2:
+            assert (row.ring_kind == "nvlink ring") == (answer.rings > 0)
     for row in rows.values():
         assert row.trees == pytest.approx(row.bound, rel=1e-9)
         assert row.ratio >= 1
@@ -287,12 +288,11 @@ def test_trees_are_optimal_and_never_below_rings(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
-def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str, answers_dir: Path) -> None:
+def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str) -> None:
     """With a fallback ring at half an NVLink, the box over the 46 classes is Blink's within 6 %.
 
     The values of the figure are read off its drawing.
     """
-    boxes = json.loads((answers_dir / "blink-figures.json").read_text())["fig13_theoretical_speedup_box"]
     machine = topoplan.load("dgx-1v")
     slow = replace(
         machine,
@@ -303,15 +303,15 @@ def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str, ans
     )
     ratios = [r.ratio for r in compare_all(slow, collective, sizes=range(3, 9)) if r.channel == "nvlink"]
     assert len(ratios) == 46
-    box = boxes[{"allreduce": "AllReduceV100", "broadcast": "BroadcastV100"}[collective]]
+    box = blink_figure(13)[collective]
     found = np.percentile(ratios, [95, 75, 50, 25, 5])
     assert found == pytest.approx([box[name] for name in ("p95", "q3", "median", "q1", "p5")], rel=0.06)
 
 
-def test_summary_counts_the_classes_without_an_nvlink_ring(answers_dir: Path) -> None:
+def test_summary_counts_the_classes_without_an_nvlink_ring() -> None:
     """Of the 46 classes of a DGX-1V 21 have no ring; these are 104 of 197 connected allocations."""
     rows = [row for row in rows_of("dgx-1v", "allreduce") if row.channel == "nvlink" and len(row.gpus) > 2]
-    without = [row for row in answers(answers_dir, "dgx-1v") if row["n"] > 2 and row["rings_dir"] == 0]
+    without = [row for row in answers("dgx-1v") if len(row.gpus) > 2 and row.rings == 0]
     found = summary(rows)
     assert (found.classes, found.without_nvlink_ring, len(without)) == (46, 21, 21)
     assert sum(row.members for row in rows if row.ring_kind == "pcie ring") == 104

@@ -22,9 +22,9 @@ def ends(topology: Topology) -> set[tuple[str, str]]:
     return {(link.src, link.dst) for link in topology.links}
 
 
-def test_a_dgx_1v_with_link_0_3_dead_is_the_known_machine(answers_dir: Path) -> None:
+def test_a_dgx_1v_with_link_0_3_dead_is_the_known_machine(fabrics_dir: Path) -> None:
     """AllReduce 550/7 GB/s, by an independent linear program; the NVLinks are those of the answer file."""
-    known = topoplan.load(answers_dir / "fabrics" / "dgx1v-0-3-dead.json")
+    known = topoplan.load(fabrics_dir / "dgx1v-0-3-dead.json")
     made = topoplan.without_links(V100S, ["gpu0-gpu3"])
     wires = [
         sorted((link.src, link.dst, link.bandwidth) for link in one.links if link.channel == "nvlink")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from listings import MACHINES, each
 from nccl_rules import Rejected, nccl_links, read_as_nccl
 
 import topoplan
-from conftest import MACHINES
 from topoplan.errors import UsageError
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import export_machine, export_plan
@@ -32,10 +32,7 @@ NVIDIA = (
 EXPORTED = (*NVIDIA, "mi250")
 
 REAL = sorted(path for folder in ("nccl-xml", "rccl-xml") for path in (MACHINES / folder).glob("*topo*.xml"))
-ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
-EACH_REAL = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in REAL] or [pytest.param(None, marks=ABSENT)]
-)
+EACH_REAL = pytest.mark.parametrize("path", each(REAL))
 
 DUMPED = """<system version="1">
   <cpu numaid="0" affinity="000fffff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85">

@@ -150,10 +150,10 @@ def test_every_mi250_die_has_seven_links_to_others_and_four_of_them_to_its_twin(
     assert set(Counter(gpu for pair in pairs for gpu in pair).values()) == {3, 4}
 
 
-def test_mi250_is_the_machine_of_the_known_answers(answers_dir: Path) -> None:
+def test_mi250_is_the_machine_of_the_known_answers(fabrics_dir: Path) -> None:
     """Another description of it, numbered differently, has the same graph of the same rates."""
     graphs = []
-    for machine in (load("mi250"), load(str(answers_dir / "fabrics" / "mi250-x1.json"))):
+    for machine in (load("mi250"), load(str(fabrics_dir / "mi250-x1.json"))):
         graph = networkx.Graph()
         for link in machine.links:
             if link.channel == "nvlink":

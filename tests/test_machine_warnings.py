@@ -5,31 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listings import EACH_MATRIX
 
 import topoplan
-from conftest import ANSWERS, MACHINES
+from tests.bench.fabric_machines import MACHINES
 from topoplan.degraded import slow_links, without_devices, without_links
 from topoplan.formats.load import library
 from topoplan.formats.machine_warnings import machine_warnings
 from topoplan.hosts.notes import warnings_first
 from topoplan.topology import Device, Link, Topology
-
-MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
-FABRICS = sorted(path for path in (ANSWERS / "fabrics").glob("*.json") if path.name != "answers.json")
-
-ABSENT = pytest.mark.skip(
-    reason="no machine descriptions or answers: set TOPOPLAN_MACHINES and TOPOPLAN_ANSWERS"
-)
-
-
-def each(paths: list[Path]) -> list[Any]:
-    """Parameters of a test of files that may be absent."""
-    return [pytest.param(path, id=path.stem) for path in paths] or [pytest.param(None, marks=ABSENT)]
 
 
 def found(machine: Topology) -> list[str]:
@@ -47,20 +35,20 @@ def test_library_machines_have_no_warning(name: str) -> None:
     assert found(topoplan.cluster([topoplan.Server(machine, count=3)], nic_gbps=100)) == []
 
 
-@pytest.mark.parametrize("path", each(MATRICES))
+@EACH_MATRIX
 def test_real_machines_have_no_warning(path: Path) -> None:
     """What texts of nvidia-smi show is uneven here and there, but not amiss."""
     assert found(topoplan.load(path)) == []
 
 
-@pytest.mark.parametrize("path", each(FABRICS))
-def test_known_faults_of_known_fabrics(path: Path) -> None:
+@pytest.mark.parametrize("name", ["2 x A100", "4 x A100", "MI250", "switch, weak port", "DGX-1V, 0-3 dead"])
+def test_known_faults_of_known_fabrics(name: str) -> None:
     """The DGX-1V whose link 0-3 is dead and the switch with a weak port are named; the sound ones are not."""
     wanted = {
-        "dgx1v-0-3-dead": ["gpu0, gpu3: 4 NVLinks where most GPUs have 6"],
-        "switch8-one-port-125of150": ["s0.gpu0-s0.nvswitch0: 125 GB/s per NVLink where the usual is 150"],
+        "DGX-1V, 0-3 dead": ["gpu0, gpu3: 4 NVLinks where most GPUs have 6"],
+        "switch, weak port": ["gpu0-nvswitch0: 125 GB/s per NVLink where the usual is 150"],
     }
-    assert found(topoplan.load(path)) == wanted.get(path.stem, [])
+    assert found(MACHINES[name]()) == wanted.get(name, [])
 
 
 V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h100"))

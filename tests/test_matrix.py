@@ -8,18 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from listings import EACH_MATRIX
 
 import topoplan
-from conftest import MACHINES
 from topoplan.formats.load import library
 from topoplan.formats.matrix import affinity_columns, nvlink_counts, relation_matrix
 from topoplan.topology import Device, Link, Topology, facts
-
-MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
-ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
-EACH_MATRIX = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in MATRICES] or [pytest.param(None, marks=ABSENT)]
-)
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m|\[\d?m")
 

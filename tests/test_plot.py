@@ -17,9 +17,9 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listings import MATRICES, each
 
 import topoplan
-from conftest import MACHINES
 from topoplan.degraded import without_links
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import usable_fabric
@@ -55,9 +55,6 @@ LIBRARY = (
     "pcie-x8",
     "v100x4",
 )
-
-
-MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
 
 
 @dataclass(frozen=True)
@@ -194,19 +191,19 @@ PICTURES: dict[str, Callable[[], Topology]] = {
         "dgx-h100", 64, nic_gbps=400, network="rail-optimised", oversubscription=2
     ),
     "four nodes": four_nodes,
-    **{path.stem: partial(topoplan.load, path) for path in MATRICES},
 }
+LISTED = {path.stem: partial(topoplan.load, path) for path in MATRICES}
 
 
 @cache
 def picture(name: str) -> Figure:
     """The figure of that name, drawn once for all tests."""
-    figure = draw_topology(PICTURES[name]())
+    figure = draw_topology((PICTURES | LISTED)[name]())
     figure.canvas.draw()
     return figure
 
 
-EACH_PICTURE = pytest.mark.parametrize("name", PICTURES)
+EACH_PICTURE = pytest.mark.parametrize("name", [*PICTURES, *each(LISTED)])
 
 
 @EACH_PICTURE

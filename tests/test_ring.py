@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import combinations, permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_answers import Allocation, allocations
 
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError
@@ -42,7 +41,7 @@ def wired(size: int, wires: Iterable[tuple[int, int, float, int]], name: str = "
 
 def dgx1(machine: str) -> Topology:
     """The NVLinks of a DGX-1 in units of one wire."""
-    doubled = DOUBLED if machine == "DGX-1V" else []
+    doubled = DOUBLED if machine == "dgx-1v" else []
     return wired(8, [(int(p[0]), int(p[1]), 1.0, 2 if p in doubled else 1) for p in PAIRS], machine)
 
 
@@ -81,44 +80,39 @@ def exact_rate(plan: Plan) -> Fraction:
     return rate
 
 
-@pytest.fixture(scope="module")
-def rows(answers_dir: Path) -> list[dict]:
-    return json.loads((answers_dir / "dgx1-allocations.json").read_text())["rows"]
-
-
-def nvlink_ring(row: dict, collective: str) -> Plan | None:
+def nvlink_ring(row: Allocation, collective: str) -> Plan | None:
     try:
-        return ring(dgx1(row["machine"]), collective, gpus=row["gpus"], kind="nvlink")
+        return ring(dgx1(row.machine), collective, gpus=row.gpus, kind="nvlink")
     except InfeasibleError:
         return None
 
 
-def test_every_known_allocation_has_the_known_number_of_rings_and_their_rates(rows: list[dict]) -> None:
+def test_every_known_allocation_has_the_known_number_of_rings_and_their_rates() -> None:
     """63 classes of DGX-1V and DGX-1P, from an independent enumeration; pairs of GPUs are counted there as 0."""
-    assert len(rows) == 63
-    for row in rows:
-        size = row["n"]
+    assert len(allocations()) == 63
+    for row in allocations():
+        size = len(row.gpus)
         plan = nvlink_ring(row, "allreduce")
-        if row["rings_dir"] == 0 and size > 2:
-            assert plan is None, row["gpus"]
+        if row.rings == 0 and size > 2:
+            assert plan is None, row.gpus
             continue
-        rings = row["links"] if size == 2 else row["rings_dir"]
-        known = Fraction(rings) if size == 2 else Fraction(*row["ring_allreduce"])
-        assert plan is not None, row["gpus"]
-        assert len(plan.shards) == rings * size, row["gpus"]
+        rings = row.links if size == 2 else row.rings
+        known = Fraction(rings) if size == 2 else row.ring_allreduce
+        assert plan is not None, row.gpus
+        assert len(plan.shards) == rings * size, row.gpus
         assert "exhaustive" in plan.notes[0]
-        assert exact_rate(plan) == known == Fraction(rings * size, 2 * (size - 1)), row["gpus"]
+        assert exact_rate(plan) == known == Fraction(rings * size, 2 * (size - 1)), row.gpus
         broadcast = nvlink_ring(row, "broadcast")
         assert broadcast is not None
-        assert exact_rate(broadcast) == rings, row["gpus"]
+        assert exact_rate(broadcast) == rings, row.gpus
 
 
-def test_the_rings_of_a_plan_share_no_wire(rows: list[dict]) -> None:
-    for row in rows:
+def test_the_rings_of_a_plan_share_no_wire() -> None:
+    for row in allocations():
         plan = nvlink_ring(row, "allreduce")
         if plan is None:
             continue
-        size = row["n"]
+        size = len(row.gpus)
         used: Counter[tuple[str, ...]] = Counter()
         for first in range(0, len(plan.shards), size):
             chains = [shard.stages[1] for shard in plan.shards[first : first + size]]
@@ -126,18 +120,18 @@ def test_the_rings_of_a_plan_share_no_wire(rows: list[dict]) -> None:
             assert len(ring_hops) == size
             used.update(ring_hops)
         wires = {(link.src, link.dst): link.count for link in plan.topology.links}
-        assert all(used[pair] <= count for pair, count in wires.items()), row["gpus"]
+        assert all(used[pair] <= count for pair, count in wires.items()), row.gpus
         assert set(used) <= set(wires)
 
 
-def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings(rows: list[dict]) -> None:
+def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
     better = 0
-    for row in rows:
+    for row in allocations():
         for collective in COLLECTIVES:
-            relay = exact_rate(ring(dgx1(row["machine"]), collective, gpus=row["gpus"], kind="relay"))
+            relay = exact_rate(ring(dgx1(row.machine), collective, gpus=row.gpus, kind="relay"))
             direct = nvlink_ring(row, collective)
             if direct is not None:
-                assert relay >= exact_rate(direct), (row["gpus"], collective)
+                assert relay >= exact_rate(direct), (row.gpus, collective)
                 better += relay > exact_rate(direct)
     assert better > 0
 
@@ -288,7 +282,7 @@ def best_relaying_mix(topology: Topology) -> float:
     "gpus", [[3, 5, 7], [1, 4, 5, 7], [1, 2, 5, 6], [0, 1, 4, 5, 7], [1, 2, 5, 6, 7], [1, 3, 4, 6, 7]]
 )
 def test_the_relaying_mix_is_the_optimum_of_an_independent_linear_program(gpus: list[int]) -> None:
-    machine = dgx1("DGX-1V").subset(gpus)
+    machine = dgx1("dgx-1v").subset(gpus)
     rings, proved = relay_rings(Fabric(machine, ("nvlink",)))
     assert proved
     assert float(sum(r.weight for r in rings)) == pytest.approx(best_relaying_mix(machine), rel=1e-9)
@@ -348,13 +342,13 @@ def test_each_plane_of_switches_carries_a_ring_at_the_rate_of_its_ports() -> Non
 
 
 def test_two_gpus_have_one_ring_there_and_back_for_each_wire() -> None:
-    machine = dgx1("DGX-1V")
+    machine = dgx1("dgx-1v")
     assert exact_rate(ring(machine, gpus=[0, 3])) == 2
     assert exact_rate(ring(machine, "broadcast", gpus=[0, 1])) == 1
 
 
 def test_one_gpu_is_a_trivial_plan() -> None:
-    plan = ring(dgx1("DGX-1V"), gpus=[5])
+    plan = ring(dgx1("dgx-1v"), gpus=[5])
     assert verify(plan).exact_rate is None
     assert plan.trees == 0
 
@@ -368,7 +362,7 @@ def test_a_one_way_cycle_has_one_ring() -> None:
 
 
 def test_the_root_is_named_by_gpu_number_and_stands_in_the_plan_by_rank() -> None:
-    machine = dgx1("DGX-1V")
+    machine = dgx1("dgx-1v")
     plan = ring(machine, "broadcast", gpus=[7, 5, 4], root=5)
     assert (plan.ranks, plan.root) == (("gpu4", "gpu5", "gpu7"), 1)
     assert {shard.stages[0].root for shard in plan.shards} == {1}
@@ -415,7 +409,7 @@ def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
 )
 def test_a_request_that_does_not_fit_is_a_usage_error(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ring(dgx1("DGX-1V"), **options)
+        ring(dgx1("dgx-1v"), **options)
 
 
 @st.composite

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from listings import MATRICES, each
 
 import topoplan
-from conftest import MACHINES
 from topoplan.cli.device_tree import told_by_tree, tree_text
 from topoplan.cli.machine_matrix import WIDEST, matrix_text
 from topoplan.cli.main import main
@@ -20,13 +20,7 @@ from topoplan.formats.load import library
 from topoplan.formats.topology_json import dump_topology_json
 from topoplan.topology import Device, Link, Topology, facts
 
-MATRICES = sorted(path for path in (MACHINES / "nvidia-smi").glob("*.txt") if ".nvlink." not in path.name)
-ABSENT = pytest.mark.skip(reason="no machine descriptions: set TOPOPLAN_MACHINES to their folder")
-EACH_MATRIX = pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem) for path in MATRICES] or [pytest.param(None, marks=ABSENT)]
-)
-MACHINE = [*library(), *MATRICES]
-EACH_MACHINE = pytest.mark.parametrize("machine", MACHINE, ids=lambda one: getattr(one, "stem", one))
+EACH_MACHINE = pytest.mark.parametrize("machine", [*library(), *each(MATRICES)])
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from regular_fabrics import CHANNELS, cluster, hybrid_cubes, library, shuffled, 
 from small_fabrics import direct_machines, switched_machines
 from test_symmetry import all_automorphisms
 
-import topoplan
+from tests.bench.fabric_machines import MACHINES
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.labelled_graph import wiring_of
@@ -102,18 +102,16 @@ def test_unequal_servers_turn_what_is_alike_in_them(
     assert len(set(classes.tolist())) == expected[1]
 
 
-def test_fabrics_of_the_answers(answers_dir: Path) -> None:
+def test_fabrics_of_the_answers() -> None:
     known = {
-        "a100-x2": (16, 1, 6),
-        "a100-x4": (32, 1, 6),
-        "mi250-x1": (4, 4, 14),
-        "switch8-one-port-125of150": (7, 2, 4),
-        "dgx1v-0-3-dead": (1, 8, 30),
+        "2 x A100": (16, 1, 6),
+        "4 x A100": (32, 1, 6),
+        "MI250": (4, 4, 14),
+        "switch, weak port": (7, 2, 4),
+        "DGX-1V, 0-3 dead": (1, 8, 30),
     }
     for name, expected in known.items():
-        assert (
-            found(Fabric(topoplan.load(str(answers_dir / "fabrics" / f"{name}.json")), CHANNELS)) == expected
-        )
+        assert found(Fabric(MACHINES[name](), CHANNELS)) == expected
 
 
 @pytest.mark.parametrize("names", [True, False])

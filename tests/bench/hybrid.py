@@ -9,13 +9,11 @@ the number of GPUs, the sizes and the allreduce are.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import topoplan
+from tests.known_answers import blink_figure
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import channel_split
@@ -32,13 +30,12 @@ FIGURE_BYTES = 500_000_000
 """Buffer that figure 26 is taken to be measured with."""
 
 SIZES = tuple(64 << 20 << step for step in range(7))
-ANSWERS = Path(os.environ.get("TOPOPLAN_ANSWERS", Path(__file__).resolve().parents[3] / "shared" / "answers"))
 
 
 def main() -> None:
     """Print model values of NVLink alone, PCIe alone and both, and the size from which both are faster."""
     machine = measured_machine()
-    bars = _bars()
+    bars = blink_figure(26)
     for collective in ("broadcast", "allreduce"):
         print(
             f"{collective} on dgx-1v, NVLinks at {MEASURED_LINK:g} GB/s; algorithm bandwidth in GB/s by the model"
@@ -108,10 +105,10 @@ def _print_figure(
     for count, (_, plans) in parts.items():
         alone, _, both = algbw(plans, FIGURE_BYTES)
         start = float(peer_access_seconds(plans[0].topology)) * 1e3
-        bar = bars[f"{count}GPU"]
-        gained = (both - alone, bar["pcie+nvlink"] - bar["nvlink"])
+        bar = bars[str(count)]
+        gained = (both - alone, bar["both"] - bar["nvlink"])
         print(
-            f"  {count:4}  {start:8.1f}   {alone:6.1f} {bar['nvlink']:8.1f}   {both:4.1f} {bar['pcie+nvlink']:8.1f}"
+            f"  {count:4}  {start:8.1f}   {alone:6.1f} {bar['nvlink']:8.1f}   {both:4.1f} {bar['both']:8.1f}"
             f"   {gained[0]:4.1f} {gained[1]:8.1f}   {_equation_8(bar['nvlink'], plans[1]):6.1f}"
         )
 
@@ -121,13 +118,3 @@ def _equation_8(nvlink: float, pcie: Plan) -> float:
     starts = [Fraction(0), peer_access_seconds(pcie.topology)]
     split = channel_split([exact(nvlink), exact(pcie.rate)], starts, FIGURE_BYTES)
     return float(FIGURE_BYTES / split.seconds / 10**9)
-
-
-def _bars() -> dict[str, dict[str, float]]:
-    """The measured bars; none where the answers are not at hand."""
-    path = ANSWERS / "blink-figures.json"
-    if not path.is_file():
-        print(f"no measured bars: {path} is not there; set TOPOPLAN_ANSWERS to its folder")
-        return {}
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    return dict(figures["fig26_hybrid_broadcast_GBps"])
