@@ -61,7 +61,8 @@ class Communicator:
         ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way on
         the same allocation and channels when they are first used, and kept.
     backend : str or Backend
-        A name, for a back end with its default settings, or one that was made with other settings.
+        A name, for a back end with its default settings, or one that was made with other settings. One that is given
+        stays open where no communicator can be made of it; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
         fastest that is found in the first calls of each size (`collectives.communicator.chunk_search`).
@@ -122,21 +123,25 @@ class Communicator:
         self.plan = plan
         store = PlanStore(plan)
         opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
-        if opened.size != len(plan.ranks):
-            opened.close()
-            raise UsageError(
-                f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
-                f"start {len(plan.ranks)} processes, or plan for other GPUs"
-            )
+        self._chunk_file = None if chunk_file is None else Path(chunk_file)
+        try:
+            if opened.size != len(plan.ranks):
+                raise UsageError(
+                    f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
+                    f"start {len(plan.ranks)} processes, or plan for other GPUs"
+                )
+            self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
+            chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
+            if self._chunk_file is not None and self._chunk_file.exists():
+                chunks.load(self._chunk_file)
+        except BaseException:
+            if opened is not backend:
+                opened.close()
+            raise
         self.backend = opened.name
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
-        chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
-        self._chunk_file = None if chunk_file is None else Path(chunk_file)
-        if self._chunk_file is not None and self._chunk_file.exists():
-            chunks.load(self._chunk_file)
         self._execution: Execution | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)

@@ -51,6 +51,7 @@ class GradientSynchronizer:
         None lets the ranks of mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on
         their hosts, without GPUs.
     backend : str or Backend
+        One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
         Longest bucket; an array that is longer is one of its own.
     density : float, or callable from step to float, optional
@@ -126,7 +127,8 @@ class GradientSynchronizer:
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
             log_start(comm, how, self.mode)
         except BaseException:
-            opened.close()
+            if opened is not backend:
+                opened.close()
             raise
 
     def step(self, gradients: Any, *, out: Any = None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,7 +132,11 @@ def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
     dtype = np.dtype(options.dtype)
     notes = plan_notes(plan)
     rows: list[Row] = []
-    with Communicator(plan, backend, **chunks) as communicator, progress_line("running") as progress:
+    with (
+        closing(backend),
+        Communicator(plan, backend, **chunks) as communicator,
+        progress_line("running") as progress,
+    ):
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
