@@ -15,7 +15,6 @@ from collectives.communicator.arguments import put_kept, set_apart
 from collectives.communicator.chunk_size import ChunkSizes
 from collectives.communicator.plan_store import PlanStore
 from collectives.communicator.request import Request
-from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
 from collectives.peers.signature import Signature
@@ -63,15 +62,15 @@ class Execution:
         itemsize = library.itemsize(first)
         nbytes = request.count * itemsize
         plan = self._store.plan(request.collective, request.root, nbytes)
-        digest = self._store.digest(plan)
-        chunk_bytes = self.chunks.choose(digest, nbytes)
+        key = self._store.key(plan)
+        chunk_bytes = self.chunks.choose(key.digest, nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, itemsize))
-        table = lower(plan, request.count, chunk_elements=chunk_elements, digest=digest)
+        table = lower(key.plan, request.count, chunk_elements=chunk_elements, digest=key.digest)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct:
             memory = set_apart(memory, library)
         signature = self._signature(
-            plan=digest[:16],
+            plan=key.digest[:16],
             collective=request.collective,
             root=request.root,
             op=request.op if request.about is None else request.about,
@@ -79,8 +78,8 @@ class Execution:
             count=request.count,
             chunk=table.chunk_elements,
         )
-        call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
-        self._run(call, digest, nbytes)
+        call = Call(key.plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
+        self._run(call, key.digest, nbytes)
         put_kept(table, memory, library)
         results = [
             self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
@@ -122,30 +121,29 @@ class Execution:
         self._check_alive()
         library = self.backend.arrays
         itemsize = library.itemsize(results[0])
-        digest = self._store.digest(plan)
+        key = self._store.key(plan)
         count = borders[-1]
-        chunk_elements = max(1, self.chunks.choose(digest, count * itemsize) // itemsize)
-        table = lower_to(PlanKey(digest, plan), borders, chunk_elements)
+        chunk_elements = max(1, self.chunks.choose(key.digest, count * itemsize) // itemsize)
+        table = lower_to(key, borders, chunk_elements)
         memory = tuple(
             RankArrays(rank, (0, count), source, (0, count), result)
             for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
         )
         signature = self._signature(
-            plan=digest[:16],
+            plan=key.digest[:16],
             collective=plan.collective,
             op=about,
             dtype=library.dtype(results[0]),
             count=count,
             chunk=table.chunk_elements,
         )
-        self._run(
-            Call(plan, table, signature, op, signature.dtype, itemsize, memory), digest, count * itemsize
-        )
+        call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
+        self._run(call, key.digest, count * itemsize)
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""
         plan = self._store.plan(collective, root, nbytes)
-        return self.chunks.settled(self._store.digest(plan), nbytes)
+        return self.chunks.settled(self._store.key(plan).digest, nbytes)
 
     @property
     def topology(self) -> Topology:

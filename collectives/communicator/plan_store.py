@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import topoplan
+from collectives.lowering.dependencies import PlanKey
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
@@ -40,7 +43,7 @@ class PlanStore:
         verify_all(plans)
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plan | SizePlans] = {(plans.collective, plans.root): plans}
-        self._digests: dict[int, str] = {}
+        self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
     @property
     def topology(self) -> Topology:
@@ -74,8 +77,18 @@ class PlanStore:
         make = topoplan.plan_by_size if isinstance(self._given, SizePlans) else topoplan.plan
         return make(self.topology, collective, root=root, channels="+".join(self.channels))
 
-    def digest(self, plan: Plan) -> str:
-        """The digest of one of these plans, computed once."""
-        if id(plan) not in self._digests:
-            self._digests[id(plan)] = plan.digest
-        return self._digests[id(plan)]
+    def key(self, plan: Plan) -> PlanKey:
+        """A plan with its digest, computed once: by these two its transfer tables are kept.
+
+        The plan in it may be another object, an equal one: the first that this process has made a key of.
+        """
+        # held with the plan, since the number of an object that is gone may be another one's
+        if id(plan) not in self._keys:
+            self._keys[id(plan)] = plan, _first_equal(PlanKey(plan.digest, plan))
+        return self._keys[id(plan)][1]
+
+
+@lru_cache(maxsize=64)
+def _first_equal(key: PlanKey) -> PlanKey:
+    """The first of equal keys, so that tables are found without looking through plans that were read twice."""
+    return key
