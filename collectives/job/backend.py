@@ -11,7 +11,7 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
-ASKING = ("mpi", "tcp")
+ASKING = ("mpi", "shared", "tcp")
 """The back ends whose ranks can speak to each other before there is a plan."""
 
 
@@ -69,6 +69,10 @@ def _open_alone(name: str, timeout: float) -> Backend[Any]:
         from collectives.backends.mpi.backend import MpiBackend
 
         return MpiBackend(timeout=timeout)
+    if name == "shared":
+        from collectives.backends.shared.backend import SharedBackend
+
+        return SharedBackend.from_environment(timeout=timeout)
     if name == "tcp":
         from collectives.backends.tcp.environment import from_environment
 
@@ -83,6 +87,6 @@ def _no_plan(name: str) -> UsageError:
             "topoplan.plan(topoplan.probe())"
         )
     return UsageError(
-        f"without a plan the ranks have to ask each other, which {' and '.join(ASKING)} can and {name} cannot; "
+        f"without a plan the ranks have to ask each other, which those of {', '.join(ASKING)} can and {name} cannot; "
         "give the plan that collectives.job.plan.job_plan makes with an allgather of yours"
     )

@@ -8,8 +8,10 @@ have one, and so has whatever started them.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,8 @@ from collectives.backends.shared.meeting import Gather, lock_fence, meet
 from collectives.backends.shared.peer_watchdog import Watch
 from collectives.backends.shared.program import program_of
 from collectives.backends.shared.result_blocks import result_blocks
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.place_in_job import place_in_job
 from collectives.peers.signature import LENGTH, Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError
@@ -85,6 +89,30 @@ class SharedBackend:
         self._calls = 0
         self._closed = False
         self._gather = gather
+
+    @classmethod
+    def from_environment(
+        cls, *, timeout: float = 30.0, environment: Mapping[str, str] = os.environ
+    ) -> SharedBackend:
+        """The back end of a process that a launcher started (`collectives.peers.place_in_job`).
+
+        Raises
+        ------
+        UsageError
+            Variables are missing, or the ranks do not see each other's memory.
+        BackendError
+            The ranks do not find each other.
+        """
+        place = place_in_job(environment, cls.name)
+        world = TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout)
+
+        def gather(text: str) -> list[str]:
+            return [data.decode() for data in world.gather(text.encode(), timeout=timeout)]
+
+        try:
+            return cls(gather, rank=place.rank, size=place.size, timeout=timeout)
+        finally:
+            world.close()
 
     def gather_texts(self, text: str) -> list[str]:
         """What every rank says, in order of rank; all ranks must call it, between collectives."""
