@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from collectives.backends.backend import Backend
+from collectives.backends.backend import Backend, GathersTexts
 from collectives.backends.open_backend import check_backend, open_backend
 from collectives.job.plan import job_plan
+from collectives.peers.error_rounds import Gather
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -15,12 +16,10 @@ ASKING = ("mpi", "shared", "tcp")
 """The back ends whose ranks can speak to each other before there is a plan."""
 
 
-@runtime_checkable
-class GathersTexts(Protocol):
-    """A back end of one rank that can carry more than data."""
-
-    def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it."""
+def gather_of(backend: Backend[Any]) -> Gather | None:
+    """How the ranks of a back end tell each other texts where each is a process without a GPU; None for others."""
+    asking = isinstance(backend, GathersTexts) and backend.name in ASKING
+    return backend.gather_texts if asking else None
 
 
 def open_for_plan(
@@ -55,9 +54,10 @@ def open_for_plan(
     else:
         opened = backend
     try:
-        if not isinstance(opened, GathersTexts):
+        gather = gather_of(opened)
+        if gather is None:
             raise _no_plan(opened.name)
-        return opened, job_plan(opened.gather_texts, rank=opened.ranks[0], size=opened.size)
+        return opened, job_plan(gather, rank=opened.ranks[0], size=opened.size)
     except BaseException:
         if opened is not backend:
             opened.close()

@@ -75,10 +75,18 @@ class SparseCollective:
         UsageError
             The density is not above 0 and at most 1, or the exchange unknown or not there on this machine.
         """
-        key = (asked.size, asked.dtype, density, exchange, wire)
-        if key not in self._explained:
-            self._explained[key] = self._explain(asked, density, exchange, wire)
-        return self._explained[key]
+        known = self.known(asked, density=density, exchange=exchange, wire=wire)
+        if known is not None:
+            return known
+        told = self._explain(asked, density, exchange, wire)
+        self._explained[asked.size, asked.dtype, density, exchange, wire] = told
+        return told
+
+    def known(
+        self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
+    ) -> Explanation | None:
+        """What `explain` has said of such a gradient before; None if it was never asked."""
+        return self._explained.get((asked.size, asked.dtype, density, exchange, wire))
 
     def prepare(self, asked: SparseRequest, *, key: str, momentum: float) -> list[Residuals]:
         """The residuals of a key, made when it is first used.

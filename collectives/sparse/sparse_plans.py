@@ -5,6 +5,7 @@ Plans are made when they are first asked for, and kept: one for each exchange an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property
 
@@ -98,9 +99,18 @@ class SparsePlans:
         return self._absent[exchange]
 
     def _plan(self, exchange: str, entries: Fraction) -> Plan:
-        if exchange == "servers":
-            return sparse_servers(self._execution.topology, entries=entries, channels=self._channels)
-        return sparse_trees(self._trees_of(exchange), entries=entries)
+        if exchange != "servers":
+            return sparse_trees(self._trees_of(exchange), entries=entries)
+        topology, channels = self._execution.topology, self._channels
+        return self._made(
+            lambda: sparse_servers(topology, entries=entries, channels=channels), f"servers, {entries}"
+        )
+
+    def _made(self, make: Callable[[], Plan], about: str) -> Plan:
+        """A plan that one rank makes for all."""
+        made = self._execution.planned(make, collective="allreduce", about=f"plan of {about}")
+        assert isinstance(made, Plan), "no plans by size"
+        return made
 
     def _reason(self, exchange: str) -> str:
         """Why an exchange makes no sense here; empty where it does."""
@@ -122,10 +132,10 @@ class SparsePlans:
         if exchange not in self._elements:
             topology, channels = self._execution.topology, self._channels
             if exchange == "tree":
-                found = lowest_tree(topology, channels=channels)
+                found = self._made(lambda: lowest_tree(topology, channels=channels), "one low tree")
             else:
                 try:
-                    found = one_hop(topology, channels=channels)
+                    found = self._made(lambda: one_hop(topology, channels=channels), "stars")
                 except InfeasibleError:
                     found = self._execution.plan("allreduce", 1 << 30)
             self._elements[exchange] = found

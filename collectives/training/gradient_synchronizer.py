@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
-from collectives.job.backend import GathersTexts, open_for_plan
+from collectives.job.backend import gather_of, open_for_plan
 from collectives.staleness.local_sgd import LocalExchange
 from collectives.staleness.modes import BSP, Mode
 from collectives.staleness.stale_average import StaleExchange
@@ -122,7 +122,7 @@ class GradientSynchronizer:
                 f"{self._layout} {how if not callable(density) else ''} {self.mode}",
                 what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}, {self.mode}",
             )
-            gather = opened.gather_texts if isinstance(opened, GathersTexts) else None
+            gather = gather_of(opened)
             self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
             log_start(comm, how, self.mode)
