@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.numpy_arrays import numpy_dtype
 from collectives.communicator.communicator import Communicator
+from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.model import bus_factor, simulate
@@ -28,6 +30,16 @@ METHODS = {
     "reduce_scatter": "reduce_scatter",
 }
 """The communicator's method for each collective."""
+
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+"""Collectives that add up; bool, which has no sums, goes with the others."""
+
+DTYPES = {
+    **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16},
+    **{"int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8},
+    "bool": 1,
+}
+"""Bytes of an element of each dtype that collectives move."""
 
 REPEATS = 5
 
@@ -81,11 +93,29 @@ class Row:
         }
 
 
+def check_dtype(dtype: str, backend: str, collective: str) -> None:
+    """Raise `UsageError` where a dtype is unknown, needs a package that is not there, or has no sums and needs them.
+
+    Examples
+    --------
+    >>> check_dtype("bool", "loopback", "allreduce")
+    Traceback (most recent call last):
+    ...
+    topoplan.errors.UsageError: bool has no sums; bench it with a plan for broadcast or allgather, or take uint8
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if dtype == "bool" and collective in REDUCING:
+        raise UsageError("bool has no sums; bench it with a plan for broadcast or allgather, or take uint8")
+    if backend != "torch":
+        numpy_dtype(dtype)
+
+
 def measure(
     communicator: Communicator,
     *,
     nbytes: int,
-    dtype: np.dtype[Any],
+    dtype: str,
     schedule: str = "plan",
     own: Callable[[Any, Any], None] | None = None,
 ) -> Row:
@@ -96,7 +126,8 @@ def measure(
     communicator : Communicator
     nbytes : int
         Bytes of the buffer; cut to whole elements and, for allgather and reduce_scatter, whole blocks.
-    dtype : numpy dtype
+    dtype : str
+        One of `DTYPES`.
     schedule : str
         Name of the row.
     own : function of (input, result), optional
@@ -112,18 +143,19 @@ def measure(
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[4, 5, 7])
     >>> with Communicator(plan) as comm:
-    ...     row = measure(comm, nbytes=1000, dtype=np.dtype("float32"))
+    ...     row = measure(comm, nbytes=1000, dtype="float32")
     >>> row.size, row.count, row.wrong
     (996, 83, 0)
     """
     plan = communicator.plan
     size = len(plan.ranks)
-    count = nbytes // dtype.itemsize
+    itemsize = DTYPES[dtype]
+    count = nbytes // itemsize
     if plan.collective in ("allgather", "reduce_scatter"):
         count -= count % size
     each = count // size if plan.collective == "allgather" else count
-    values = [_numbers(each, rank, dtype) for rank in communicator.ranks]
-    inputs = _given(communicator, [communicator.arrays.of(one) for one in values])
+    given = [communicator.arrays.of(_numbers(each, rank, size), dtype) for rank in communicator.ranks]
+    inputs = _given(communicator, given)
     results: Any
     if own is None:
         method = getattr(communicator, METHODS[plan.collective])
@@ -133,12 +165,12 @@ def measure(
             method(inputs, out=results)
 
     else:
-        results = communicator.arrays.of(values[0])
+        results = communicator.arrays.of(_numbers(each, communicator.ranks[0], size), dtype)
 
         def run() -> None:
             own(inputs, results)
 
-    while own is None and not communicator.settled(count * dtype.itemsize):
+    while own is None and not communicator.settled(count * itemsize):
         run()
     run()
     seconds = []
@@ -159,13 +191,13 @@ def measure(
         },
     )
     median = statistics.median(slowest.tolist())
-    algbw = count * dtype.itemsize / median / 1e9
+    algbw = count * itemsize / median / 1e9
     return Row(
         schedule=schedule,
-        size=count * dtype.itemsize,
+        size=count * itemsize,
         count=count // size if plan.collective in ("allgather", "reduce_scatter") else count,
-        type=dtype.name,
-        redop="sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else "none",
+        type=dtype,
+        redop="sum" if plan.collective in REDUCING else "none",
         seconds=median,
         algbw=algbw,
         busbw=algbw * bus_factor(plan.collective, size),
@@ -173,8 +205,9 @@ def measure(
     )
 
 
-def _numbers(count: int, rank: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return ((np.arange(count) + rank) % 7).astype(dtype)
+def _numbers(count: int, rank: int, ranks: int) -> NDArray[np.int64]:
+    """What a rank gives: whole numbers whose sums over up to 256 ranks bfloat16 holds, with its 8 bits."""
+    return (np.arange(count) + rank) % max(2, min(7, 1 + 256 // ranks))
 
 
 def _given(communicator: Communicator, arrays: list[Any]) -> Any:
@@ -227,7 +260,7 @@ def count_wrong(plan: Plan | SizePlans, each: int, results: Mapping[int, NDArray
     size = len(plan.ranks)
     wrong = 0
     for rank, result in results.items():
-        inputs = [_numbers(each, one, result.dtype) for one in range(size)]
+        inputs = [_numbers(each, one, size).astype(result.dtype) for one in range(size)]
         if plan.collective == "allgather":
             expected = np.concatenate(inputs)
         elif plan.collective == "broadcast":

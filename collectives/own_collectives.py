@@ -22,9 +22,12 @@ class OwnAllReduce:
     run: Callable[[Any, Any], None]
 
 
-def own_all_reduce(backend: str) -> OwnAllReduce | None:
-    """The allreduce of the library behind a back end; None where there is none, as for loopback and tcp."""
-    if backend == "mpi":
+def own_all_reduce(backend: str, dtype: str) -> OwnAllReduce | None:
+    """The allreduce of the library behind a back end; None where there is none, as for loopback and tcp.
+
+    MPI has none for bfloat16.
+    """
+    if backend == "mpi" and dtype != "bfloat16":
         from mpi4py import MPI
 
         library = MPI.Get_library_version().split(",")[0].splitlines()[0]

@@ -31,6 +31,10 @@ DTYPE_KINDS = {
 """The kinds of dtype that can be moved, as numpy codes them."""
 
 
+BFLOAT16 = "bfloat16"
+"""A float that numpy has from the package ml_dtypes; for numpy its kind is none of these."""
+
+
 def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
     """The numpy function that joins two contributions.
 
@@ -39,7 +43,7 @@ def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
     op : str
         sum, prod, min, max or avg.
     dtype : numpy dtype
-        Of kind float, integer, complex or bool.
+        Of kind float, integer, complex or bool, or ml_dtypes' bfloat16.
 
     Raises
     ------

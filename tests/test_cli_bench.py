@@ -61,6 +61,35 @@ def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
     assert [row["size"] for row in rows if row["schedule"] == "plan"] == [1000, 65536]
 
 
+@pytest.mark.parametrize("backend", ["loopback", "shared", "tcp", "mpi", "torch"])
+def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
+    """Between processes of one host too, which `shared` runs without MPI or torch."""
+    needs(backend)
+    done = bench(plan_path, "--backend", backend, "--sizes", "64KB", "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["type"], row["count"], row["wrong"]) == ("bfloat16", 32768, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "uint16"])
+def test_dtypes_that_are_only_moved_can_be_benched(dtype: str) -> None:
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1])
+    done = bench("-", "--sizes", "4KB", "--dtype", dtype, "--json", stdin=plan.to_json())
+    assert json.loads(done.stdout)["rows"][0]["wrong"] == 0
+
+
+def test_bfloat16_without_its_package_is_one_line_that_says_what_to_install(plan_path: Path) -> None:
+    """Before a process is started; torch has the type itself."""
+    code = "import sys; sys.modules['ml_dtypes'] = None; from topoplan.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["bench", str(plan_path), "--backend", "tcp", "--sizes", "4KB", "--dtype", "bfloat16"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert 'ml_dtypes: pip install "topoplan[bfloat16]"' in line
+
+
 @pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c != "allreduce"])
 def test_every_collective_runs_on_processes(collective: str) -> None:
     """The plan comes from stdin and is handed on to the processes; rank 0 alone prints."""
@@ -101,7 +130,8 @@ def test_chunk_sizes_that_were_found_are_kept(plan_path: Path, tmp_path: Path) -
         ("--scale 0.1", ["--scale", "--paced"]),
         ("--paced --scale 0", ["'0'", "above zero"]),
         ("--np none", ["'none'", "such as 4"]),
-        ("--backend smoke", ["'smoke'", "loopback", "mpi", "tcp"]),
+        ("--backend smoke", ["'smoke'", "loopback", "mpi", "shared", "tcp"]),
+        ("--dtype bool", ["bool has no sums", "broadcast", "uint8"]),
     ],
 )
 def test_requests_that_do_not_fit_are_one_line(words: str, fragments: list[str], plan_path: Path) -> None:

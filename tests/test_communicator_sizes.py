@@ -167,3 +167,12 @@ def test_a_wrong_plan_in_any_range_is_refused_at_once() -> None:
         Communicator(SizePlans((*good.ranges[:2], broken)))
     with pytest.raises(UsageError, match=r"make one with topoplan\.plan or topoplan\.plan_by_size"):
         Communicator(good.ranges)  # type: ignore[arg-type]
+
+
+def test_a_plan_in_the_memory_of_one_that_is_gone_has_its_own_digest() -> None:
+    """The number of an object is given out again; plans that come and go must not share tables."""
+    store = PlanStore(forest_plan(3, "allreduce", "chain"))
+    for shape in sorted(SHAPES) * 20:
+        plan = forest_plan(3, "allreduce", shape)
+        assert store.key(plan).digest == plan.digest
+        del plan

@@ -59,6 +59,17 @@ def means(gradients: Arrays) -> list[NDArray[Any]]:
     ]
 
 
+class Watched(Loopback):
+    """Counts how often it is closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        """See `Loopback.close`."""
+        self.closed += 1
+        super().close()
+
+
 def made(parameters: Arrays, **options: Any) -> GradientSynchronizer:
     return GradientSynchronizer(parameters, PLAN, backend="loopback", **options)
 
@@ -302,6 +313,10 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         made(gradients[:2])
     with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
         GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
+    given = Watched(RANKS)
+    with pytest.raises(UsageError, match="there is no parameter"):
+        GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
+    assert given.closed == 0, "it is the caller's"
     no_plan: Any = "plan.json"
     with pytest.raises(UsageError, match="a str is no plan"):
         GradientSynchronizer(gradients, no_plan, backend="loopback")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, check_table, lower
+from collectives.backends.loopback.backend import Loopback
 from collectives.reduction import divide
 from conftest import ROOT
 from topoplan.errors import PlanError, UsageError
@@ -80,6 +82,35 @@ def test_integer_results_are_exact_for_any_element_count(shape: str, collective:
         results = run(comm, collective, arrays)
     assert same(results, wanted(collective, arrays, root=1))
     assert same(arrays, before)
+
+
+def test_a_back_end_of_the_caller_stays_open_where_no_communicator_can_be_made_of_it(tmp_path: Path) -> None:
+    """Its ranks work on with the next plan; one that was opened by name is the communicator's to close."""
+    unreadable = tmp_path / "chunks.json"
+    unreadable.write_text("no JSON")
+    backend = Watched(4)
+    with pytest.raises(UsageError, match="the plan is for 8 ranks and the loopback back end has 4"):
+        Communicator(forest_plan(8, "allreduce", "chain"), backend)
+    plan = forest_plan(4, "allreduce", "chain")
+    with pytest.raises(UsageError):
+        Communicator(plan, backend, chunk_file=unreadable)
+    with pytest.raises(UsageError):
+        Communicator(plan, backend, chunk_bytes=0)
+    assert backend.closed == 0
+    with Communicator(plan, backend) as comm:
+        assert comm.all_reduce([np.ones(3)] * 4)[3].tolist() == [4.0] * 3
+    assert backend.closed == 1
+
+
+class Watched(Loopback):
+    """Counts how often it is closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        """See `Loopback.close`."""
+        self.closed += 1
+        super().close()
 
 
 @pytest.mark.parametrize("count", SIZES)

@@ -52,6 +52,17 @@ def test_three_phases_over_servers_of_three_and_five_ranks_are_lowered_right() -
     assert sorted(set(table.stage.tolist())) == [0, 1, 2, 3, 4, 5]
 
 
+def test_two_plans_of_one_digest_have_tables_of_their_own() -> None:
+    """A digest may be cut or belong to another plan: tables are kept for plans, not for what is said of them."""
+    plans = [forest_plan(4, "allreduce", shape) for shape in ("chain", "star")]
+    first, second = (lower(plan, 64, chunk_elements=64, digest="0123456789abcdef") for plan in plans)
+    assert first is not second
+    for table, plan in zip((first, second), plans, strict=True):
+        check_table(table, plan)
+    again = Plan.from_json(plans[0].to_json())
+    assert lower(again, 64, chunk_elements=64, digest="0123456789abcdef") is first
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_each_single_prerequisite_is_necessary(collective: str) -> None:
     """Without any one of them the checker finds a race: no prerequisite is implied by the others."""

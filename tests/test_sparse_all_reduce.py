@@ -242,6 +242,19 @@ def test_a_lossless_wire_format_changes_no_bit_and_takes_fewer_bytes() -> None:
         assert few.pairs_bytes < 0.7 * many.pairs_bytes
 
 
+@pytest.mark.parametrize("exchange", ["dense", "pairs", "tree", "balanced"])
+def test_a_named_exchange_plans_no_other(exchange: str) -> None:
+    """Its own model time is told, and a plan for gathered entries is made only where they are gathered."""
+    with Communicator(forest_plan(8, "allreduce", "chain")) as comm:
+        gradients = [np.ones(1000, np.float32)] * 8
+        told = comm.explain(gradients, density=0.01, exchange=exchange)
+        assert list(told.seconds) == [exchange]
+        assert told.reason.startswith("asked for; by the model ")
+        every = comm.explain(gradients, density=0.01).seconds
+        assert told.seconds[exchange] == every[exchange]
+        assert set(every) == {"dense", "pairs", "tree", "balanced"}
+
+
 def test_ranks_with_different_wire_formats_refuse_each_other() -> None:
     def body(comm: Communicator, rank: int) -> None:
         comm.sparse_all_reduce(

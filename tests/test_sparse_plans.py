@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +78,19 @@ def test_three_phases_are_as_fast_as_nics_take_entries_or_servers_sum(
     assert plan.rate == pytest.approx(rate, rel=1e-12)
     assert plan.bound == pytest.approx(rate, rel=1e-12)
     assert topoplan.verify(plan).optimal
+
+
+def test_another_density_costs_no_dense_plan() -> None:
+    """Trees and owners of three phases are kept for any density, and nothing else of several servers is planned."""
+    cluster = servers_of(8, 8, 8, 8, nics=4)
+    started = process_time()
+    topoplan.plan(cluster)
+    dense = process_time() - started
+    topoplan.sparse_plan(cluster, density=0.01)
+    started = process_time()
+    again = topoplan.sparse_plan(cluster, density=0.02)
+    assert again.schedule == "sparse three-phase"
+    assert process_time() - started < dense / 3
 
 
 def test_entries_on_trees_move_as_much_less_as_they_are() -> None:

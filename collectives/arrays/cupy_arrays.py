@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.numpy_arrays import numpy_dtype
 from collectives.kernels.launching import Kernels
 from collectives.kernels.source import ELEMENTS
 from collectives.reduction import OPERATORS, reduction
@@ -203,8 +204,10 @@ class CupyArrays:
             one.data.ptr == other.data.ptr and one.shape == other.shape and one.strides == other.strides
         )
 
-    def of(self, values: NDArray[Any]) -> Any:
-        """See `ArrayLibrary.of`."""
+    def of(self, values: NDArray[Any], dtype: str | None = None) -> Any:
+        """See `ArrayLibrary.of`; CuPy has bfloat16 from version 14 on."""
+        if dtype is not None:
+            values = values.astype(numpy_dtype(dtype))
         with self.here() as stream:
             made = self._cupy.asarray(values)
             stream.synchronize()

@@ -82,8 +82,14 @@ class ArrayLibrary(Protocol[Array]):
     def same(self, one: Array, other: Array) -> bool:
         """Whether two arrays are the same memory in the same order."""
 
-    def of(self, values: NDArray[Any]) -> Array:
-        """A new array of this kind with the values and dtype of a numpy array."""
+    def of(self, values: NDArray[Any], dtype: str | None = None) -> Array:
+        """A new array of this kind with the values of a numpy array, in its dtype or in one that is named.
+
+        Raises
+        ------
+        UsageError
+            The dtype is not there; says what to install.
+        """
 
     def wrapped(self, values: NDArray[Any]) -> Array:
         """An array of this kind with the values of a numpy array that is given up, in its memory where that can be."""

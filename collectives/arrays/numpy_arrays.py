@@ -8,10 +8,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.reduction import DTYPE_KINDS, divide, reduction
+from collectives.reduction import BFLOAT16, DTYPE_KINDS, divide, reduction
 from topoplan.errors import UsageError
 
 AnyArray = NDArray[Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a name; it knows bfloat16 from the package ml_dtypes.
+
+    Raises
+    ------
+    UsageError
+        That package is not there; says what to install.
+    """
+    if name != BFLOAT16:
+        return np.dtype(name)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise UsageError(
+            'numpy has bfloat16 from the package ml_dtypes: pip install "topoplan[bfloat16]"'
+        ) from None
+    return np.dtype(bfloat16)
 
 
 class NumpyArrays:
@@ -41,10 +60,10 @@ class NumpyArrays:
                 f"rank {rank} has a {type(array).__name__} instead of a numpy array as its {what}; "
                 "convert it with numpy.array"
             )
-        if array.dtype.kind not in DTYPE_KINDS:
+        if array.dtype.kind not in DTYPE_KINDS and array.dtype.name != BFLOAT16:
             raise UsageError(
                 f"rank {rank} has dtype {array.dtype}, which cannot be moved; "
-                f"use {', '.join(DTYPE_KINDS.values())}"
+                f"use {', '.join(DTYPE_KINDS.values())}, or bfloat16 of the package ml_dtypes"
             )
         return array
 
@@ -102,9 +121,9 @@ class NumpyArrays:
             one.ctypes.data == other.ctypes.data and one.shape == other.shape and one.strides == other.strides
         )
 
-    def of(self, values: AnyArray) -> AnyArray:
+    def of(self, values: AnyArray, dtype: str | None = None) -> AnyArray:
         """See `ArrayLibrary.of`."""
-        return values.copy()
+        return values.copy() if dtype is None else values.astype(numpy_dtype(dtype))
 
     def wrapped(self, values: AnyArray) -> AnyArray:
         """See `ArrayLibrary.wrapped`."""

@@ -232,9 +232,10 @@ class TorchArrays:
         alike = one.device == other.device and one.shape == other.shape
         return bool(alike and one.data_ptr() == other.data_ptr())
 
-    def of(self, values: NDArray[Any]) -> torch.Tensor:
-        """See `ArrayLibrary.of`."""
-        return torch.from_numpy(values.copy()).to(self.devices[0])
+    def of(self, values: NDArray[Any], dtype: str | None = None) -> torch.Tensor:
+        """See `ArrayLibrary.of`; torch has bfloat16 itself."""
+        kinds = {name: kind for kind, name in DTYPES.items()}
+        return torch.from_numpy(values.copy()).to(self.devices[0], None if dtype is None else kinds[dtype])
 
     def wrapped(self, values: NDArray[Any]) -> torch.Tensor:
         """See `ArrayLibrary.wrapped`."""

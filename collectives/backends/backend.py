@@ -7,7 +7,7 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.lowering.transfer_table import TransferTable
@@ -134,3 +134,26 @@ class Backend(Protocol[Array]):
 
     def close(self) -> None:
         """Give up processes, connections and memory; closing twice is fine."""
+
+
+@runtime_checkable
+class GathersTexts(Protocol):
+    """A back end of one rank that carries words too, over the control plane that watches its collectives."""
+
+    def agree(self, signature: Signature) -> None:
+        """Compare with all ranks what they are about to do, before they tell each other about it.
+
+        Raises
+        ------
+        BackendError
+            A rank means something else, refuses, died or stalled. The back end is unusable from then on.
+        """
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; all ranks must call it, between collectives.
+
+        Raises
+        ------
+        BackendError
+            A rank died, stalled, or makes another call. The back end is unusable from then on.
+        """

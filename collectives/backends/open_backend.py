@@ -46,6 +46,12 @@ def _nccl(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend
     return from_environment(timeout=timeout)
 
 
+def _shared(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+    from collectives.backends.shared.backend import SharedBackend
+
+    return SharedBackend.from_environment(timeout=timeout)
+
+
 def _tcp(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.tcp.environment import from_environment
 
@@ -66,6 +72,7 @@ BACKENDS: dict[str, Callable[[Plan | SizePlans, float, float | None], Backend[An
     "loopback-gpu": _loopback_gpu,
     "mpi": _mpi,
     "nccl": _nccl,
+    "shared": _shared,
     "tcp": _tcp,
     "torch": _torch,
 }

@@ -16,7 +16,7 @@ from collectives.communicator.plan_store import PlanStore
 from collectives.communicator.request import request
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
-from collectives.sparse.sparse_request import sparse_request
+from collectives.sparse.sparse_request import SparseRequest, sparse_request
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -58,10 +58,12 @@ class Communicator:
     plan : Plan or SizePlans
         Checked once, here. Of plans by size (`topoplan.plan_by_size`, or a file of them from `topoplan.load_plan`)
         every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
-        ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way on
-        the same allocation and channels when they are first used, and kept.
+        ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way
+        (`topoplan.choice.alike`) on the same allocation and channels when they are first used, and kept: rank 0 plans
+        for all, who wait as long as that takes.
     backend : str or Backend
-        A name, for a back end with its default settings, or one that was made with other settings.
+        A name, for a back end with its default settings, or one that was made with other settings. One that is given
+        stays open where no communicator can be made of it; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
         fastest that is found in the first calls of each size (`collectives.communicator.chunk_search`).
@@ -122,21 +124,25 @@ class Communicator:
         self.plan = plan
         store = PlanStore(plan)
         opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
-        if opened.size != len(plan.ranks):
-            opened.close()
-            raise UsageError(
-                f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
-                f"start {len(plan.ranks)} processes, or plan for other GPUs"
-            )
+        self._chunk_file = None if chunk_file is None else Path(chunk_file)
+        try:
+            if opened.size != len(plan.ranks):
+                raise UsageError(
+                    f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
+                    f"start {len(plan.ranks)} processes, or plan for other GPUs"
+                )
+            self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
+            chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
+            if self._chunk_file is not None and self._chunk_file.exists():
+                chunks.load(self._chunk_file)
+        except BaseException:
+            if opened is not backend:
+                opened.close()
+            raise
         self.backend = opened.name
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
-        chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
-        self._chunk_file = None if chunk_file is None else Path(chunk_file)
-        if self._chunk_file is not None and self._chunk_file.exists():
-            chunks.load(self._chunk_file)
         self._execution: Execution | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
@@ -390,7 +396,7 @@ class Communicator:
         execution, sparse = self._open(), self._sparse_collective()
         try:
             asked = sparse_request(execution.backend, gradients, out=out, op=op)
-            chosen = sparse.explain(asked, density=density, exchange=exchange, wire=wire)
+            chosen = self._explained(asked, density, exchange, wire)
             residuals = sparse.prepare(asked, key=key, momentum=momentum)
         except UsageError as error:
             self._refuse(str(error))
@@ -409,9 +415,12 @@ class Communicator:
     def explain(
         self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
     ) -> Explanation:
-        """What `sparse_all_reduce` would exchange for such gradients, and why; nothing is exchanged."""
+        """What `sparse_all_reduce` would exchange for such gradients, and why; none is exchanged.
+
+        All ranks must call it, since one of them makes the plans for all.
+        """
         asked = sparse_request(self._open().backend, gradients, out=None, op="sum")
-        return self._sparse_collective().explain(asked, density=density, exchange=exchange, wire=wire)
+        return self._explained(asked, density, exchange, wire)
 
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
         """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
@@ -463,8 +472,14 @@ class Communicator:
                 execution.chunks.save(self._chunk_file)
 
     def plan_for(self, collective: str, nbytes: int) -> Plan:
-        """The plan by which a collective without a root runs on a buffer of so many bytes."""
-        return self._open().plan(collective, nbytes)
+        """The plan by which a collective without a root runs on a buffer of so many bytes.
+
+        Where it is not the plan's own and never ran, all ranks must call this, since one of them plans for all.
+        """
+        execution = self._open()
+        if execution.knows(collective):
+            return execution.plan(collective, nbytes)
+        return self._in_order.run(lambda: execution.plan(collective, nbytes))
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Bytes that the ranks of this process have sent so far, by (source, destination).
@@ -514,6 +529,18 @@ class Communicator:
         execution = self._open()
         if execution.backend.one_rank:
             self._in_order.run(lambda: execution.refuse(reason))
+
+    def _explained(
+        self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None
+    ) -> Explanation:
+        """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
+        sparse = self._sparse_collective()
+        known = sparse.known(asked, density=density, exchange=exchange, wire=wire)
+        if known is not None:
+            return known
+        return self._in_order.run(
+            lambda: sparse.explain(asked, density=density, exchange=exchange, wire=wire)
+        )
 
     def _sparse_collective(self) -> SparseCollective:
         if self._sparse is None:

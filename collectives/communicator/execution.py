@@ -7,20 +7,21 @@ to the caller's arrays when they are complete, so that those are either complete
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from collectives.backends.backend import AVERAGED, Backend, Call, RankArrays
+from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays
 from collectives.communicator.arguments import put_kept, set_apart
 from collectives.communicator.chunk_size import ChunkSizes
-from collectives.communicator.plan_store import PlanStore
+from collectives.communicator.plan_store import PlanStore, made_here
 from collectives.communicator.request import Request
-from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
+from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
 from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
 
@@ -62,16 +63,16 @@ class Execution:
         first = request.inputs[0]
         itemsize = library.itemsize(first)
         nbytes = request.count * itemsize
-        plan = self._store.plan(request.collective, request.root, nbytes)
-        digest = self._store.digest(plan)
-        chunk_bytes = self.chunks.choose(digest, nbytes)
+        plan = self._plan(request.collective, request.root, nbytes)
+        key = self._store.key(plan)
+        chunk_bytes = self.chunks.choose(key.digest, nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, itemsize))
-        table = lower(plan, request.count, chunk_elements=chunk_elements, digest=digest)
+        table = lower(key.plan, request.count, chunk_elements=chunk_elements, digest=key.digest)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct:
             memory = set_apart(memory, library)
         signature = self._signature(
-            plan=digest[:16],
+            plan=key.digest[:16],
             collective=request.collective,
             root=request.root,
             op=request.op if request.about is None else request.about,
@@ -79,8 +80,8 @@ class Execution:
             count=request.count,
             chunk=table.chunk_elements,
         )
-        call = Call(plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
-        self._run(call, digest, nbytes)
+        call = Call(key.plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
+        self._run(call, key.digest, nbytes)
         put_kept(table, memory, library)
         results = [
             self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
@@ -122,30 +123,29 @@ class Execution:
         self._check_alive()
         library = self.backend.arrays
         itemsize = library.itemsize(results[0])
-        digest = self._store.digest(plan)
+        key = self._store.key(plan)
         count = borders[-1]
-        chunk_elements = max(1, self.chunks.choose(digest, count * itemsize) // itemsize)
-        table = lower_to(PlanKey(digest, plan), borders, chunk_elements)
+        chunk_elements = max(1, self.chunks.choose(key.digest, count * itemsize) // itemsize)
+        table = lower_to(key, borders, chunk_elements)
         memory = tuple(
             RankArrays(rank, (0, count), source, (0, count), result)
             for rank, source, result in zip(self.backend.ranks, given, results, strict=True)
         )
         signature = self._signature(
-            plan=digest[:16],
+            plan=key.digest[:16],
             collective=plan.collective,
             op=about,
             dtype=library.dtype(results[0]),
             count=count,
             chunk=table.chunk_elements,
         )
-        self._run(
-            Call(plan, table, signature, op, signature.dtype, itemsize, memory), digest, count * itemsize
-        )
+        call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
+        self._run(call, key.digest, count * itemsize)
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""
         plan = self._store.plan(collective, root, nbytes)
-        return self.chunks.settled(self._store.digest(plan), nbytes)
+        return self.chunks.settled(self._store.key(plan).digest, nbytes)
 
     @property
     def topology(self) -> Topology:
@@ -158,12 +158,60 @@ class Execution:
         return self._store.channels
 
     def plan(self, collective: str, nbytes: int) -> Plan:
-        """The plan of a collective without a root for a buffer of so many bytes."""
-        return self._store.plan(collective, None, nbytes)
+        """The plan of a collective without a root for a buffer of so many bytes; see `planned`."""
+        return self._plan(collective, None, nbytes)
+
+    def knows(self, collective: str) -> bool:
+        """Whether a collective without a root was planned before."""
+        return self._store.knows(collective, None)
+
+    def planned(
+        self,
+        make: Callable[[], Plan | SizePlans],
+        *,
+        collective: str,
+        root: int | None = None,
+        about: str | None = None,
+    ) -> Plan | SizePlans:
+        """A verified plan: made here where all ranks are in this process, else by one rank for all.
+
+        Parameters
+        ----------
+        make : callable
+            What plans.
+        collective, root, about
+            What for: all ranks must want the same.
+
+        Raises
+        ------
+        TopoplanError
+            There is no such plan; the communicator stays usable.
+        BackendError
+            Another rank failed, or means something else.
+        """
+        backend = self.backend
+        if not isinstance(backend, GathersTexts):
+            return made_here(make)
+        self._check_alive()
+        try:
+            digest = self._store.digest[:16]
+            backend.agree(self._signature(plan=digest, collective=collective, root=root, op=about))
+            return plan_by_one(backend.gather_texts, make, rank=backend.ranks[0])
+        except BaseException as error:
+            self._failed = isinstance(error, BackendError) or not isinstance(error, Exception)
+            raise
 
     def model_seconds(self, collective: str, nbytes: int) -> float:
         """Model time of a collective on a buffer of so many bytes, on the machine of the plan."""
-        return simulate(self._store.plan(collective, None, nbytes), nbytes=nbytes).seconds
+        return simulate(self.plan(collective, nbytes), nbytes=nbytes).seconds
+
+    def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
+        return self._store.plan(
+            collective,
+            root,
+            nbytes,
+            made_by=lambda make: self.planned(make, collective=collective, root=root),
+        )
 
     def _run(self, call: Call[Any], digest: str, nbytes: int) -> None:
         self._calls += 1

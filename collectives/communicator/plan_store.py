@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import topoplan
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+
+from collectives.lowering.dependencies import PlanKey
+from topoplan.choice.alike import plan_alike
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
@@ -15,7 +19,7 @@ class PlanStore:
     Parameters
     ----------
     plans : Plan or SizePlans
-        Verified here. Other plans are made for its topology and channels, and verified too: by size where these are.
+        Verified here. Other plans are made for its topology and channels in the same way (`plan_alike`), and verified.
 
     Raises
     ------
@@ -40,7 +44,7 @@ class PlanStore:
         verify_all(plans)
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plan | SizePlans] = {(plans.collective, plans.root): plans}
-        self._digests: dict[int, str] = {}
+        self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
     @property
     def topology(self) -> Topology:
@@ -52,7 +56,18 @@ class PlanStore:
         """The channels of all plans; of plans by size, those of large buffers."""
         return self._given.plans[-1].channels if isinstance(self._given, SizePlans) else self._given.channels
 
-    def plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
+    def knows(self, collective: str, root: int | None) -> bool:
+        """Whether a collective was planned before."""
+        return (collective, root) in self._plans
+
+    def plan(
+        self,
+        collective: str,
+        root: int | None,
+        nbytes: int,
+        *,
+        made_by: Callable[[Callable[[], Plan | SizePlans]], Plan | SizePlans] | None = None,
+    ) -> Plan:
         """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
 
         Parameters
@@ -62,20 +77,38 @@ class PlanStore:
             Root rank of a broadcast or reduce, None for the others.
         nbytes : int
             Of the full gathered buffer for allgather and reduce_scatter.
+        made_by : callable, optional
+            Calls what plans, somewhere, and returns a verified plan; by default it is called here.
         """
         key = (collective, root)
         if key not in self._plans:
-            made = self._make(collective, root)
-            verify_all(made)
-            self._plans[key] = made
+            self._plans[key] = (made_by or made_here)(lambda: plan_alike(self._given, collective, root=root))
         return plan_at(self._plans[key], nbytes)
 
-    def _make(self, collective: str, root: int | None) -> Plan | SizePlans:
-        make = topoplan.plan_by_size if isinstance(self._given, SizePlans) else topoplan.plan
-        return make(self.topology, collective, root=root, channels="+".join(self.channels))
+    @cached_property
+    def digest(self) -> str:
+        """The digest of what the store was made with."""
+        return self._given.digest
 
-    def digest(self, plan: Plan) -> str:
-        """The digest of one of these plans, computed once."""
-        if id(plan) not in self._digests:
-            self._digests[id(plan)] = plan.digest
-        return self._digests[id(plan)]
+    def key(self, plan: Plan) -> PlanKey:
+        """A plan with its digest, computed once: by these two its transfer tables are kept.
+
+        The plan in it may be another object, an equal one: the first that this process has made a key of.
+        """
+        # held with the plan, since the number of an object that is gone may be another one's
+        if id(plan) not in self._keys:
+            self._keys[id(plan)] = plan, _first_equal(PlanKey(plan.digest, plan))
+        return self._keys[id(plan)][1]
+
+
+def made_here(make: Callable[[], Plan | SizePlans]) -> Plan | SizePlans:
+    """What a planner makes in this process, verified."""
+    made = make()
+    verify_all(made)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _first_equal(key: PlanKey) -> PlanKey:
+    """The first of equal keys, so that tables are found without looking through plans that were read twice."""
+    return key

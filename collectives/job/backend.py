@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from collectives.backends.backend import Backend
+from collectives.backends.backend import Backend, GathersTexts
 from collectives.backends.open_backend import check_backend, open_backend
 from collectives.job.plan import job_plan
+from collectives.peers.error_rounds import Gather
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
-ASKING = ("mpi", "tcp")
+ASKING = ("mpi", "shared", "tcp")
 """The back ends whose ranks can speak to each other before there is a plan."""
 
 
-@runtime_checkable
-class GathersTexts(Protocol):
-    """A back end of one rank that can carry more than data."""
-
-    def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it."""
+def gather_of(backend: Backend[Any]) -> Gather | None:
+    """How the ranks of a back end tell each other texts where each is a process without a GPU; None for others."""
+    asking = isinstance(backend, GathersTexts) and backend.name in ASKING
+    return backend.gather_texts if asking else None
 
 
 def open_for_plan(
@@ -55,9 +54,10 @@ def open_for_plan(
     else:
         opened = backend
     try:
-        if not isinstance(opened, GathersTexts):
+        gather = gather_of(opened)
+        if gather is None:
             raise _no_plan(opened.name)
-        return opened, job_plan(opened.gather_texts, rank=opened.ranks[0], size=opened.size)
+        return opened, job_plan(gather, rank=opened.ranks[0], size=opened.size)
     except BaseException:
         if opened is not backend:
             opened.close()
@@ -69,6 +69,10 @@ def _open_alone(name: str, timeout: float) -> Backend[Any]:
         from collectives.backends.mpi.backend import MpiBackend
 
         return MpiBackend(timeout=timeout)
+    if name == "shared":
+        from collectives.backends.shared.backend import SharedBackend
+
+        return SharedBackend.from_environment(timeout=timeout)
     if name == "tcp":
         from collectives.backends.tcp.environment import from_environment
 
@@ -83,6 +87,6 @@ def _no_plan(name: str) -> UsageError:
             "topoplan.plan(topoplan.probe())"
         )
     return UsageError(
-        f"without a plan the ranks have to ask each other, which {' and '.join(ASKING)} can and {name} cannot; "
+        f"without a plan the ranks have to ask each other, which those of {', '.join(ASKING)} can and {name} cannot; "
         "give the plan that collectives.job.plan.job_plan makes with an allgather of yours"
     )

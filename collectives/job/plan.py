@@ -17,10 +17,12 @@ import topoplan
 from collectives.job.hosts import read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
 from collectives.job.topology import JobHost, job_topology
-from collectives.peers.error_rounds import Gather, say_all
+from collectives.peers.error_rounds import Gather, say_all, say_when_done
+from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
 from topoplan.plans.plan import Plan
+from topoplan.plans.size_plans import SizePlans
 from topoplan.topology import Topology
 
 _KEPT: dict[tuple[Member, ...], Plan] = {}
@@ -107,22 +109,15 @@ def job_plan(
     if kept is not None and set(digests) == {kept.digest}:
         return kept
     hosts = _read_hosts(gather, members, rank)
-    texts = say_all(gather, lambda: _planned(hosts, *members[0].wanted).to_json() if rank == 0 else "")
-    plan: list[Plan] = []
+    collective = members[0].wanted[0]
 
-    def check() -> str:
-        plan.append(_checked(texts[0], hosts, members[0].wanted[0]))
-        return plan[0].digest
+    def check(plan: Plan | SizePlans) -> None:
+        _check(plan, hosts, collective)
 
-    digests = say_all(gather, check)
-    for other, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise PlanError(
-                f"rank {other} has plan {digest[:16]} and rank 0 has {digests[0][:16]}; "
-                "install the same version of topoplan everywhere"
-            )
-    _KEPT[members] = plan[0]
-    return plan[0]
+    made = plan_by_one(gather, lambda: _planned(hosts, *members[0].wanted), rank=rank, check=check)
+    assert isinstance(made, Plan), "no plans by size"
+    _KEPT[members] = made
+    return made
 
 
 def _read_hosts(gather: Gather, members: tuple[Member, ...], rank: int) -> list[JobHost]:
@@ -136,7 +131,7 @@ def _read_hosts(gather: Gather, members: tuple[Member, ...], rank: int) -> list[
         machine, devices = read_host(mine)
         return json.dumps({"machine": dump_topology_json(machine), "devices": devices})
 
-    told = say_all(gather, read)
+    told = say_when_done(gather, read)
     hosts = []
     for host in grouped:
         one = json.loads(told[host[0].rank])
@@ -153,10 +148,8 @@ def _planned(hosts: list[JobHost], collective: str, channels: str) -> Plan:
     return topoplan.plan(topology, collective, channels=channels)
 
 
-def _checked(text: str, hosts: list[JobHost], collective: str) -> Plan:
-    """The plan that arrived, verified, with every rank on its own device."""
-    plan = Plan.from_json(text)
-    topoplan.verify(plan)
+def _check(plan: Plan | SizePlans, hosts: list[JobHost], collective: str) -> None:
+    """Whether the plan that arrived has every rank on its own device."""
     alone = len(hosts) == 1
     expected = {
         rank: device if alone else f"s{number}.{device}"
@@ -168,4 +161,3 @@ def _checked(text: str, hosts: list[JobHost], collective: str) -> Plan:
             raise PlanError(f"the plan is for {', '.join(plan.ranks[:8])}, and rank {rank} is on {device}")
     if plan.collective != collective:
         raise PlanError(f"the plan is for {plan.collective}, and {collective} was asked for")
-    return plan

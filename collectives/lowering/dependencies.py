@@ -21,10 +21,13 @@ from topoplan.plans.plan import Edge, Plan, Shard, Stage
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """A plan that is compared by its digest: hashing the plan itself would walk through every edge."""
+    """A plan that is hashed by its digest: hashing the plan itself would walk through every edge.
+
+    Two keys are equal where the plans are too, whatever digest came with them; the same object is not looked through.
+    """
 
     digest: str
-    plan: Plan = field(compare=False)
+    plan: Plan = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ the next round; so what goes wrong between two rounds is told in the next one, a
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 
 from topoplan.errors import (
@@ -22,6 +23,9 @@ Gather = Callable[[str], list[str]]
 """Takes this rank's text and returns the texts of all ranks in their order; all ranks call it alike."""
 
 FORMAT = "topoplan.job/1"
+
+BEAT_SECONDS = 0.2
+"""Seconds between two words of a rank that is busy: less than any timeout."""
 
 KINDS: dict[str, Callable[[str], TopoplanError]] = {
     kind.__name__: kind for kind in (InfeasibleError, PlanError, ProbeError, TopologyError, UsageError)
@@ -50,21 +54,68 @@ def say_all(gather: Gather, what: Callable[[], str]) -> list[str]:
     >>> say_all(lambda text: [text, text], lambda: "here")
     ['here', 'here']
     """
-    failure: Exception | None = None
     try:
-        mine = {"format": FORMAT, "said": what()}
+        mine, failure = {"said": what()}, None
     except Exception as error:
-        failure = error
-        known = isinstance(error, TopoplanError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        mine = {"format": FORMAT, "kind": type(error).__name__, "failed": " ".join(text.split())}
-    answers = [_read(rank, text) for rank, text in enumerate(gather(json.dumps(mine)))]
+        mine, failure = _failed(error), error
+    return [answer["said"] for answer in _round(gather, mine, failure)]
+
+
+def say_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
+    """As `say_all`, where ``what`` may take longer than a gather waits for a rank.
+
+    It runs in a thread of its own, and until it has ended on all ranks they go on telling each other that they are
+    there: so a rank that waits for a busy one waits as long as that takes, and still no longer than the timeout of the
+    gather for one that is dead or stopped.
+
+    Examples
+    --------
+    >>> say_when_done(lambda text: [text, text], lambda: "made")
+    ['made', 'made']
+    """
+    said: list[str] = []
+    failures: list[BaseException] = []
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            said.append(what())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=work, name="what all ranks wait for", daemon=True).start()
+    while True:
+        try:
+            ended.wait(BEAT_SECONDS)
+        except BaseException as error:  # an interrupt: what the thread finds is of no use any more
+            failures.insert(0, error)
+        failure = failures[0] if failures else None
+        mine = _failed(failure) if failure else {"said": said[0]} if said else {"busy": "yes"}
+        answers = _round(gather, mine, failure)
+        if all("said" in answer for answer in answers):
+            return [answer["said"] for answer in answers]
+
+
+def _failed(error: BaseException) -> dict[str, str]:
+    """What a rank says that has met an error."""
+    text = str(error) if isinstance(error, TopoplanError) else f"{type(error).__name__}: {error}"
+    return {"kind": type(error).__name__, "failed": " ".join(text.split())}
+
+
+def _round(gather: Gather, mine: dict[str, str], failure: BaseException | None) -> list[dict[str, str]]:
+    """The answers of all ranks, or what the lowest has failed with, raised."""
+    texts = gather(json.dumps({"format": FORMAT, **mine}))
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure
+    answers = [_read(rank, text) for rank, text in enumerate(texts)]
     for rank, answer in enumerate(answers):
         if "failed" in answer:
             text = answer["failed"]
             made = KINDS.get(answer["kind"], TopoplanError)
             raise made(text if text.startswith("rank ") else f"rank {rank}: {text}") from failure
-    return [answer["said"] for answer in answers]
+    return answers
 
 
 def _read(rank: int, text: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collectives.peers.peers import plain, waits_for_nothing
 from topoplan.errors import BackendError, UsageError
 
 PART_BYTES = 1024
-"""Room for what one rank says at a time."""
+"""Room for what one rank says; where one says more, a second round has room for that."""
 
 TROUBLE = 7
 """Tag of failures."""
@@ -52,9 +52,15 @@ class MpiWorld:
         known = self.trouble()
         if known is not None:
             raise known
-        assert len(data) <= PART_BYTES - 4, "ranks say little"
-        own = bytearray((len(data).to_bytes(4, "big") + data).ljust(PART_BYTES))
-        everyone = bytearray(PART_BYTES * self.size)
+        parts = self._gathered(_part(data, PART_BYTES), timeout)
+        longest = 4 + max(int.from_bytes(part[:4], "big") for part in parts)
+        if longest > PART_BYTES:
+            parts = self._gathered(_part(data, longest), timeout)
+        return [part[4 : 4 + int.from_bytes(part[:4], "big")] for part in parts]
+
+    def _gathered(self, own: bytearray, timeout: float) -> list[bytes]:
+        """Parts of one length of all ranks."""
+        everyone = bytearray(len(own) * self.size)
         with self._one:
             request = self._mpi.Iallgather(own, everyone)
         deadline = time.monotonic() + timeout
@@ -71,8 +77,7 @@ class MpiWorld:
                 self._sent.append((request, own, everyone))
                 raise error
             time.sleep(POLL_SECONDS)
-        parts = [everyone[i : i + PART_BYTES] for i in range(0, len(everyone), PART_BYTES)]
-        return [bytes(part[4 : 4 + int.from_bytes(part[:4], "big")]) for part in parts]
+        return [bytes(everyone[i : i + len(own)]) for i in range(0, len(everyone), len(own))]
 
     def trouble(self) -> BackendError | None:
         """See `World.trouble`."""
@@ -108,3 +113,8 @@ class MpiWorld:
     def _test(self, request: Any) -> bool:
         with self._one:
             return bool(request.Test())
+
+
+def _part(data: bytes, length: int) -> bytearray:
+    """What a rank says behind its length, as far as it fits."""
+    return bytearray((len(data).to_bytes(4, "big") + data).ljust(length)[:length])

@@ -8,6 +8,7 @@ in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,21 +31,18 @@ class Explanation:
         and chosen again on the way up one low tree. "balanced": the same on many trees, each for its part.
     entries : int
         That every rank gives, or with "servers" every server; where shards choose for themselves about so many.
-    dense_seconds, pairs_seconds : float
-        Model times of both.
     pairs_bytes : int
         Of the gathered messages of all ranks, in their places.
     reason : str
     seconds : mapping of str to float
-        Model times of all exchanges that this machine has.
+        Model times: for "auto" of all exchanges that this machine has, else of the one that was named, since the others
+        need not be planned then.
     plan : Plan or None
         What runs, unless entries are gathered: the plan of the allreduce, or the sparse plan.
     """
 
     exchange: str
     entries: int
-    dense_seconds: float
-    pairs_seconds: float
     pairs_bytes: int
     reason: str
     seconds: Mapping[str, float]
@@ -53,27 +51,41 @@ class Explanation:
     def __str__(self) -> str:
         return f"{self.exchange}: {self.reason}"
 
+    @property
+    def dense_seconds(self) -> float:
+        """Model time of the whole gradient; NaN where another exchange was named."""
+        return self.seconds.get("dense", math.nan)
 
-def choose(exchange: str, seconds: Mapping[str, float], *, sparse: bool) -> str:
-    """The exchange that is wanted, or for "auto" the quickest, and dense where nothing is sparse.
+    @property
+    def pairs_seconds(self) -> float:
+        """Model time of gathered entries; NaN where another exchange was named."""
+        return self.seconds.get("pairs", math.nan)
 
-    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave
-    as many entries as one rank gives, where three phases leave those of every server.
+
+def check_exchange(exchange: str) -> str:
+    """The name of a known exchange, or "auto".
 
     Raises
     ------
     UsageError
         The exchange is unknown.
-
-    Examples
-    --------
-    >>> choose("auto", {"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
-    'servers'
     """
     if exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
-    if exchange != "auto":
-        return exchange
+    return exchange
+
+
+def quickest(seconds: Mapping[str, float], *, sparse: bool) -> str:
+    """The exchange that "auto" takes: the quickest, and dense where nothing is sparse.
+
+    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave
+    as many entries as one rank gives, where three phases leave those of every server.
+
+    Examples
+    --------
+    >>> quickest({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
+    'servers'
+    """
     rivals = ("dense", "pairs", "servers") if "servers" in seconds else EXCHANGES
     return min((name for name in seconds if name in rivals), key=seconds.__getitem__) if sparse else "dense"
 
@@ -89,15 +101,18 @@ def reason(
     nbytes: int,
 ) -> str:
     """Why this exchange, in words."""
-    told = (
-        f"by the model {entries} of {size} entries of each of {ranks} ranks, {format_size(gathered)} together, take "
-        f"{seconds['pairs'] * 1e3:.3g} ms, and the whole gradient, {format_size(nbytes)}, takes "
-        f"{seconds['dense'] * 1e3:.3g} ms"
-    )
-    others = {name: time for name, time in seconds.items() if name not in ("pairs", "dense")}
-    names = {"servers": "three phases over servers", "tree": "one tree", "balanced": "balanced trees"}
-    told += "".join(f", {names[name]} {time * 1e3:.3g} ms" for name, time in others.items())
-    return f"asked for; {told}" if asked else told
+    names = {
+        "pairs": f"{entries} of {size} entries of each of {ranks} ranks, {format_size(gathered)} together, take",
+        "dense": f"the whole gradient, {format_size(nbytes)}, takes",
+        "servers": "three phases over servers",
+        "tree": "one tree",
+        "balanced": "balanced trees",
+    }
+    times = [f"{names[name]} {seconds[name] * 1e3:.3g} ms" for name in names if name in seconds]
+    if asked:
+        return f"asked for; by the model {times[0]}"
+    first, second, *others = times
+    return ", ".join((f"by the model {first}, and {second}", *others))
 
 
 def entries_of(size: int, density: float) -> int:

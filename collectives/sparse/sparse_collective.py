@@ -7,7 +7,7 @@ wire takes away. By which exchange entries travel, or whether the whole gradient
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from hashlib import sha256
@@ -20,7 +20,7 @@ from collectives.communicator.request import request
 from collectives.sparse.dense_exchange import DenseExchange
 from collectives.sparse.entry_arrays import EntryArrays, entry_arrays
 from collectives.sparse.entry_messages import EntryMessages
-from collectives.sparse.explanation import Explanation, choose, entries_of, reason
+from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
 from collectives.sparse.pair_exchange import PairExchange
 from collectives.sparse.pairs import message_bytes, place_bytes
 from collectives.sparse.residuals import Residuals
@@ -75,10 +75,18 @@ class SparseCollective:
         UsageError
             The density is not above 0 and at most 1, or the exchange unknown or not there on this machine.
         """
-        key = (asked.size, asked.dtype, density, exchange, wire)
-        if key not in self._explained:
-            self._explained[key] = self._explain(asked, density, exchange, wire)
-        return self._explained[key]
+        known = self.known(asked, density=density, exchange=exchange, wire=wire)
+        if known is not None:
+            return known
+        told = self._explain(asked, density, exchange, wire)
+        self._explained[asked.size, asked.dtype, density, exchange, wire] = told
+        return told
+
+    def known(
+        self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
+    ) -> Explanation | None:
+        """What `explain` has said of such a gradient before; None if it was never asked."""
+        return self._explained.get((asked.size, asked.dtype, density, exchange, wire))
 
     def prepare(self, asked: SparseRequest, *, key: str, momentum: float) -> list[Residuals]:
         """The residuals of a key, made when it is first used.
@@ -217,14 +225,21 @@ class SparseCollective:
         nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=wire)
         gathered = ranks * place_bytes(message)
-        seconds = {
-            "dense": self._execution.model_seconds("allreduce", nbytes),
-            "pairs": self._execution.model_seconds("allgather", gathered),
-        }
         share = _entry_share(asked.dtype, density, wire)
-        for name in self._plans.possible:
-            seconds[name] = self._plans.seconds(name, share, nbytes)
-        chosen = choose(exchange, seconds, sparse=entries < asked.size)
+        times: dict[str, Callable[[], float]] = {
+            "dense": lambda: self._execution.model_seconds("allreduce", nbytes),
+            "pairs": lambda: self._execution.model_seconds("allgather", gathered),
+        }
+        if check_exchange(exchange) == "auto":
+            seconds = {name: time() for name, time in times.items()}
+            seconds.update(
+                (name, self._plans.seconds(name, share, nbytes)) for name in self._plans.possible(share)
+            )
+            chosen = quickest(seconds, sparse=entries < asked.size)
+        else:
+            chosen = exchange
+            time = times.get(exchange, lambda: self._plans.seconds(exchange, share, nbytes))
+            seconds = {exchange: time()}
         plan = None
         if chosen not in ("dense", "pairs"):
             plan = self._plans.runner(chosen, share).plan
@@ -239,7 +254,7 @@ class SparseCollective:
             gathered=gathered,
             nbytes=nbytes,
         )
-        return Explanation(chosen, entries, seconds["dense"], seconds["pairs"], gathered, told, seconds, plan)
+        return Explanation(chosen, entries, gathered, told, seconds, plan)
 
     def _exchange(
         self,

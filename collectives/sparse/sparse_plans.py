@@ -22,6 +22,9 @@ from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.model import simulate
 
+KINDS = ("servers", "tree", "balanced")
+"""Exchanges that have plans of their own."""
+
 MOST_RANKS = 64
 """Ranks up to which trees on entries are looked for: every rank would be the root of a star to all others."""
 
@@ -39,27 +42,11 @@ class SparsePlans:
         self._runners: dict[tuple[str, Fraction], RoundRunner] = {}
         self._seconds: dict[tuple[str, Fraction, int], float] = {}
         self._elements: dict[str, Plan] = {}
+        self._absent: dict[str, str] = {}
 
-    @cached_property
-    def possible(self) -> tuple[str, ...]:
-        """The exchanges that have a plan on this machine: servers, tree, balanced."""
-        makers: dict[str, Callable[[], object]] = {
-            "servers": lambda: sparse_servers(
-                self._execution.topology, entries=Fraction(1), channels=self._channels
-            ),
-            "tree": lambda: self._trees_of("tree"),
-            "balanced": lambda: self._trees_of("balanced"),
-        }
-        found = []
-        for name, make in makers.items():
-            if self._reason(name):
-                continue
-            try:
-                make()
-            except (InfeasibleError, UsageError):
-                continue
-            found.append(name)
-        return tuple(found)
+    def possible(self, entries: Fraction) -> tuple[str, ...]:
+        """The exchanges that have a plan on this machine: servers, tree, balanced; ``entries`` as in `runner`."""
+        return tuple(name for name in KINDS if not self._missing(name, entries))
 
     def runner(self, exchange: str, entries: Fraction) -> RoundRunner:
         """The rounds of a verified sparse plan.
@@ -76,18 +63,10 @@ class SparsePlans:
         UsageError
             This machine has no such exchange.
         """
-        if exchange not in self.possible:
-            reason = self._reason(exchange) or "the machine has no way for it"
-            raise UsageError(
-                f"there is no exchange {exchange!r} here: {reason}; use {', '.join(self.possible)}"
-            )
-        if (exchange, entries) not in self._runners:
-            if exchange == "servers":
-                made = sparse_servers(self._execution.topology, entries=entries, channels=self._channels)
-            else:
-                made = sparse_trees(self._trees_of(exchange), entries=entries)
-            verify(made)
-            self._runners[exchange, entries] = RoundRunner(self._execution, made)
+        missing = self._missing(exchange, entries)
+        if missing:
+            others = ", ".join(("dense", "pairs", *self.possible(entries)))
+            raise UsageError(f"there is no exchange {exchange!r} here: {missing}; use {others}")
         return self._runners[exchange, entries]
 
     def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:
@@ -104,6 +83,34 @@ class SparsePlans:
     @cached_property
     def _servers(self) -> Servers:
         return Servers(Fabric(self._execution.topology, self._execution.channels))
+
+    def _missing(self, exchange: str, entries: Fraction) -> str:
+        """Why this machine does not have an exchange, found out once; empty where it does, and then it is planned."""
+        if exchange not in self._absent:
+            self._absent[exchange] = self._reason(exchange)
+        if not self._absent[exchange] and (exchange, entries) not in self._runners:
+            try:
+                made = self._plan(exchange, entries)
+            except (InfeasibleError, UsageError):
+                self._absent[exchange] = "the machine has no way for it"
+            else:
+                verify(made)
+                self._runners[exchange, entries] = RoundRunner(self._execution, made)
+        return self._absent[exchange]
+
+    def _plan(self, exchange: str, entries: Fraction) -> Plan:
+        if exchange != "servers":
+            return sparse_trees(self._trees_of(exchange), entries=entries)
+        topology, channels = self._execution.topology, self._channels
+        return self._made(
+            lambda: sparse_servers(topology, entries=entries, channels=channels), f"servers, {entries}"
+        )
+
+    def _made(self, make: Callable[[], Plan], about: str) -> Plan:
+        """A plan that one rank makes for all."""
+        made = self._execution.planned(make, collective="allreduce", about=f"plan of {about}")
+        assert isinstance(made, Plan), "no plans by size"
+        return made
 
     def _reason(self, exchange: str) -> str:
         """Why an exchange makes no sense here; empty where it does."""
@@ -125,10 +132,10 @@ class SparsePlans:
         if exchange not in self._elements:
             topology, channels = self._execution.topology, self._channels
             if exchange == "tree":
-                found = lowest_tree(topology, channels=channels)
+                found = self._made(lambda: lowest_tree(topology, channels=channels), "one low tree")
             else:
                 try:
-                    found = one_hop(topology, channels=channels)
+                    found = self._made(lambda: one_hop(topology, channels=channels), "stars")
                 except InfeasibleError:
                     found = self._execution.plan("allreduce", 1 << 30)
             self._elements[exchange] = found

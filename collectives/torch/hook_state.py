@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,12 +134,12 @@ class HookState:
             self.buckets = BuiltInExchange(self.group, self.recorder)
             return
         self._own = own_group(self.group, timeout=timeout)
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._leave)
             backend = backend_of(self._own or self.group, gather, timeout=timeout, shared=shared)
-        except BaseException:
-            self._leave()
-            raise
-        self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
+            on_error.callback(backend.close)
+            self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
+            on_error.pop_all()
         steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
         in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
         narrow = None if compress is None else NARROW[compress]

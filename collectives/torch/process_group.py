@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -209,8 +210,11 @@ class PlannedGroup(dist.ProcessGroup):
             if verdict.plan is None:
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
-                backend = backend_of(self, gather_over(self.inner, device), timeout=self._timeout)
-                self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
+                with ExitStack() as on_error:
+                    backend = backend_of(self, gather_over(self.inner, device), timeout=self._timeout)
+                    on_error.callback(backend.close)
+                    self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
+                    on_error.pop_all()
         return self.communicator is not None
 
     def _verdict(self, device: torch.device) -> Verdict:

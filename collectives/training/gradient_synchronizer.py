@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
-from collectives.job.backend import GathersTexts, open_for_plan
+from collectives.job.backend import gather_of, open_for_plan
 from collectives.staleness.local_sgd import LocalExchange
 from collectives.staleness.modes import BSP, Mode
 from collectives.staleness.stale_average import StaleExchange
@@ -51,6 +51,7 @@ class GradientSynchronizer:
         None lets the ranks of mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on
         their hosts, without GPUs.
     backend : str or Backend
+        One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
         Longest bucket; an array that is longer is one of its own.
     density : float, or callable from step to float, optional
@@ -121,12 +122,13 @@ class GradientSynchronizer:
                 f"{self._layout} {how if not callable(density) else ''} {self.mode}",
                 what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}, {self.mode}",
             )
-            gather = opened.gather_texts if isinstance(opened, GathersTexts) else None
+            gather = gather_of(opened)
             self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
             log_start(comm, how, self.mode)
         except BaseException:
-            opened.close()
+            if opened is not backend:
+                opened.close()
             raise
 
     def step(self, gradients: Any, *, out: Any = None) -> Any:

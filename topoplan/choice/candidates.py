@@ -125,5 +125,6 @@ def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:
     kept: list[Plan] = []
     for one in made:
         if all(one.shards != other.shards for other in kept):
-            kept.append(replace(one, bound=proof.bound, certificate=proof.certificate))
+            # what competes tells only its own forest: another collective is chosen by size anew
+            kept.append(replace(one, bound=proof.bound, certificate=proof.certificate, order="height"))
     return tuple(kept)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from topoplan.cli import arguments
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
@@ -23,11 +22,6 @@ from topoplan.units import format_size
 
 if TYPE_CHECKING:
     from collectives.benchmark import Row
-
-DTYPES = (
-    *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-)
 
 IN_ONE_PROCESS = ("loopback", "loopback-gpu")
 """The back ends that run all ranks themselves."""
@@ -51,7 +45,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--backend",
         default="loopback",
         metavar="B",
-        help="loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, mpi, torch, nccl: "
+        help="loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi, torch, nccl: "
         "one process for each rank, started here unless mpiexec or torchrun did",
     )
     parser.add_argument(
@@ -62,7 +56,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_sizes(parser, "64KB:16MB")
     parser.add_argument(
-        "--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPES)} (default: float32)"
+        "--dtype",
+        default="float32",
+        metavar="T",
+        help="float16, bfloat16, float32, float64, complex64, complex128, int8 to int64, uint8 to uint64, bool "
+        "(default: float32)",
     )
     parser.add_argument(
         "--rivals",
@@ -99,14 +97,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import check_backend
+    from collectives.benchmark import check_dtype
     from topoplan.cli.bench_processes import start_processes, started_as_rank
 
-    if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
     check_backend(options.backend, pace=_pace(options))
     plan = read_plan(options.plan)
+    check_dtype(options.dtype, options.backend, plan.collective)
     _check_memory(max(options.sizes), len(plan.ranks))
     if options.np is not None and options.np != len(plan.ranks):
         raise UsageError(
@@ -128,24 +126,29 @@ def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
     pace = _pace(options)
     backend = open_backend(options.backend, plan, timeout=options.timeout, pace=pace)
     chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
-    dtype = np.dtype(options.dtype)
     notes = plan_notes(plan)
     rows: list[Row] = []
-    with Communicator(plan, backend, **chunks) as communicator, progress_line("running") as progress:
+    with (
+        closing(backend),
+        Communicator(plan, backend, **chunks) as communicator,
+        progress_line("running") as progress,
+    ):
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
             ring = _ring(plan, notes)
             rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
-            own = own_all_reduce(options.backend) if plan.collective == "allreduce" else None
+            own = own_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
             if progress and 0 in communicator.ranks:
                 progress(f"{format_size(nbytes)} …")
             for schedule, one in [("plan", communicator), *rivals]:
-                row = measure(one, nbytes=nbytes, dtype=dtype, schedule=schedule)
+                row = measure(one, nbytes=nbytes, dtype=options.dtype, schedule=schedule)
                 rows.append(row if pace is None else predicted(row, one.plan, pace))
             if own is not None:
-                rows.append(measure(communicator, nbytes=nbytes, dtype=dtype, schedule=own.name, own=own.run))
+                rows.append(
+                    measure(communicator, nbytes=nbytes, dtype=options.dtype, schedule=own.name, own=own.run)
+                )
     if 0 in backend.ranks:
         _report(options, plan, rows, notes)
     return 1 if any(row.wrong for row in rows) else 0

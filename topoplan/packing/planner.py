@@ -136,7 +136,7 @@ def plan(
             machine=topology.name,
             nbytes=nbytes,
         )
-        return made.timed(time.perf_counter() - started)
+        return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
     if nbytes is not None:
         raise UsageError(
             f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
@@ -154,7 +154,12 @@ def plan(
         made = plan_three_phase(fabric, collective, root=rank_of_root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, rank_of_root, order, deadline, progress)
-    return made.timed(time.perf_counter() - started)
+    return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
+
+
+def _told(method: str, order: str) -> str:
+    """The order that a plan tells of: methods that have none tell the default."""
+    return order if method == "exact" else "height"
 
 
 def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:

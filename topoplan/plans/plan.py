@@ -173,6 +173,8 @@ class Plan:
         Time it took to plan; no part of the plan file, which is the same byte for byte every time, nor of equality.
     notes : tuple of str
         What the planner could not reach or prove, one line each.
+    order : str
+        What came first among equal rates where the method is exact: height, or trees, and only then the file says so.
 
     Examples
     --------
@@ -195,6 +197,7 @@ class Plan:
     certificate: Certificate
     seconds: float | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
+    order: str = "height"
 
     @property
     def gap(self) -> float:

@@ -78,6 +78,7 @@ def plan_to_object(plan: Plan) -> dict[str, object]:
         "certificate": certificate_to_object(plan.certificate),
         "schedule": plan.schedule,
         "method": plan.method,
+        **({} if plan.order == "height" else {"order": plan.order}),
         "seconds": None,
         "trees": plan.trees,
         "height": plan.height,
@@ -210,7 +211,14 @@ def plan_from_object(value: dict[str, object], topology: Topology) -> Plan:
         certificate=_certificate(value.get("certificate")),
         seconds=None if value.get("seconds") is None else _rate(value.get("seconds"), "seconds"),
         notes=tuple(_text(note, "notes") for note in _list(value.get("notes", []), "notes")),
+        order=_order(value.get("order", "height")),
     )
+
+
+def _order(item: object) -> str:
+    if item not in ("height", "trees"):
+        raise PlanError(f"order must be height or trees, not {item!r}"[:200])
+    return str(item)
 
 
 def _images(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import CHANNEL_CHOICES, usable_fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
 from topoplan.plans.plan import Plan
@@ -61,10 +61,16 @@ def sparse_plan(
     """
     started = time.perf_counter()
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
-    dense = plan(topology, "allreduce", gpus=gpus, channels=channels)
-    servers = Servers(Fabric(dense.topology, dense.channels))
-    if 1 < len(servers.names) < len(dense.ranks):
+    if _over_servers(topology, gpus, channels):
         made = sparse_servers(topology, entries=share, gpus=gpus, channels=channels)
     else:
-        made = sparse_trees(dense, entries=share)
+        made = sparse_trees(plan(topology, "allreduce", gpus=gpus, channels=channels), entries=share)
     return made.timed(time.perf_counter() - started)
+
+
+def _over_servers(topology: Topology, gpus: Sequence[int] | None, channels: str) -> bool:
+    """Whether the allocation has several servers and one of them several GPUs, on the links that a plan would use."""
+    if channels not in CHANNEL_CHOICES:
+        return False  # divided between channels inside a server, or unknown
+    fabric = usable_fabric(topology.subset(topology.select(gpus)), channels=channels)
+    return 1 < len(Servers(fabric).names) < fabric.size

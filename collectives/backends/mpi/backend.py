@@ -31,7 +31,7 @@ from collectives.backends.shared.program import program_of
 from collectives.backends.shared.result_blocks import result_blocks
 from collectives.peers.signature import LENGTH, Signature
 from collectives.reduction import reduction
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import UsageError
 
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
@@ -110,15 +110,8 @@ class MpiBackend:
 
     def run(self, call: Call[NDArray[Any]]) -> None:
         """See `Backend.run`."""
-        try:
+        with self._watch.telling():
             self._run(call)
-        except BackendError:
-            raise
-        except BaseException as error:
-            self._watch.tell(
-                self.ranks[0], 0, f"the peer stopped by itself: {type(error).__name__}: {error}", lost=False
-            )
-            raise
 
     def _run(self, call: Call[NDArray[Any]]) -> None:
         (memory,) = call.memory
@@ -160,15 +153,16 @@ class MpiBackend:
         largest: float = struct.unpack_from("d", outcome)[0]
         return largest
 
-    def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it, between collectives.
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        mine = signature.pack()
+        with self._watch.telling():
+            self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
 
-        Raises
-        ------
-        BackendError
-            A rank died, stalled, or makes another call.
-        """
-        return gather_texts(self._comm, self._watch, text)
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        with self._watch.telling():
+            return gather_texts(self._comm, self._watch, text)
 
     def close(self) -> None:
         """See `Backend.close`."""

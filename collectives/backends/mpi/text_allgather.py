@@ -6,8 +6,8 @@ from typing import Any
 
 from collectives.backends.shared.peer_watchdog import Watch
 
-TEXT = 0
-"""Tag of these messages."""
+TEXT = 2
+"""Tag of these messages: notes of an agreement that comes next must not be taken for them."""
 
 
 def gather_texts(comm: Any, watch: Watch, text: str) -> list[str]:

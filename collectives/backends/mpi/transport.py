@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from collectives.backends.shared.instructions import Message, Program
 from collectives.backends.shared.peer_watchdog import Watch
 
-FIRST_TAG = 2
-"""Tags below it are those of `agreement` and `failure_messages`."""
+FIRST_TAG = 3
+"""Tags below it are those of `agreement`, `failure_messages` and `text_allgather`."""
 
 
 class Transport:

@@ -14,6 +14,7 @@ import json
 import struct
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -140,16 +141,8 @@ class NcclBackend:
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        try:
-            self._guard.check()
-            with self.arrays.here() as stream:
-                self._run(call, stream)
-        except BaseException as error:
-            failure = self._failure(error)
-            self._end(failure)
-            if isinstance(error, TopoplanError) or not isinstance(error, Exception):
-                raise
-            raise failure from error
+        with self._telling(), self.arrays.here() as stream:
+            self._run(call, stream)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
@@ -163,6 +156,16 @@ class NcclBackend:
         self._guard.check()
         said = self._world.gather(struct.pack(">d", value), timeout=self._timeout)
         return max(float(struct.unpack(">d", one)[0]) for one in said)
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        with self._telling():
+            self._agree(signature, 0)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        with self._telling():
+            return [one.decode() for one in self._world.gather(text.encode(), timeout=self._timeout)]
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -279,6 +282,19 @@ class NcclBackend:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(layout)
         return self._programs[layout]
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell all ranks of what this one meets inside, and end."""
+        try:
+            self._guard.check()
+            yield
+        except BaseException as error:
+            failure = self._failure(error)
+            self._end(failure)
+            if isinstance(error, TopoplanError) or not isinstance(error, Exception):
+                raise
+            raise failure from error
 
     def _failure(self, error: BaseException) -> BackendError:
         """What a rank has met, as the other ranks are told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import Any
 
 from collectives.backends.shared.agreement import Notes
 from collectives.backends.shared.peer_watchdog import Watch
@@ -28,26 +29,36 @@ def compare_notes(mine: bytes, notes: Notes, watch: Watch) -> bytes:
 
 
 def largest_of(notes: Notes, watch: Watch) -> bytes:
-    """The largest value of all ranks, packed.
+    """The largest value of all ranks, packed; raises as `told_by_all`."""
+    told: dict[int, Any] = told_by_all(notes, "largest", watch)
+    return struct.pack("d", max(told.values()))
+
+
+def told_by_all(notes: Notes, key: str, watch: Watch) -> dict[int, Any]:
+    """What every rank says under a key of its note, by rank.
 
     Raises
     ------
     BackendError
-        On all ranks; a rank is at a collective, or refused one.
+        On all ranks; a rank is at a collective, or refused one, or says something else.
     """
-    values = []
+    values = {}
     for rank, note in notes.items():
         told = json.loads(note)
-        if "largest" not in told:
-            text = (
-                f"the peer refused a collective: {told['refusal']}"
-                if told["refusal"]
-                else f"the peer is at a collective ({told['collective']}), this rank between two of them; "
-                "make the same calls on all ranks"
+        if key not in told:
+            text = "the peer is at something else between two collectives"
+            if told.get("refusal"):
+                text = f"the peer refused a collective: {told['refusal']}"
+            elif "collective" in told:
+                text = f"the peer is at a collective ({told['collective']}), this rank between two of them"
+            watch.fail(
+                rank,
+                0,
+                text if told.get("refusal") else f"{text}; make the same calls on all ranks",
+                lost=False,
             )
-            watch.fail(rank, 0, text, lost=False)
-        values.append(told["largest"])
-    return struct.pack("d", max(values))
+        values[rank] = told[key]
+    return values
 
 
 def _signature(note: bytes) -> Signature:

@@ -8,8 +8,10 @@ have one, and so has whatever started them.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,11 @@ from collectives.backends.shared.meeting import Gather, lock_fence, meet
 from collectives.backends.shared.peer_watchdog import Watch
 from collectives.backends.shared.program import program_of
 from collectives.backends.shared.result_blocks import result_blocks
+from collectives.backends.shared.texts import texts_of_all
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.place_in_job import place_in_job
 from collectives.peers.signature import LENGTH, Signature
 from collectives.reduction import reduction
-from topoplan.errors import BackendError
 
 
 class SharedBackend:
@@ -43,7 +47,7 @@ class SharedBackend:
     Parameters
     ----------
     gather : callable
-        An allgather of short texts among the ranks.
+        An allgather of short texts among the ranks; not called again once they have met.
     rank, size : int
         This rank, and how many there are.
     timeout : float
@@ -84,22 +88,46 @@ class SharedBackend:
         self._places = {member: place for place, member in enumerate(self._placement.members)}
         self._calls = 0
         self._closed = False
-        self._gather = gather
+
+    @classmethod
+    def from_environment(
+        cls, *, timeout: float = 30.0, environment: Mapping[str, str] = os.environ
+    ) -> SharedBackend:
+        """The back end of a process that a launcher started (`collectives.peers.place_in_job`).
+
+        Raises
+        ------
+        UsageError
+            Variables are missing, or the ranks do not see each other's memory.
+        BackendError
+            The ranks do not find each other.
+        """
+        place = place_in_job(environment, cls.name)
+        world = TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout)
+
+        def gather(text: str) -> list[str]:
+            return [data.decode() for data in world.gather(text.encode(), timeout=timeout)]
+
+        try:
+            return cls(gather, rank=place.rank, size=place.size, timeout=timeout)
+        finally:
+            world.close()
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        mine = signature.pack()
+        with self._watch.telling():
+            self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
 
     def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it, between collectives."""
-        return self._gather(text)
+        """See `GathersTexts.gather_texts`: through memory that all ranks see, whatever they met by."""
+        with self._watch.telling():
+            return texts_of_all(text, self._agreement, self._watch, self._placement)
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        try:
+        with self._watch.telling():
             self._run(call)
-        except BackendError:
-            raise
-        except BaseException as error:
-            text = f"the peer stopped by itself: {type(error).__name__}: {error}"
-            self._watch.tell(self.ranks[0], 0, text, lost=False)
-            raise
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""

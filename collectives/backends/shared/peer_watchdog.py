@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from collectives.backends.mpi.failure_messages import Notices
 from collectives.backends.shared.control_page import CLOSED, FAILED, PEER, ROW, WORDS, Control
 from collectives.backends.shared.failure import Failure
 from collectives.backends.shared.placement import Placement
+from topoplan.errors import BackendError
 
 YIELDS = 16
 """How often the processor is given away between two looks at the clock."""
@@ -140,6 +142,18 @@ class Watch:
         self._control.write_failure(failure)
         self._notices.spread(failure)
         return failure
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell all ranks of what this one stops with by itself, inside; they would wait for it."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except BaseException as error:
+            text = f"the peer stopped by itself: {type(error).__name__}: {error}"
+            self.tell(self.rank, 0, text, lost=False)
+            raise
 
     def _give_up(self, peer: int, row: int) -> NoReturn:
         culprit = self._stalling(peer)

@@ -158,24 +158,21 @@ class TcpBackend:
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
-        self._check_open()
-        try:
-            return float(self._job.ask({"type": "largest", "value": float(value)})["value"])
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        return float(self._asked({"type": "largest", "value": float(value)})["value"])
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        self._asked(_agreement(signature), signature)
 
     def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it, between collectives.
+        """See `GathersTexts.gather_texts`."""
+        return [str(one) for one in self._asked({"type": "gather", "data": text})["data"]]
 
-        Raises
-        ------
-        BackendError
-            A rank is gone, does not answer, or makes another call.
-        """
+    def _asked(self, message: Message, signature: Signature | None = None) -> Message:
+        """The answer of the rendezvous to what all ranks tell it."""
         self._check_open()
         try:
-            return [str(one) for one in self._job.ask({"type": "gather", "data": text})["data"]]
+            return self._job.ask(message, signature)
         except BaseException as error:
             self._give_up(error)
             raise

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
-from collectives.backends.torch.exchange import exchange
+from collectives.backends.torch.exchange import BLOCK, exchange
 from collectives.backends.torch.open_group import (
     asked_for,
     carrier_of,
@@ -135,6 +135,26 @@ class TorchBackend:
                 ) from None
         return max(values)
 
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        self._agree(signature, "")
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        data = text.encode()
+        lengths = []
+        for peer, block in enumerate(self._exchange(str(len(data)).encode())):
+            if not block.strip().isdigit():
+                raise BackendError(
+                    "the peer is at something else than this rank, which waits for a plan; make the same calls on all "
+                    "ranks",
+                    rank=self.ranks[0],
+                    peer=peer,
+                )
+            lengths.append(int(block))
+        found = self._exchange(data, length=max(1, *lengths))
+        return [one[:length].decode() for one, length in zip(found, lengths, strict=True)]
+
     def close(self) -> None:
         """See `Backend.close`."""
         self._roll_call.close()
@@ -174,11 +194,10 @@ class TorchBackend:
     def _block(self, signature: Signature, kind: str) -> bytes:
         return signature.pack() + kind.encode()
 
-    def _exchange(self, block: bytes) -> list[bytes]:
+    def _exchange(self, block: bytes, length: int = BLOCK) -> list[bytes]:
         wires = self._wires[self._small.type]
-        return self._guarded(
-            lambda: exchange(block, wires, rank=self.ranks[0], size=self.size, device=self._small)
-        )
+        place = {"rank": self.ranks[0], "size": self.size}
+        return self._guarded(lambda: exchange(block, wires, **place, device=self._small, length=length))
 
     def _lines(self, steps: Program, memory: RankArrays[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The rank's contribution, its result, and scratch memory, as the parts of a program count them."""
