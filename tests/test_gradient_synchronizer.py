@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives import GradientSynchronizer
+import topoplan
+from collectives import GradientSynchronizer, LocalSGD
 from collectives.backends.loopback.backend import Loopback
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.training.buckets import Gradient, buckets_of
@@ -302,9 +304,24 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         made(gradients[:2])
     with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
         GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
-    no_plan: Any = "plan.json"
-    with pytest.raises(UsageError, match="a str is no plan"):
+    no_plan: Any = 7
+    with pytest.raises(UsageError, match="a int is no plan"):
         GradientSynchronizer(gradients, no_plan, backend="loopback")
+    with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
+        GradientSynchronizer(gradients, "nowhere.json", backend="loopback")
+    with pytest.raises(UsageError, match=r"mode 'local' is no synchronisation mode"):
+        made(gradients, mode="local")
+
+
+def test_a_plan_may_be_named_by_its_file_or_its_machine_and_a_mode_by_its_name(tmp_path: Path) -> None:
+    gradients = whole_numbers(6)
+    file = tmp_path / "plan.json"
+    file.write_text(PLAN.to_json(), encoding="utf-8")
+    for plan in (file, str(file), "v100x4", topoplan.load("v100x4")):
+        with GradientSynchronizer(gradients, plan, backend="loopback", mode="local:8") as synchronizer:
+            assert synchronizer.mode == LocalSGD(8)
+            found = synchronizer.communicator.plan.topology.name
+            assert found == ("v100x4" if plan not in (file, str(file)) else PLAN.topology.name)
 
 
 def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:

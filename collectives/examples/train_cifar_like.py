@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import topoplan
-from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives import report
 from collectives.examples.cifar_like import images
-from collectives.staleness.modes import Mode
 from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
 
@@ -124,27 +122,14 @@ def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
 
 def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:
     state = HookState(
-        topoplan.load_plan(options.plan) if options.plan else None,
+        options.plan,
         density=options.density,
         exchange=options.exchange,
         compress=options.compress,
-        mode=_mode(options.mode),
+        mode=options.mode,
     )
     model.register_comm_hook(state, topoplan_hook)
     return state
-
-
-def _mode(text: str) -> Mode:
-    name, _, number = text.partition(":")
-    if name == "bsp":
-        return BSP()
-    if name == "asp":
-        return ASP()
-    if name == "ssp" and number.isdigit():
-        return SSP(int(number))
-    if name == "local" and number.isdigit():
-        return LocalSGD(int(number))
-    raise SystemExit(f"--mode {text!r} is none of bsp, ssp:2, asp, local:8")
 
 
 def _straggler(text: str | None) -> Straggler | None:

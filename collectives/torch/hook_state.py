@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
-from collectives.staleness.modes import BSP, Mode
-from collectives.torch.agreement import Plans, agreed_plan, gather_by
+from collectives.job.plan import GivenPlan
+from collectives.staleness.modes import Mode, mode_of
+from collectives.torch.agreement import agreed_plan, gather_by
 from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.built_in import BuiltInExchange
 from collectives.torch.group_backend import backend_of
@@ -40,13 +41,15 @@ NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class HookState:
     """What `topoplan_hook` needs: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
 
-    All ranks of the group make one, with the same arguments. Where no plan fits, all of them warn once with the reason
-    and use torch's own allreduce, of whole gradients.
+    All ranks of the group make one, with the same arguments. Where no plan can be made of the job, or the group's
+    library cannot carry one, all of them warn once with the reason and use torch's own allreduce, of whole gradients,
+    in step.
 
     Parameters
     ----------
-    plan : Plan or SizePlans, optional
-        One for as many ranks as the group has; by default made from what the job runs on.
+    plan : Plan, SizePlans, str, path or Topology, optional
+        One for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its name
+        in the library. By default made from what the job runs on.
     group : ProcessGroup, optional
         The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
         NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
@@ -65,9 +68,9 @@ class HookState:
         Seconds that a rank waits for the next message of a peer.
     shared : bool
         Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
-    mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.staleness.modes`); BSP by default. SSP and ASP begin with the third
-        step, when DDP has arranged its buckets.
+    mode : BSP, SSP, ASP, LocalSGD or str, optional
+        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        ASP begin with the third step, when DDP has arranged its buckets.
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
@@ -84,7 +87,8 @@ class HookState:
     Raises
     ------
     UsageError
-        An argument is out of range, or torch.distributed is not initialised.
+        An argument is out of range, torch.distributed is not initialised, or the plan that a rank gives is none, is for
+        another number of ranks or not that of the others; then on all ranks, with the same text.
     BackendError
         The ranks do not find each other.
 
@@ -97,7 +101,7 @@ class HookState:
 
     def __init__(
         self,
-        plan: Plans | None = None,
+        plan: GivenPlan | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         density: Density | None = None,
@@ -107,17 +111,18 @@ class HookState:
         compress: str | None = None,
         timeout: float = 30.0,
         shared: bool = True,
-        mode: Mode | None = None,
+        mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
+        numbers = ParameterNumbers(parameters)
         if compress is not None and compress not in NARROW:
             raise UsageError(f"gradients cannot travel as {compress!r}; use {' or '.join(NARROW)}")
         if compress is not None and density is not None:
             raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.mode: Mode = BSP() if mode is None else mode
+        self.mode = mode_of(mode)
         self.recorder = watch(Recorder("hook", ranks=self.size))
         gather = gather_by(self.group)
         verdict = agreed_plan(plan, self.group, gather)
@@ -125,7 +130,6 @@ class HookState:
         self.communicator: Communicator | None = None
         self.momentum = momentum
         self._own: dist.ProcessGroup | None = None
-        numbers = ParameterNumbers(parameters)
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if verdict.plan is None:
             warnings.warn(

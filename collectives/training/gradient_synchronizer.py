@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
 from collectives.job.backend import GathersTexts, open_for_plan
+from collectives.job.plan import GivenPlan
 from collectives.staleness.local_sgd import LocalExchange
-from collectives.staleness.modes import BSP, Mode
+from collectives.staleness.modes import Mode, mode_of
 from collectives.staleness.stale_average import StaleExchange
 from collectives.training.bucket_exchange import BucketExchange
 from collectives.training.bucket_memory import BucketMemory
@@ -26,8 +27,6 @@ from collectives.training.report import watch
 from collectives.training.start_line import log_start
 from collectives.training.step_exchange import step_exchange
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -47,9 +46,9 @@ class GradientSynchronizer:
     ----------
     parameters : list of arrays; with several ranks in this process a list of such lists
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
-    plan : Plan or SizePlans, optional
-        None lets the ranks of mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on
-        their hosts, without GPUs.
+    plan : Plan, SizePlans, str, path or Topology, optional
+        One, its file, or the machine whose GPUs the ranks are, also by its name in the library. None lets the ranks of
+        mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without GPUs.
     backend : str or Backend
     bucket_bytes : int
         Longest bucket; an array that is longer is one of its own.
@@ -57,8 +56,8 @@ class GradientSynchronizer:
         Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
-    mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.staleness.modes`); BSP by default.
+    mode : BSP, SSP, ASP, LocalSGD or str, optional
+        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     timeout : float
         Seconds that a rank waits for the others, when a plan is made too.
     name : str
@@ -93,7 +92,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         parameters: Any,
-        plan: Plan | SizePlans | None = None,
+        plan: GivenPlan | None = None,
         *,
         backend: str | Backend[Any] = "mpi",
         bucket_bytes: int = BUCKET_BYTES,
@@ -101,15 +100,15 @@ class GradientSynchronizer:
         exchange: str = "auto",
         momentum: float = 0.0,
         wire: WireFormat | None = None,
-        mode: Mode | None = None,
+        mode: Mode | str | None = None,
         timeout: float = 30.0,
         name: str = "gradients",
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
-        self.mode: Mode = BSP() if mode is None else mode
-        opened, plan = open_for_plan(backend, plan, timeout=timeout)
+        self.mode = mode_of(mode)
+        opened, meant = open_for_plan(backend, plan, timeout=timeout)
         try:
-            self.communicator = comm = Communicator(plan, opened, timeout=timeout)
+            self.communicator = comm = Communicator(meant, opened, timeout=timeout)
             self.recorder = watch(Recorder(name, ranks=comm.size))
             self._steps: GradientExchange | StaleExchange | LocalExchange | None = None
             with self._refusing("making the synchronizer"):

@@ -254,7 +254,7 @@ def _error(found: Notice, rank: int) -> BackendError:
     else:
         message = f"the peer {found.fault}, as rank {found.rank} found"
     return BackendError(
-        f"{message}; see what its process did, and make a new process group",
+        f"{message}; see what its process did and whether it had fewer batches, and make a new process group",
         rank=rank,
         peer=found.peer,
         step=found.step,
