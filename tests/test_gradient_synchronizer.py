@@ -330,6 +330,36 @@ def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:
             GradientSynchronizer(whole_numbers(0), backend=backend)
 
 
+def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with_the_same_ones() -> None:
+    """Seven steps of LocalSGD(3); without `after_step` the second step is refused, and nothing of it has moved."""
+    shapes = [((3, 2), "float64"), ((5,), "float64")]
+    weights = [[np.zeros(shape) for shape, _ in shapes] for _ in range(RANKS)]
+    given = [np.zeros(shape) for shape, _ in shapes]
+    with made(weights, mode=LocalSGD(3)) as synchronizer:
+        for step in range(7):
+            gradients = whole_numbers(step, shapes)
+            given = [total + one for total, one in zip(given, means(gradients), strict=True)]
+            for mine, averages in zip(weights, synchronizer.step(gradients), strict=True):
+                for weight, average in zip(mine, averages, strict=True):
+                    weight += average
+            if step == 6:
+                with pytest.raises(
+                    UsageError, match=r"training step 7: .*call after_step\(parameters\) in every step"
+                ):
+                    synchronizer.step(gradients)
+                with pytest.raises(UsageError, match=r"call after_step\(parameters\) in every step"):
+                    synchronizer.ready(0, [rank[0] for rank in gradients])
+            synchronizer.after_step(weights)
+        assert not np.array_equal(weights[0][0], weights[1][0])
+        with pytest.raises(
+            UsageError, match=r"each rank has parameters of its own after LocalSGD\(every=3\)"
+        ):
+            synchronizer.finish()
+        assert synchronizer.finish(weights) is None
+        assert_averages(weights, given)
+        assert synchronizer.finish() is None
+
+
 def test_nan_in_sparse_gradients_names_step_bucket_and_rank_and_the_next_step_goes_on() -> None:
     gradients = whole_numbers(8, SPARSE)
     bad = [[one.copy() for one in rank] for rank in gradients]

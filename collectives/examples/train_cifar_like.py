@@ -91,15 +91,13 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
-        if state is not None:
-            state.after_step(model.parameters())
         if step % options.every == options.every - 1 or step == options.steps - 1:
             losses.append((step + 1, _test(model.module, new.to(dtype), their_labels)))
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
     seconds, gap = _slowest(time.perf_counter() - started, None if state is None else state.gap)
-    if state is not None and state.finish():
-        optimiser.step()
+    if state is not None:
+        state.finish()
     final = _test(model.module, new.to(dtype), their_labels)
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.built_in import BuiltInExchange
 from collectives.torch.group_backend import backend_of
 from collectives.torch.mode_exchange import ModeExchange
-from collectives.torch.parameter_numbers import ParameterNumbers
+from collectives.torch.parameter_numbers import ParameterNumbers, tensors_of
 from collectives.torch.parameter_residuals import Kept
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
 from collectives.training.recorder import Recorder
@@ -148,7 +148,7 @@ class HookState:
         in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
         narrow = None if compress is None else NARROW[compress]
         buckets = BucketExchange(in_step, numbers, narrow=narrow)
-        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets)
+        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets, comm)
         log_start(comm, how, self.mode)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,27 +201,42 @@ class HookState:
             )
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call it after ``optimizer.step()``: with `LocalSGD` it averages the parameters when it is time.
+        """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
+
+        With `LocalSGD` it averages them when it is time. After ``optimizer.step()`` that has been done already.
 
         Raises
         ------
+        UsageError
+            These are no parameters.
         BackendError
             Another rank failed.
         """
+        listed = tensors_of(parameters)
         if isinstance(self.buckets, ModeExchange):
-            self.buckets.after_step(parameters)
+            self.buckets.after_step(listed)
 
-    def finish(self) -> bool:
-        """After the last step: whether gradients that came late are now in the parameters, for one more optimiser step.
+    def finish(self, step: Callable[[], object] | None = None) -> None:
+        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        Only with `SSP` and `ASP`; used so, all ranks have used the same gradients in the end.
+        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
+        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already. All ranks must call it.
+        Training may go on afterwards.
+
+        Parameters
+        ----------
+        step : callable, optional
+            Moves the parameters by their gradients, for `SSP` and `ASP` where no optimiser of `torch.optim` does.
 
         Raises
         ------
+        UsageError
+            No optimiser has moved the parameters, and ``step`` is not given.
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
-        return isinstance(self.buckets, ModeExchange) and self.buckets.finish()
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.finish(step)
 
     @property
     def gap(self) -> int | None:
@@ -229,7 +244,10 @@ class HookState:
         return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
 
     def close(self) -> None:
-        """Give up the communicator and what it has made, but not the process group. Closing twice is fine."""
+        """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
+
+        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so.
+        """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.close()
         if self.communicator is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
 from collectives.job.backend import GathersTexts, open_for_plan
 from collectives.job.plan import GivenPlan
-from collectives.staleness.local_sgd import LocalExchange
-from collectives.staleness.modes import Mode, mode_of
+from collectives.staleness.local_sgd import LocalExchange, average_parameters
+from collectives.staleness.modes import BSP, Mode, mode_of
 from collectives.staleness.stale_average import StaleExchange
 from collectives.training.bucket_exchange import BucketExchange
 from collectives.training.bucket_memory import BucketMemory
@@ -123,6 +123,8 @@ class GradientSynchronizer:
             gather = opened.gather_texts if isinstance(opened, GathersTexts) else None
             self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
+            self._averaged = self._heard = 0
+            self._apart = False
             log_start(comm, how, self.mode)
         except BaseException:
             opened.close()
@@ -150,6 +152,7 @@ class GradientSynchronizer:
         BackendError
             Another rank failed.
         """
+        self._check_heard()
         with self._refusing():
             if self._exchange.given:
                 raise UsageError("gradients of this step were given with ready already; end it with wait")
@@ -177,6 +180,7 @@ class GradientSynchronizer:
         UsageError, BackendError
             As `step`.
         """
+        self._check_heard()
         with self._refusing():
             arrays = self._shapes.one(index, gradient, "gradient")
             if index in self._exchange.given:
@@ -196,7 +200,9 @@ class GradientSynchronizer:
         return self._finished(outs)
 
     def after_step(self, parameters: Any) -> None:
-        """Call it when the optimiser has used the averages: with `LocalSGD` it averages the parameters when it is time.
+        """Call it in every step when the optimiser has used the averages.
+
+        With `LocalSGD` it averages the parameters when it is time; a next step without this call is a `UsageError`.
 
         Parameters
         ----------
@@ -208,23 +214,57 @@ class GradientSynchronizer:
         BackendError
             Another rank failed.
         """
-        if isinstance(self._steps, LocalExchange):
-            listed = self._shapes.lists(parameters, "parameter")
-            self._steps.average(listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True)))
+        self._heard = self.recorder.step
+        if isinstance(self._steps, LocalExchange) and self._averaged < self._steps.due:
+            self._average(parameters)
 
-    def finish(self) -> list[Any] | None:
-        """After the last step: what other ranks have still sent and this one has not used, or None if there is none.
+    def finish(
+        self, parameters: Any = None, *, use: Callable[[list[Any]], object] | None = None
+    ) -> list[Any] | None:
+        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        Only with `SSP` and `ASP`. Used like the averages of one more step, it makes the sums of all ranks the same.
+        With `SSP` and `ASP` what other ranks have sent late is used first; then, and with `LocalSGD` too, the
+        parameters are averaged. With `BSP` they are the same already. All ranks must call it. Training may go on
+        afterwards.
+
+        Parameters
+        ----------
+        parameters : as those that the synchronizer was made with, writeable
+            Changed in place. Left out, nothing is averaged.
+        use : callable, optional
+            What the optimiser does with the averages of a step; for `SSP` and `ASP`.
+
+        Returns
+        -------
+        list of arrays or None
+            With `SSP` and `ASP` what came late, an array for each parameter, if ``use`` was not given: to be used like
+            the averages of one more step.
 
         Raises
         ------
+        UsageError
+            With `LocalSGD` the parameters are left out, or with `SSP` and `ASP` they are given without ``use``.
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
-        if not isinstance(self._steps, StaleExchange):
-            return None
-        return self._exchange.rest(self._steps.finish())
+        stale = isinstance(self._steps, StaleExchange)
+        if isinstance(self._steps, LocalExchange) and parameters is None and self._apart:
+            raise UsageError(
+                f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
+            )
+        if stale and parameters is not None and use is None:
+            raise UsageError(
+                f"what came late in {self.mode} is to be used before parameters are averaged; give "
+                "finish(parameters, use=...) what the optimiser does with averages"
+            )
+        rest = None
+        if isinstance(self._steps, StaleExchange):
+            rest = self._exchange.rest(self._steps.finish())
+            if use is not None:
+                use(rest)
+        if parameters is not None and not isinstance(self.mode, BSP):
+            self._average(parameters)
+        return rest if use is None else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
@@ -246,7 +286,7 @@ class GradientSynchronizer:
             It is of other parameters, other buckets or another number of ranks; nothing has changed.
         """
         self._check_between_steps()
-        self.recorder.step = restored(self.communicator, self._layout, state)
+        self.recorder.step = self._heard = restored(self.communicator, self._layout, state)
 
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
@@ -302,6 +342,27 @@ class GradientSynchronizer:
             with contextlib.suppress(BackendError):
                 self.communicator.refuse(text)
             raise UsageError(text) from error
+
+    def _average(self, parameters: Any) -> None:
+        """Average the parameters now."""
+        listed = self._shapes.lists(parameters, "parameter")
+        comm = self.communicator
+        average_parameters(
+            comm, self.recorder, listed[0] if comm.one_rank else list(zip(*listed, strict=True))
+        )
+        self._heard = self.recorder.step
+        if isinstance(self._steps, LocalExchange):
+            self._averaged = self._steps.due
+            self._apart = False
+
+    def _check_heard(self) -> None:
+        """Whether `after_step` was called in the step before, where it has something to do."""
+        if isinstance(self._steps, LocalExchange) and self._heard != self.recorder.step:
+            raise UsageError(
+                f"training step {self.recorder.step}: {self.mode} averages parameters when it is told that they have "
+                "moved, and it was not told in the step before; call after_step(parameters) in every step"
+            )
+        self._apart = True
 
     def _check_between_steps(self) -> None:
         if self._exchange.given:
