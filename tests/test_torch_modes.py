@@ -126,6 +126,19 @@ def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: 
     assert first["digest"] == first["averaged"][-1]
 
 
+def test_the_loop_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    """From the group to its end; only what a user brings is put before it."""
+    blocks = (TESTS.parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    (loop,) = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
+    program = tmp_path / "loop.py"
+    brought = (
+        "from torch import nn\nnetwork, loss = nn.Linear(3, 2), nn.functional.mse_loss\n"
+        "import torch\nbatches = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3\n"
+    )
+    program.write_text(brought + loop, encoding="utf-8")
+    assert "hook on 2 ranks, 3 steps of " in torchrun(2, str(program))
+
+
 def test_the_example_trains_and_reports(tmp_path: Path) -> None:
     out, plot = tmp_path / "told.json", tmp_path / "steps.png"
     command = [
