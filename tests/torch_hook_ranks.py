@@ -573,4 +573,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as in torch_mode_ranks: DDP leaves gloo's threads behind

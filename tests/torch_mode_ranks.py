@@ -6,8 +6,6 @@ The loops are those of a user: no call but `finish` and `close`.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 import warnings
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.staleness.modes import Mode
 from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
@@ -173,12 +172,9 @@ def main() -> None:
     dist.all_gather_object(everything, told)
     if rank == 0:
         print(json.dumps(everything), flush=True)
+    let_go()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    # DDP leaves gloo's threads behind (torch 2.13, also without hooks): on a busy machine they may let go of a tensor
-    # when the interpreter is gone already, and abort the process
-    os._exit(0)

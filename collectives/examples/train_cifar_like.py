@@ -108,6 +108,8 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         if options.out:
             told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds, "gap": gap}
             Path(options.out).write_text(json.dumps(told))
+    if state is not None:
+        state.close()
 
 
 def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:

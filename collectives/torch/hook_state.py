@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
 from collectives.job.plan import GivenPlan
@@ -246,12 +247,15 @@ class HookState:
     def close(self) -> None:
         """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
 
-        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so.
+        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so. Call it as
+        the last thing before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has
+        run collectives of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
         """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.close()
         if self.communicator is not None:
             self.communicator.close()
+        let_go()
         self._leave()
 
     def _leave(self) -> None:

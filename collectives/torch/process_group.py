@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from collectives.arrays.torch_arrays import DTYPES
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
@@ -157,6 +158,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Give up everything."""
         if self.communicator is not None:
             self.communicator.close()
+        let_go()
         if self.carrier is not self.inner:
             self.carrier.shutdown()
         self.inner.shutdown()

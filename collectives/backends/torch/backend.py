@@ -19,6 +19,7 @@ import torch.distributed as dist
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.torch.exchange import exchange
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.open_group import (
     asked_for,
     carrier_of,
@@ -141,6 +142,7 @@ class TorchBackend:
         self._scratch.clear()
         if self._owned:
             self._owned = False
+            let_go()
             dist.destroy_process_group()
 
     def _meet(self) -> None:
