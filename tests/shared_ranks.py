@@ -109,10 +109,17 @@ def trained(comm: Communicator, rank: int) -> Any:
                 for weight, average in zip(weights, synchronizer.step(gradients), strict=True):
                     weight += average
                 synchronizer.after_step(weights)
-            rest = synchronizer.finish()
-            if rest is not None:
-                for weight, average in zip(weights, rest, strict=True):
+
+            def use(averages: list[Any], weights: list[Any] = weights) -> None:
+                for weight, average in zip(weights, averages, strict=True):
                     weight += average
+
+            if mode == SSP(2):
+                rest = synchronizer.finish()
+                assert rest is not None
+                use(rest)
+            else:
+                assert synchronizer.finish(weights, use=use) is None
             told.append([weight.reshape(-1).tolist() for weight in weights])
     return told
 

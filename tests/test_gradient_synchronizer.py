@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives import GradientSynchronizer
+import topoplan
+from collectives import GradientSynchronizer, LocalSGD
 from collectives.backends.loopback.backend import Loopback
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.training.buckets import Gradient, buckets_of
@@ -313,19 +315,69 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         made(gradients[:2])
     with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
         GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
+<<<<<<< HEAD
     given = Watched(RANKS)
     with pytest.raises(UsageError, match="there is no parameter"):
         GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
     assert given.closed == 0, "it is the caller's"
     no_plan: Any = "plan.json"
     with pytest.raises(UsageError, match="a str is no plan"):
+=======
+    no_plan: Any = 7
+    with pytest.raises(UsageError, match="a int is no plan"):
+>>>>>>> training
         GradientSynchronizer(gradients, no_plan, backend="loopback")
+    with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
+        GradientSynchronizer(gradients, "nowhere.json", backend="loopback")
+    with pytest.raises(UsageError, match=r"mode 'local' is no synchronisation mode"):
+        made(gradients, mode="local")
+
+
+def test_a_plan_may_be_named_by_its_file_or_its_machine_and_a_mode_by_its_name(tmp_path: Path) -> None:
+    gradients = whole_numbers(6)
+    file = tmp_path / "plan.json"
+    file.write_text(PLAN.to_json(), encoding="utf-8")
+    for plan in (file, str(file), "v100x4", topoplan.load("v100x4")):
+        with GradientSynchronizer(gradients, plan, backend="loopback", mode="local:8") as synchronizer:
+            assert synchronizer.mode == LocalSGD(8)
+            found = synchronizer.communicator.plan.topology.name
+            assert found == ("v100x4" if plan not in (file, str(file)) else PLAN.topology.name)
 
 
 def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:
     for backend in ("loopback", Loopback(4)):
         with pytest.raises(UsageError, match="loopback holds all ranks in this process"):
             GradientSynchronizer(whole_numbers(0), backend=backend)
+
+
+def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with_the_same_ones() -> None:
+    """Seven steps of LocalSGD(3); without `after_step` the second step is refused, and nothing of it has moved."""
+    shapes = [((3, 2), "float64"), ((5,), "float64")]
+    weights = [[np.zeros(shape) for shape, _ in shapes] for _ in range(RANKS)]
+    given = [np.zeros(shape) for shape, _ in shapes]
+    with made(weights, mode=LocalSGD(3)) as synchronizer:
+        for step in range(7):
+            gradients = whole_numbers(step, shapes)
+            given = [total + one for total, one in zip(given, means(gradients), strict=True)]
+            for mine, averages in zip(weights, synchronizer.step(gradients), strict=True):
+                for weight, average in zip(mine, averages, strict=True):
+                    weight += average
+            if step == 6:
+                with pytest.raises(
+                    UsageError, match=r"training step 7: .*call after_step\(parameters\) in every step"
+                ):
+                    synchronizer.step(gradients)
+                with pytest.raises(UsageError, match=r"call after_step\(parameters\) in every step"):
+                    synchronizer.ready(0, [rank[0] for rank in gradients])
+            synchronizer.after_step(weights)
+        assert not np.array_equal(weights[0][0], weights[1][0])
+        with pytest.raises(
+            UsageError, match=r"each rank has parameters of its own after LocalSGD\(every=3\)"
+        ):
+            synchronizer.finish()
+        assert synchronizer.finish(weights) is None
+        assert_averages(weights, given)
+        assert synchronizer.finish() is None
 
 
 def test_nan_in_sparse_gradients_names_step_bucket_and_rank_and_the_next_step_goes_on() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.staleness.mailbox import Mailbox
-from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, may_begin
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, may_begin, mode_of
 from collectives.staleness.simulated_straggler import Straggler
 from collectives.staleness.stale_average import StaleExchange
 from collectives.training.recorder import Recorder
@@ -84,6 +84,22 @@ def test_no_order_of_steps_that_the_rule_allows_takes_clocks_further_apart_than_
         assert able
         clocks[data.draw(st.sampled_from(able))] += 1
         assert max(clocks) - min(clocks) <= bound + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("bsp", BSP()), ("SSP:3", SSP(3)), ("asp", ASP()), ("local:4", LocalSGD(4)), (None, BSP())],
+)
+def test_a_mode_may_be_named(name: str | None, mode: Mode) -> None:
+    assert mode_of(name) == mode == mode_of(mode)
+
+
+@pytest.mark.parametrize("name", ["ssp", "ssp:", "ssp:-1", "bsp:1", "local:x", "gossip", "", SSP, 2], ids=str)
+def test_what_names_no_mode_is_refused_with_the_names_that_do(name: object) -> None:
+    with pytest.raises(
+        UsageError, match=r"is no synchronisation mode; give .*'bsp', 'ssp:2', 'asp', 'local:8'"
+    ):
+        mode_of(name)
 
 
 def test_modes_are_told_apart_by_their_bounds() -> None:

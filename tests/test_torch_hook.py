@@ -203,24 +203,61 @@ def test_a_hundredth_of_the_gradient_trains(four: Told) -> None:
     assert losses["sparse"] < 1.15 * losses["dense"]
 
 
-REASONS = {
+def test_where_no_plan_can_travel_all_ranks_say_why_once_and_use_torchs_own_allreduce(four: Told) -> None:
+    for one in four:
+        (warning,) = one["fallen_back"]["warnings"]
+        assert warning.startswith("gradients are averaged whole by torch's own allreduce: ")
+        assert "rank 0: the process group uses cpu:elsewhere; make one with gloo or nccl" in warning
+        assert one["fallen_back"]["furthest"] == 0.0
+        assert one["fallen_back"]["steps"] == 2
+
+
+REFUSED = {
     "world": "rank 0: the plan is for 5 ranks and the process group has 4; plan for 4 GPUs",
     "one rank": "rank 1: the plan is for 5 ranks and the process group has 4; plan for 4 GPUs",
     "another plan": "give all ranks the same plan",
-    "no plan": "rank 0: a str is no plan; make one with topoplan.plan",
+    "none here": "rank 1: this rank was given no plan and others were; give all ranks the same plan",
+    "larger machine": "rank 0: dgx-1v has 8 GPUs and the process group 4 ranks; choose 4 GPUs: topoplan.plan(",
+    "no file": "rank 0: nowhere.json cannot be read: No such file or directory; give a plan file",
+    "no plan": "rank 0: a int is no plan; make one with topoplan.plan",
+    "a group": "rank 0: a ProcessGroup is no plan; make one with topoplan.plan",
 }
 
 
-@pytest.mark.parametrize("name", REASONS)
-def test_where_no_plan_fits_all_ranks_say_why_once_and_use_torchs_own_allreduce(
-    four: Told, name: str
-) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_does_not_fit_on_a_rank_is_the_same_error_on_all(four: Told, name: str) -> None:
+    told = {one["plans_given"][name] for one in four}
+    assert len(told) == 1
+    assert REFUSED[name] in told.pop()
+
+
+def test_a_plan_may_be_named_by_its_file_or_its_machine(four: Told) -> None:
     for one in four:
-        (warning,) = one["fallen_back"][name]["warnings"]
-        assert warning.startswith("gradients are averaged whole by torch's own allreduce: ")
-        assert REASONS[name] in warning
-        assert one["fallen_back"][name]["furthest"] == 0.0
-        assert one["fallen_back"][name]["steps"] == 2
+        assert one["plans_given"]["file"] == one["plans_given"]["path"]
+        assert one["plans_given"]["file"][1]
+        assert one["plans_given"]["machine"] == ["v100x4", False]
+
+
+MISPLACED = {
+    "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP() or LocalSGD(8), or their names: ",
+    "kind of mode": "is no synchronisation mode",
+    "density": "a density of '0.01' is not above 0 and at most 1; give for example 0.01",
+    "wire": "wire 'float16' is no format; give for example collectives.wire.WireFormat(values='float16')",
+    "parameters": "a Branches is no list of parameters; give model.parameters()",
+    "named": "a tuple is no parameter; give model.parameters()",
+    "ranks of norms": "a str has no ranks that share norms; give a Communicator, a HookState",
+    "late ranks": "ranks in mode ASP() have parameters of their own",
+    "state": "a ProcessGroup is no state of the hook; write model.register_comm_hook(HookState(), topoplan_hook)",
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_an_argument_that_is_something_else_is_one_clear_error(two: Told, name: str) -> None:
+    assert all(MISPLACED[name] in one["misplaced"][name] for one in two)
+
+
+def test_norms_are_shared_by_the_ranks_of_a_hook(two: Told) -> None:
+    assert all(one["misplaced"]["shared norms"] == 0.0 for one in two)
 
 
 def test_a_bucket_without_elements_is_averaged(two: Told) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -88,9 +90,23 @@ def test_the_report_without_a_name_is_of_what_moved_most_and_forgets_the_dead() 
     assert report().name != "busy"
 
 
-def test_nothing_to_report_is_said() -> None:
-    with pytest.raises(UsageError, match="no gradient has been exchanged yet"):
-        report(Recorder("idle", ranks=2))
+def test_nothing_to_report_is_said_and_is_no_error(tmp_path: Path) -> None:
+    """Nor its picture: with LocalSGD a short run ends before anything was exchanged."""
+    idle = Recorder("idle", ranks=2)
+    assert str(report(idle)) == "idle on 2 ranks, 0 steps of 0 us: nothing has been exchanged yet"
+    idle.end_step()
+    told = report(idle)
+    assert str(told).startswith("idle on 2 ranks, 1 steps of ")
+    assert (told.nbytes, told.buckets, len(told.step_records)) == (0, (), 1)
+    for one in (told, report(Recorder("new", ranks=2))):
+        one.plot(tmp_path / "idle.png")
+        assert (tmp_path / "idle.png").stat().st_size > 1000
+
+
+def test_a_process_that_trains_nothing_has_an_empty_report() -> None:
+    code = "import collectives; print(collectives.report())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "this process on 0 ranks, 0 steps of 0 us: nothing has been exchanged yet\n"
 
 
 def test_the_picture_has_a_row_for_each_bucket_and_one_for_waiting(tmp_path: Path) -> None:

@@ -288,29 +288,101 @@ def losses() -> dict[str, float]:
 
 
 def fallen_back() -> dict[str, Any]:
-    """What ranks do with a plan that does not fit, on all of them or on one."""
+    """What ranks do on a process group whose library, here gloo by another name, is not known to carry plans."""
+
+    def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("elsewhere", gloo, devices=["cpu"])
+    group = dist.new_group(backend="elsewhere")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = HookState(plan(), group=group, density=0.01)
+    ours = trained(wrapped(model(), state, process_group=group), steps=range(2))
+    theirs = trained(wrapped(model(), None), steps=range(2))
+    state.close()
+    return {
+        "warnings": [str(one.message) for one in caught],
+        "furthest": furthest(ours, theirs),
+        "steps": state.recorder.step,
+    }
+
+
+def plans_given() -> dict[str, Any]:
+    """What is made of plans that are not a plan's object, or do not fit on all ranks or on one."""
     size, rank = dist.get_world_size(), dist.get_rank()
     wrong = forest_plan(size + 1, "allreduce", "star")
     other = forest_plan(size, "allreduce", "binary")
     found: dict[str, Any] = {}
-    for name, given in {
+    given: dict[str, Any] = {
         "world": wrong,
         "one rank": wrong if rank == 1 else plan(),
         "another plan": other if rank == 1 else plan(),
-        "no plan": "dgx-1v",
-    }.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state = HookState(given, density=0.01)
-        ours = trained(wrapped(model(), state), steps=range(2))
-        theirs = trained(wrapped(model(), None), steps=range(2))
-        found[name] = {
-            "warnings": [str(one.message) for one in caught],
-            "furthest": furthest(ours, theirs),
-            "steps": state.recorder.step,
-            "state": sorted(state.state_dict()),
-        }
+        "none here": None if rank == 1 else plan(),
+        "larger machine": "dgx-1v",
+        "no file": "nowhere.json",
+        "no plan": 7,
+        "a group": dist.group.WORLD,
+        "file": os.environ["TOPOPLAN_PLAN"],
+        "path": Path(os.environ["TOPOPLAN_PLAN"]),
+        "machine": "v100x4",
+    }
+    for name, one in given.items():
+        try:
+            state = HookState(one)
+        except UsageError as error:
+            found[name] = str(error)
+            continue
+        assert state.communicator is not None
+        found[name] = [state.communicator.plan.topology.name, state.communicator.plan.digest == plan().digest]
         state.close()
+    return found
+
+
+def misplaced() -> dict[str, Any]:
+    """What is said of arguments that are something else, and norms that are shared by the hook's ranks."""
+    from collectives.torch.optimizers import Lars
+
+    found: dict[str, Any] = {}
+    network = model()
+    state, late = HookState(plan()), HookState(plan(), mode="asp")
+    calls: dict[str, Callable[[], Any]] = {
+        "mode": lambda: HookState(plan(), mode="ssp"),
+        "kind of mode": lambda: HookState(plan(), mode=HookState),  # type: ignore[arg-type]
+        "density": lambda: HookState(plan(), density="0.01"),  # type: ignore[arg-type]
+        "wire": lambda: HookState(plan(), density=0.01, wire="float16"),  # type: ignore[arg-type]
+        "parameters": lambda: HookState(plan(), parameters=network),  # type: ignore[arg-type]
+        "named": lambda: HookState(plan(), parameters=network.named_parameters()),  # type: ignore[arg-type]
+        "ranks of norms": lambda: Lars(network.parameters(), lr=0.1, communicator="mpi"),  # type: ignore[arg-type]
+        "late ranks": lambda: Lars(network.parameters(), lr=0.1, communicator=late),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except UsageError as error:
+            found[name] = str(error)
+    late.close()
+    ddp = DistributedDataParallel(model())
+    ddp.register_comm_hook(dist.group.WORLD, topoplan_hook)
+    try:
+        trained(ddp, steps=range(1))
+    except UsageError as error:
+        found["state"] = str(error)
+    ended = []
+    for communicator in (None, state):
+        torch.manual_seed(3)
+        layer = nn.Linear(6, 3).double()
+        optimiser = Lars(layer.parameters(), lr=0.1, communicator=communicator)
+        for step in range(3):
+            given, target = batch(step)
+            optimiser.zero_grad()
+            (layer(given) - target).square().mean().backward()
+            for one in layer.parameters():
+                dist.all_reduce(one.grad)
+            optimiser.step()
+        ended.append(values(layer))
+    found["shared norms"] = furthest(*ended)
+    state.close()
     return found
 
 
@@ -477,8 +549,8 @@ def apart() -> dict[str, Any]:
 
 
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, mixed, restored, empty, own_group, planned_group, apart),
-    4: (dense, conserved, losses, fallen_back),
+    2: (dense, mixed, restored, empty, misplaced, own_group, planned_group, apart),
+    4: (dense, conserved, losses, fallen_back, plans_given),
 }
 """By the number of processes."""
 
@@ -501,4 +573,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as in torch_mode_ranks: DDP leaves gloo's threads behind

@@ -1,10 +1,13 @@
-"""One rank of a torchrun job: DDP in every synchronisation mode; rank 0 prints what all ranks saw as JSON."""
+"""One rank of a torchrun job: DDP in every synchronisation mode; rank 0 prints what all ranks saw as JSON.
+
+The loops are those of a user: no call but `finish` and `close`.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
+import time
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.staleness.modes import Mode
 from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
+from topoplan.errors import BackendError, UsageError
 
 STEPS = 12
 MODES: tuple[Mode, ...] = (BSP(), SSP(1), ASP(), LocalSGD(4))
@@ -38,11 +43,9 @@ def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
         optimiser.zero_grad()
         model(inputs).square().mean().backward()
         optimiser.step()
-        state.after_step(model.parameters())
         if isinstance(mode, LocalSGD) and mode.averages_after(step):
             averaged.append(_digest(model))
-    if state.finish():
-        optimiser.step()
+    state.finish()
     mailbox = getattr(getattr(state.buckets, "_exchange", None), "mailbox", None)
     told = {
         "digest": _digest(model),
@@ -58,6 +61,91 @@ def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
     return told
 
 
+def linear(mode: Mode, steps: int, *, by_hand: bool = False, straggler: float = 0.0) -> dict[str, Any]:
+    """A model whose gradients are its inputs, whole numbers, so that every gradient can be found in the parameters."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layer = nn.Linear(6, 2, bias=False).double()
+    nn.init.zeros_(layer.weight)
+    model = nn.parallel.DistributedDataParallel(layer)
+    state = HookState(mode=mode)
+    model.register_comm_hook(state, topoplan_hook)
+    optimiser = None if by_hand else torch.optim.SGD(model.parameters(), lr=1.0)
+    given = torch.zeros(6, dtype=torch.float64)
+
+    def step() -> None:
+        if optimiser is not None:
+            optimiser.step()
+            return
+        with torch.no_grad():
+            for one in model.parameters():
+                one -= one.grad
+
+    try:
+        for number in range(steps):
+            inputs = (torch.arange(6) * (rank + 1) + number).double()
+            time.sleep(straggler * rank)
+            model.zero_grad()
+            model(inputs).sum().backward()
+            given += inputs
+            step()
+            if by_hand and mode != LocalSGD(3):
+                state.after_step(model.parameters())
+        state.finish(step if by_hand else None)
+    except UsageError as error:
+        state.close()
+        return {"error": str(error), "step": state.recorder.step}
+    dist.all_reduce(given)
+    told = {
+        "weights": layer.weight.tolist(),
+        "right": [(-given / size).tolist()] * 2,
+        "report": str(report(state.recorder)),
+        "buckets": len(report(state.recorder).buckets),
+    }
+    state.close()
+    return told
+
+
+def momentum(mode: Mode) -> dict[str, Any]:
+    """Adam, whose steps depend on when a gradient comes; every parameter after `finish`, and after a warning."""
+    torch.manual_seed(2)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(20, 5))
+    state = HookState(mode=mode)
+    model.register_comm_hook(state, topoplan_hook)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    digests = []
+    for end in range(2):
+        for _ in range(5):
+            time.sleep(0.01 * dist.get_rank())
+            optimiser.zero_grad()
+            model(torch.randn(8, 20, generator=generator)).square().mean().backward()
+            optimiser.step()
+        if not end:
+            state.finish()
+        digests.append(_digest(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.barrier()
+        state.close()
+    return {"digests": digests, "warnings": [str(one.message) for one in caught]}
+
+
+def uneven(shared: bool) -> str | None:
+    """What rank 0 hears when rank 1 has fewer batches."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    state = HookState(timeout=2.0, shared=shared)
+    model.register_comm_hook(state, topoplan_hook)
+    found = None
+    try:
+        for _ in range(4 - dist.get_rank()):
+            model(torch.ones(3)).sum().backward()
+    except BackendError as error:
+        found = str(error)
+    state.finish()
+    state.close()
+    return found
+
+
 def _digest(model: nn.Module) -> str:
     return str(
         hash(tuple(value for one in model.parameters() for value in one.detach().reshape(-1).tolist()))
@@ -69,17 +157,24 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = {str(mode): trained(mode, rank, size) for mode in MODES}
+    told: dict[str, Any] = {str(mode): trained(mode, rank, size) for mode in MODES}
+    told["linear"] = {str(mode): linear(mode, 10, straggler=0.005) for mode in MODES}
+    told["uneven linear"] = {
+        str(mode): linear(mode, 10 + rank) for mode in MODES if not isinstance(mode, BSP)
+    }
+    told["by hand"] = {
+        str(mode): linear(mode, 7, by_hand=True) for mode in (SSP(1), LocalSGD(2), LocalSGD(3))
+    }
+    told["short"] = linear(LocalSGD(100), 3)
+    told["momentum"] = {str(mode): momentum(mode) for mode in MODES}
+    told["uneven"] = uneven(shared=True)
     everything: list[Any] = [None] * size
     dist.all_gather_object(everything, told)
     if rank == 0:
         print(json.dumps(everything), flush=True)
+    let_go()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    # DDP leaves gloo's threads behind (torch 2.13, also without hooks): on a busy machine they may let go of a tensor
-    # when the interpreter is gone already, and abort the process
-    os._exit(0)

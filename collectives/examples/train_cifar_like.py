@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import topoplan
-from collectives import ASP, BSP, SSP, LocalSGD, report
+from collectives import report
 from collectives.examples.cifar_like import images
-from collectives.staleness.modes import Mode
 from collectives.staleness.simulated_straggler import Straggler
 from collectives.torch import HookState, topoplan_hook
 
@@ -93,15 +91,13 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
-        if state is not None:
-            state.after_step(model.parameters())
         if step % options.every == options.every - 1 or step == options.steps - 1:
             losses.append((step + 1, _test(model.module, new.to(dtype), their_labels)))
             if rank == 0:
                 print(f"step {step + 1:>5}  test loss {losses[-1][1]:.6f}", flush=True)
     seconds, gap = _slowest(time.perf_counter() - started, None if state is None else state.gap)
-    if state is not None and state.finish():
-        optimiser.step()
+    if state is not None:
+        state.finish()
     final = _test(model.module, new.to(dtype), their_labels)
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
@@ -112,6 +108,8 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
         if options.out:
             told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds, "gap": gap}
             Path(options.out).write_text(json.dumps(told))
+    if state is not None:
+        state.close()
 
 
 def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
@@ -124,27 +122,14 @@ def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
 
 def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:
     state = HookState(
-        topoplan.load_plan(options.plan) if options.plan else None,
+        options.plan,
         density=options.density,
         exchange=options.exchange,
         compress=options.compress,
-        mode=_mode(options.mode),
+        mode=options.mode,
     )
     model.register_comm_hook(state, topoplan_hook)
     return state
-
-
-def _mode(text: str) -> Mode:
-    name, _, number = text.partition(":")
-    if name == "bsp":
-        return BSP()
-    if name == "asp":
-        return ASP()
-    if name == "ssp" and number.isdigit():
-        return SSP(int(number))
-    if name == "local" and number.isdigit():
-        return LocalSGD(int(number))
-    raise SystemExit(f"--mode {text!r} is none of bsp, ssp:2, asp, local:8")
 
 
 def _straggler(text: str | None) -> Straggler | None:

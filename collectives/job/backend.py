@@ -6,8 +6,12 @@ from typing import Any
 
 from collectives.backends.backend import Backend, GathersTexts
 from collectives.backends.open_backend import check_backend, open_backend
+<<<<<<< HEAD
 from collectives.job.plan import job_plan
 from collectives.peers.error_rounds import Gather
+=======
+from collectives.job.plan import GivenPlan, job_plan, plan_of
+>>>>>>> training
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -23,7 +27,7 @@ def gather_of(backend: Backend[Any]) -> Gather | None:
 
 
 def open_for_plan(
-    backend: str | Backend[Any], plan: Plan | SizePlans | None, *, timeout: float
+    backend: str | Backend[Any], plan: GivenPlan | None, *, timeout: float
 ) -> tuple[Backend[Any], Plan | SizePlans]:
     """The back end, and the plan: the given one, or else the one that the ranks agree on (see `collectives.job.plan`).
 
@@ -31,23 +35,20 @@ def open_for_plan(
     ----------
     backend : str or Backend
         One that is given stays open where no plan can be had.
-    plan : Plan, SizePlans or None
-        None where ranks compute without GPUs.
+    plan : Plan, SizePlans, Topology, str, path or None
+        As `plan_of` takes it; None where ranks compute without GPUs.
     timeout : float
         Seconds that a rank waits for the others, the making of the plan included.
 
     Raises
     ------
     UsageError
-        There is no plan, and ranks of this back end cannot ask each other; or as `job_plan`.
+        There is no plan, and ranks of this back end cannot ask each other; or as `plan_of` and `job_plan`.
     """
     if plan is not None:
-        if not isinstance(plan, Plan | SizePlans):
-            raise UsageError(
-                f"a {type(plan).__name__} is no plan; make one with topoplan.plan, or leave it out"
-            )
-        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
-        return opened, plan
+        meant = plan_of(plan)
+        opened = open_backend(backend, meant, timeout=timeout) if isinstance(backend, str) else backend
+        return opened, meant
     if isinstance(backend, str):
         check_backend(backend)
         opened = _open_alone(backend, timeout)

@@ -12,18 +12,28 @@ process lives, for the same processes on the same devices.
 from __future__ import annotations
 
 import json
+import os
 
 import topoplan
 from collectives.job.hosts import read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
 from collectives.job.topology import JobHost, job_topology
+<<<<<<< HEAD
 from collectives.peers.error_rounds import Gather, say_all, say_when_done
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError
+=======
+from collectives.peers.error_rounds import Gather, say_all
+from topoplan.errors import PlanError, UsageError
+from topoplan.formats.load import library
+>>>>>>> training
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 from topoplan.topology import Topology
+
+GivenPlan = Plan | SizePlans | Topology | str | os.PathLike[str]
+"""A plan, the path of its file, or the machine all of whose GPUs are the ranks, also by its name in the library."""
 
 _KEPT: dict[tuple[Member, ...], Plan] = {}
 """Plans of this process by the members of their jobs."""
@@ -38,7 +48,7 @@ def job_plan(
     collective: str = "allreduce",
     channels: str = "auto",
     host: str | None = None,
-    machine: Topology | None = None,
+    machine: Topology | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plan for the job that this process is part of; all its ranks must call it.
 
@@ -58,8 +68,9 @@ def job_plan(
     host : str, optional
         Names this rank's host; by default the machine's name with its boot id. Ranks in several containers of one host
         can say so here.
-    machine : Topology, optional
-        What this rank's host is, where it cannot be probed. The first rank of a host decides.
+    machine : Topology, str or path, optional
+        What this rank's host is, where it cannot be probed; also as `topoplan.load` takes it. The first rank of a host
+        decides.
 
     Returns
     -------
@@ -100,7 +111,9 @@ def job_plan(
     wanted = (collective, channels)
     said = say_all(
         gather,
-        lambda: this_member(rank, size, device, host=host, machine=machine, wanted=wanted).to_text(),
+        lambda: this_member(
+            rank, size, device, host=host, machine=_machine(machine), wanted=wanted
+        ).to_text(),
     )
     members = tuple(Member.from_text(text) for text in said)
     check_members(members)
@@ -118,6 +131,63 @@ def job_plan(
     assert isinstance(made, Plan), "no plans by size"
     _KEPT[members] = made
     return made
+
+
+def plan_of(given: GivenPlan, *, size: int | None = None) -> Plan | SizePlans:
+    """The plan that a caller means.
+
+    Parameters
+    ----------
+    given : Plan, SizePlans, Topology, str or path
+        A name of the library wins over a file of that name, as in `topoplan.load`.
+    size : int, optional
+        Ranks of the process group that it is for.
+
+    Raises
+    ------
+    UsageError
+        It is no plan, its file cannot be read, or it is for another number of ranks.
+    PlanError
+        The file is no plan file.
+    InfeasibleError
+        The GPUs of the machine are not joined.
+
+    Examples
+    --------
+    >>> plan_of("v100x4", size=4).ranks
+    ('gpu0', 'gpu1', 'gpu2', 'gpu3')
+    """
+    machine = topoplan.load(given) if isinstance(given, str) and given in library() else given
+    if isinstance(machine, Topology):
+        if size is not None and len(machine.gpus) != size:
+            raise UsageError(
+                f"{machine.name} has {len(machine.gpus)} GPUs and the process group {size} ranks; choose {size} GPUs: "
+                f"topoplan.plan(machine, gpus=[...])"
+            )
+        return topoplan.plan(machine)
+    if isinstance(machine, str | os.PathLike):
+        machine = topoplan.load_plan(machine)
+    if not isinstance(machine, Plan | SizePlans):
+        raise UsageError(
+            f"a {type(given).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the "
+            "path of a plan file or the name of a machine"
+        )
+    if size is not None and len(machine.ranks) != size:
+        raise UsageError(
+            f"the plan is for {len(machine.ranks)} ranks and the process group has {size}; plan for {size} GPUs"
+        )
+    return machine
+
+
+def _machine(given: object) -> Topology | None:
+    """What a caller says that a host is."""
+    if isinstance(given, str | os.PathLike):
+        return topoplan.load(given)
+    if not isinstance(given, Topology | None):
+        raise UsageError(
+            f"a {type(given).__name__} is no machine; give a Topology, a name of the library or a file"
+        )
+    return given
 
 
 def _read_hosts(gather: Gather, members: tuple[Member, ...], rank: int) -> list[JobHost]:

@@ -19,6 +19,7 @@ from collectives.compiled import compiled
 from collectives.optimisers.layer_arrays import Array, Layer
 from collectives.optimisers.layer_norms import norm
 from collectives.optimisers.layer_optimiser import LayerOptimiser
+from collectives.optimisers.parallel_trust_ratios import Averaging
 from collectives.optimisers.trust_ratio import lamb_rate
 from topoplan.errors import UsageError
 
@@ -39,7 +40,7 @@ class Lamb(LayerOptimiser):
         Of all layers, or of each.
     excluded : collection of int
         Layers whose rate is 1, such as biases and the weights of normalisations.
-    communicator : Communicator or None
+    communicator : Communicator, GradientSynchronizer or None
         Whose ranks share the norms; None for a rank that computes all of them.
 
     Raises
@@ -70,7 +71,7 @@ class Lamb(LayerOptimiser):
         epsilon: float = 1e-6,
         weight_decay: float | Sequence[float] = 0.0,
         excluded: Collection[int] = (),
-        communicator: Communicator | None = None,
+        communicator: Communicator | Averaging | None = None,
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,

@@ -16,6 +16,7 @@ from collectives.compiled import compiled
 from collectives.optimisers.layer_arrays import Array, Layer
 from collectives.optimisers.layer_norms import norm
 from collectives.optimisers.layer_optimiser import LayerOptimiser
+from collectives.optimisers.parallel_trust_ratios import Averaging
 from collectives.optimisers.trust_ratio import lars_rate
 from topoplan.errors import UsageError
 
@@ -33,7 +34,7 @@ class Lars(LayerOptimiser):
         How far a layer trusts its gradient.
     excluded : collection of int
         Layers whose rate is 1, such as biases and the weights of normalisations.
-    communicator : Communicator or None
+    communicator : Communicator, GradientSynchronizer or None
         Whose ranks share the norms; None for a rank that computes all of them.
 
     Raises
@@ -62,7 +63,7 @@ class Lars(LayerOptimiser):
         weight_decay: float | Sequence[float] = 0.0,
         coefficient: float = 0.001,
         excluded: Collection[int] = (),
-        communicator: Communicator | None = None,
+        communicator: Communicator | Averaging | None = None,
     ) -> None:
         super().__init__(
             learning_rate=learning_rate,

@@ -24,7 +24,7 @@ from collectives.optimisers.layer_arrays import (
     kept_for,
     layers_of,
 )
-from collectives.optimisers.parallel_trust_ratios import ParallelRates
+from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
 from topoplan.errors import UsageError
 
 Replica = tuple[Sequence[Array], Sequence[Array]]
@@ -42,7 +42,7 @@ class LayerOptimiser(ABC):
         Of all layers, or of each.
     excluded : collection of int
         Layers whose rate is 1, such as biases and the weights of normalisations.
-    communicator : Communicator or None
+    communicator : Communicator, GradientSynchronizer or None
         Whose ranks share the measuring; None for a rank that does all of it.
 
     Attributes
@@ -68,7 +68,7 @@ class LayerOptimiser(ABC):
         learning_rate: float,
         weight_decay: float | Sequence[float],
         excluded: Collection[int],
-        communicator: Communicator | None,
+        communicator: Communicator | Averaging | None,
     ) -> None:
         listed = [weight_decay] if isinstance(weight_decay, int | float) else list(weight_decay)
         for name, value in (("learning rate", learning_rate), *(("weight decay", one) for one in listed)):
@@ -77,7 +77,7 @@ class LayerOptimiser(ABC):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.excluded = frozenset(excluded)
-        self.communicator = communicator
+        self.communicator = sharing(communicator)
         self.steps = 0
         self._layers: Layout | None = None
         self._rated: list[int] = []

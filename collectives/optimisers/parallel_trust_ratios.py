@@ -9,19 +9,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.optimisers.layer_assignment import assign_layers
+from collectives.staleness.modes import BSP, Mode
 from topoplan.errors import UsageError
 
 Rates = NDArray[np.float64]
 
 CALL = 10_000
 """Elements that take as long as what comes with each layer, whatever its size: the calls."""
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """What averages gradients, and has a communicator for it: a `HookState`, a `GradientSynchronizer`."""
+
+    @property
+    def mode(self) -> Mode:
+        """How far ranks may be apart."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """None where gradients are averaged without one."""
+
+
+def sharing(given: Communicator | Averaging | None) -> Communicator | None:
+    """The communicator whose ranks share norms: the given one, or that by which gradients are averaged.
+
+    Raises
+    ------
+    UsageError
+        It has no communicator, or its ranks are not in step, so that their parameters and norms differ.
+    """
+    if given is None or isinstance(given, Communicator):
+        return given
+    if not isinstance(given, Averaging):
+        raise UsageError(
+            f"a {type(given).__name__} has no ranks that share norms; give a Communicator, a HookState or a "
+            "GradientSynchronizer, or leave communicator out"
+        )
+    if not isinstance(given.mode, BSP):
+        raise UsageError(
+            f"ranks in mode {given.mode} have parameters of their own, and so have their norms; leave communicator out"
+        )
+    return given.communicator
 
 
 class ParallelRates:

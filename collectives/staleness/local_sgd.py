@@ -21,12 +21,18 @@ class LocalExchange:
     communicator : Communicator
     mode : LocalSGD
     recorder : Recorder
+
+    Attributes
+    ----------
+    due : int
+        How often the steps so far ask for parameters to be averaged.
     """
 
     def __init__(self, communicator: Communicator, mode: LocalSGD, recorder: Recorder) -> None:
         self.communicator = communicator
         self.mode = mode
         self.recorder = recorder
+        self.due = 0
 
     def start(self, key: str, gradients: Any, *, out: Any = None) -> Handle[Any]:
         """The rank's own gradient: nothing is sent. Parameters and result as `GradientExchange.start`."""
@@ -45,37 +51,38 @@ class LocalExchange:
 
     def end_step(self) -> None:
         """All gradients of a step have been waited for."""
+        self.due += self.mode.averages_after(self.recorder.step)
         self.recorder.end_step()
 
-    def average(self, parameters: Sequence[Any]) -> None:
-        """Average parameters over all ranks, in place, if the step that has just ended is one of those.
 
-        Parameters
-        ----------
-        parameters : sequence of arrays, or of lists with one for each rank of this process
-            Writeable.
+def average_parameters(communicator: Communicator, recorder: Recorder, parameters: Sequence[Any]) -> None:
+    """Average parameters over all ranks, in place; all of them must call it.
 
-        Raises
-        ------
-        BackendError
-            Another rank failed.
-        """
-        step = self.recorder.step - 1
-        if not self.mode.averages_after(step):
-            return
-        comm, recorder = self.communicator, self.recorder
-        with recorder.waiting():
-            for number, one in enumerate(parameters):
-                started, nbytes = recorder.now(), nbytes_of(comm, one)
-                listed = one if comm.one_rank else list(one)
-                comm.all_reduce(listed, op="avg", out=listed)
-                plan = comm.plan_for("allreduce", nbytes)
-                recorder.add(
-                    f"parameter {number}",
-                    nbytes,
-                    started,
-                    density=1.0,
-                    how=plan.schedule,
-                    bound=plan.bound,
-                    step=step,
-                )
+    Parameters
+    ----------
+    communicator : Communicator
+    recorder : Recorder
+        Told of it as part of the step that has just ended.
+    parameters : sequence of arrays, or of lists with one for each rank of this process
+        Writeable.
+
+    Raises
+    ------
+    BackendError
+        Another rank failed.
+    """
+    with recorder.waiting():
+        for number, one in enumerate(parameters):
+            started, nbytes = recorder.now(), nbytes_of(communicator, one)
+            listed = one if communicator.one_rank else list(one)
+            communicator.all_reduce(listed, op="avg", out=listed)
+            plan = communicator.plan_for("allreduce", nbytes)
+            recorder.add(
+                f"parameter {number}",
+                nbytes,
+                started,
+                density=1.0,
+                how=plan.schedule,
+                bound=plan.bound,
+                step=recorder.step - 1,
+            )

@@ -120,7 +120,8 @@ class Mailbox:
                     slowest = min(self._clocks, key=self._clocks.__getitem__)
                     raise self._fail(
                         slowest,
-                        f"waited {self._timeout:g} s for rank {slowest}, whose clock stands at {self._clocks[slowest]}",
+                        f"waited {self._timeout:g} s for rank {slowest}, whose clock stands at "
+                        f"{self._clocks[slowest]}; see what it is doing, and call finish where there are fewer batches",
                     )
                 if before != self._clocks:
                     before, until = dict(self._clocks), time.monotonic() + self._timeout
@@ -143,7 +144,11 @@ class Mailbox:
                 self._check()
                 if not self._changed.wait(until - time.monotonic()):
                     slowest = min(set(self._clocks) - self._gone)
-                    raise self._fail(slowest, f"waited {self._timeout:g} s for rank {slowest} to finish")
+                    raise self._fail(
+                        slowest,
+                        f"waited {self._timeout:g} s for rank {slowest} to finish; call finish on all ranks, which "
+                        "must not have many more batches one than another",
+                    )
             left, self._inbox = self._inbox, {}
             self._gone.clear()
             return left
@@ -220,7 +225,8 @@ class Mailbox:
                         self._gone.add(peer)
                     self._changed.notify_all()
         except (EOFError, OSError, ValueError) as error:
-            self._lost(peer, f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")"))
+            told = f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")")
+            self._lost(peer, f"{told}; start all ranks again, or call finish on all of them before they end")
 
     def _lost(self, peer: int, told: str) -> None:
         """A connection broke: the first reason is the one that is told."""

@@ -12,6 +12,8 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
 - `LocalSGD` (every H steps; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019): ranks train alone
   and average their parameters, not gradients, every H steps. H times less is sent; replicas drift apart in between, and
   a moment that the optimiser keeps is of its own rank only.
+
+Their names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`).
 """
 
 from __future__ import annotations
@@ -89,6 +91,40 @@ class LocalSGD:
 
 
 Mode = BSP | SSP | ASP | LocalSGD
+
+
+def mode_of(given: object) -> Mode:
+    """The mode that is given or named.
+
+    Parameters
+    ----------
+    given : BSP, SSP, ASP, LocalSGD, str or None
+        Names are ``bsp``, ``asp``, ``ssp:S`` with the staleness and ``local:H`` with the steps between two averages.
+        None is BSP.
+
+    Raises
+    ------
+    UsageError
+        It is no mode and names none.
+
+    Examples
+    --------
+    >>> mode_of("ssp:2"), mode_of("local:8"), mode_of(None)
+    (SSP(staleness=2), LocalSGD(every=8), BSP())
+    """
+    if given is None:
+        return BSP()
+    if isinstance(given, Mode):
+        return given
+    name, colon, number = str(given).strip().lower().partition(":")
+    if isinstance(given, str) and not colon and name in ("bsp", "asp"):
+        return BSP() if name == "bsp" else ASP()
+    if isinstance(given, str) and number.isdecimal() and name in ("ssp", "local"):
+        return SSP(int(number)) if name == "ssp" else LocalSGD(int(number))
+    raise UsageError(
+        f"mode {given!r} is no synchronisation mode; give BSP(), SSP(2), ASP() or LocalSGD(8), or their names: "
+        "'bsp', 'ssp:2', 'asp', 'local:8'"
+    )
 
 
 def may_begin(clock: int, others: Iterable[int], bound: int | None) -> bool:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from collectives.backends.torch.open_group import devices_of
 from collectives.communicator.plan_store import PlanStore
-from topoplan.errors import TopoplanError
+from collectives.job.plan import GivenPlan, job_plan, plan_of
+from topoplan.errors import TopoplanError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
@@ -48,32 +49,43 @@ def gather_by(group: dist.ProcessGroup) -> Gather:
     return gather
 
 
-def agreed_plan(plan: Plans | None, group: dist.ProcessGroup, gather: Gather) -> Verdict:
+def agreed_plan(plan: GivenPlan | None, group: dist.ProcessGroup, gather: Gather) -> Verdict:
     """The plan that all ranks have and that fits their group; all of them must call this.
 
     Parameters
     ----------
-    plan : Plan or SizePlans or None
-        None to make one from what the job runs on.
+    plan : Plan, SizePlans, Topology, str, path or None
+        As `plan_of` takes it; None to make one from what the job runs on.
     group : ProcessGroup
     gather : callable
         Over the ranks of the group.
+
+    Raises
+    ------
+    UsageError
+        The plan that a rank was given is none, or is not for this group, or not that of the others; on all ranks, with
+        the same text.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     unserved = _first(gather(_unserved(group)))
     if unserved:
         return Verdict(None, unserved)
-    if any(gather("" if plan is None else "given")) and plan is None:
-        return _agreed(None, "this rank was given no plan and others were", size, gather)
-    if plan is not None:
-        return _agreed(plan, "", size, gather)
-    from collectives.job.plan import job_plan
-
+    made: Plans | None = None
+    fault = ""
+    if any(gather("" if plan is None else "given")):
+        try:
+            made = _meant(plan, size)
+        except TopoplanError as error:
+            fault = str(error)
+        verdict = _agreed(made, fault, gather)
+        if verdict.plan is None:
+            raise UsageError(verdict.reason)
+        return verdict
     try:
-        made, fault = job_plan(gather, rank=rank, size=size), ""
+        made = job_plan(gather, rank=rank, size=size)
     except TopoplanError as error:
         made, fault = None, f"no plan can be made of this job: {error}"
-    return _agreed(made, fault, size, gather)
+    return _agreed(made, fault, gather)
 
 
 def _unserved(group: dist.ProcessGroup) -> str:
@@ -85,11 +97,21 @@ def _unserved(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def _agreed(plan: Plans | None, fault: str, size: int, gather: Gather) -> Verdict:
+def _meant(plan: GivenPlan | None, size: int) -> Plans:
+    """The plan that this rank was given, checked."""
+    if plan is None:
+        raise UsageError("this rank was given no plan and others were; give all ranks the same plan")
+    meant = plan_of(plan, size=size)
+    try:
+        PlanStore(meant)
+    except TopoplanError as error:
+        raise UsageError(f"the plan was refused: {error}") from error
+    return meant
+
+
+def _agreed(plan: Plans | None, fault: str, gather: Gather) -> Verdict:
     """The verdict of all ranks on the plan that each of them has."""
-    digest = ""
-    if plan is not None:
-        fault, digest = _checked(plan, size)
+    digest = "" if plan is None else plan.digest
     told = [json.loads(text) for text in gather(json.dumps([fault, digest]))]
     reason = _first([one[0] for one in told])
     others = [place for place, one in enumerate(told) if one[1] != told[0][1]]
@@ -99,22 +121,6 @@ def _agreed(plan: Plans | None, fault: str, size: int, gather: Gather) -> Verdic
             "give all ranks the same plan"
         )
     return Verdict(None, reason) if reason else Verdict(plan)
-
-
-def _checked(plan: Plans, size: int) -> tuple[str, str]:
-    """What is wrong with a plan for so many ranks, and its digest."""
-    if not isinstance(plan, Plan | SizePlans):
-        return f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size", ""
-    if len(plan.ranks) != size:
-        fault = (
-            f"the plan is for {len(plan.ranks)} ranks and the process group has {size}; plan for {size} GPUs"
-        )
-        return fault, ""
-    try:
-        PlanStore(plan)
-    except TopoplanError as error:
-        return f"the plan was refused: {error}", ""
-    return "", plan.digest
 
 
 def _first(faults: list[str]) -> str:

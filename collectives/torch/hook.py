@@ -6,6 +6,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from collectives.torch.hook_state import HookState
+from topoplan.errors import UsageError
 
 
 def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -23,8 +24,15 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
 
     Raises
     ------
+    UsageError
+        The state that was registered with the hook is none.
     BackendError
         In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
         rank, the peer, the step of training and the bucket. DDP and the process group must then be made anew.
     """
+    if not isinstance(state, HookState):
+        raise UsageError(
+            f"a {type(state).__name__} is no state of the hook; write "
+            "model.register_comm_hook(HookState(), topoplan_hook)"
+        )
     return state.buckets.average(bucket)

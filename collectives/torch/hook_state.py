@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import warnings
+<<<<<<< HEAD
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+=======
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+>>>>>>> training
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
-from collectives.staleness.modes import BSP, Mode
-from collectives.torch.agreement import Plans, agreed_plan, gather_by
+from collectives.job.plan import GivenPlan
+from collectives.staleness.modes import Mode, mode_of
+from collectives.torch.agreement import agreed_plan, gather_by
 from collectives.torch.bucket_exchange import BucketExchange
 from collectives.torch.built_in import BuiltInExchange
 from collectives.torch.group_backend import backend_of
 from collectives.torch.mode_exchange import ModeExchange
-from collectives.torch.parameter_numbers import ParameterNumbers
+from collectives.torch.parameter_numbers import ParameterNumbers, tensors_of
 from collectives.torch.parameter_residuals import Kept
 from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
 from collectives.training.recorder import Recorder
@@ -40,13 +47,15 @@ NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class HookState:
     """What `topoplan_hook` needs: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
 
-    All ranks of the group make one, with the same arguments. Where no plan fits, all of them warn once with the reason
-    and use torch's own allreduce, of whole gradients.
+    All ranks of the group make one, with the same arguments. Where no plan can be made of the job, or the group's
+    library cannot carry one, all of them warn once with the reason and use torch's own allreduce, of whole gradients,
+    in step.
 
     Parameters
     ----------
-    plan : Plan or SizePlans, optional
-        One for as many ranks as the group has; by default made from what the job runs on.
+    plan : Plan, SizePlans, str, path or Topology, optional
+        One for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its name
+        in the library. By default made from what the job runs on.
     group : ProcessGroup, optional
         The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
         NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
@@ -65,9 +74,9 @@ class HookState:
         Seconds that a rank waits for the next message of a peer.
     shared : bool
         Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
-    mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.staleness.modes`); BSP by default. SSP and ASP begin with the third
-        step, when DDP has arranged its buckets.
+    mode : BSP, SSP, ASP, LocalSGD or str, optional
+        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        ASP begin with the third step, when DDP has arranged its buckets.
     parameters : iterable of Parameter, optional
         The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
         step brings them: the same for the same model and ``bucket_cap_mb``.
@@ -84,7 +93,8 @@ class HookState:
     Raises
     ------
     UsageError
-        An argument is out of range, or torch.distributed is not initialised.
+        An argument is out of range, torch.distributed is not initialised, or the plan that a rank gives is none, is for
+        another number of ranks or not that of the others; then on all ranks, with the same text.
     BackendError
         The ranks do not find each other.
 
@@ -97,7 +107,7 @@ class HookState:
 
     def __init__(
         self,
-        plan: Plans | None = None,
+        plan: GivenPlan | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         density: Density | None = None,
@@ -107,17 +117,18 @@ class HookState:
         compress: str | None = None,
         timeout: float = 30.0,
         shared: bool = True,
-        mode: Mode | None = None,
+        mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
+        numbers = ParameterNumbers(parameters)
         if compress is not None and compress not in NARROW:
             raise UsageError(f"gradients cannot travel as {compress!r}; use {' or '.join(NARROW)}")
         if compress is not None and density is not None:
             raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.mode: Mode = BSP() if mode is None else mode
+        self.mode = mode_of(mode)
         self.recorder = watch(Recorder("hook", ranks=self.size))
         gather = gather_by(self.group)
         verdict = agreed_plan(plan, self.group, gather)
@@ -125,7 +136,6 @@ class HookState:
         self.communicator: Communicator | None = None
         self.momentum = momentum
         self._own: dist.ProcessGroup | None = None
-        numbers = ParameterNumbers(parameters)
         self.buckets: BucketExchange | BuiltInExchange | ModeExchange
         if verdict.plan is None:
             warnings.warn(
@@ -144,7 +154,7 @@ class HookState:
         in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
         narrow = None if compress is None else NARROW[compress]
         buckets = BucketExchange(in_step, numbers, narrow=narrow)
-        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets)
+        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets, comm)
         log_start(comm, how, self.mode)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,27 +207,42 @@ class HookState:
             )
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Call it after ``optimizer.step()``: with `LocalSGD` it averages the parameters when it is time.
+        """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
+
+        With `LocalSGD` it averages them when it is time. After ``optimizer.step()`` that has been done already.
 
         Raises
         ------
+        UsageError
+            These are no parameters.
         BackendError
             Another rank failed.
         """
+        listed = tensors_of(parameters)
         if isinstance(self.buckets, ModeExchange):
-            self.buckets.after_step(parameters)
+            self.buckets.after_step(listed)
 
-    def finish(self) -> bool:
-        """After the last step: whether gradients that came late are now in the parameters, for one more optimiser step.
+    def finish(self, step: Callable[[], object] | None = None) -> None:
+        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        Only with `SSP` and `ASP`; used so, all ranks have used the same gradients in the end.
+        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
+        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already. All ranks must call it.
+        Training may go on afterwards.
+
+        Parameters
+        ----------
+        step : callable, optional
+            Moves the parameters by their gradients, for `SSP` and `ASP` where no optimiser of `torch.optim` does.
 
         Raises
         ------
+        UsageError
+            No optimiser has moved the parameters, and ``step`` is not given.
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
-        return isinstance(self.buckets, ModeExchange) and self.buckets.finish()
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.finish(step)
 
     @property
     def gap(self) -> int | None:
@@ -225,11 +250,17 @@ class HookState:
         return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
 
     def close(self) -> None:
-        """Give up the communicator and what it has made, but not the process group. Closing twice is fine."""
+        """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
+
+        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so. Call it as
+        the last thing before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has
+        run collectives of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
+        """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.close()
         if self.communicator is not None:
             self.communicator.close()
+        let_go()
         self._leave()
 
     def _leave(self) -> None:

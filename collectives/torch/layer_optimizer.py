@@ -17,7 +17,7 @@ import torch
 
 from collectives.communicator.communicator import Communicator
 from collectives.optimisers.layer_norms import norm
-from collectives.optimisers.parallel_trust_ratios import ParallelRates
+from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
 from topoplan.errors import UsageError
 
 Group = dict[str, Any]
@@ -35,28 +35,32 @@ class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore
         Floating point. A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
     defaults : dict
         Options of groups that do not say otherwise.
-    communicator : Communicator or None
-        With one rank in each process; None for a rank that computes all norms. Not part of the state: a copy of the
-        optimiser computes alone.
+    communicator : Communicator, HookState or None
+        With one rank in each process; None for a rank that computes all norms, and so is a state that has none. Not
+        part of the optimiser's state: a copy computes alone.
 
     Raises
     ------
     UsageError
-        An option is out of range, or the communicator has several ranks in this process.
+        An option is out of range, the communicator has several ranks in this process, or the hook's ranks are not in
+        step.
     """
 
     _communicator: Communicator | None = None
     _parallel: ParallelRates | None = None
     _meant: tuple[Any, ...] = ()
 
-    def __init__(self, params: Iterable[Any], defaults: Group, communicator: Communicator | None) -> None:
-        if communicator is not None and not communicator.one_rank:
+    def __init__(
+        self, params: Iterable[Any], defaults: Group, communicator: Communicator | Averaging | None
+    ) -> None:
+        shared = sharing(communicator)
+        if shared is not None and not shared.one_rank:
             raise UsageError(
-                f"the {communicator.backend} back end has several ranks in this process, and a torch optimiser is "
+                f"the {shared.backend} back end has several ranks in this process, and a torch optimiser is "
                 "of one; use a back end with a process for each rank"
             )
         super().__init__(params, {**defaults, "adapt": True})
-        self._communicator = communicator
+        self._communicator = shared
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own, as in `torch.optim.Optimizer`."""

@@ -1,15 +1,24 @@
-"""Buckets of DDP in other synchronisation modes than BSP: averaged with what has come, or not at all."""
+"""Buckets of DDP in other synchronisation modes than BSP: averaged with what has come, or not at all.
+
+No call is needed in the training loop: torch tells of every optimiser that has stepped, and one that has moved the
+parameters of these buckets is when `LocalSGD` averages them. In the end `finish` makes them the same on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from collectives.staleness.local_sgd import LocalExchange
+from collectives.communicator.communicator import Communicator
+from collectives.staleness.local_sgd import LocalExchange, average_parameters
 from collectives.staleness.stale_average import StaleExchange
 from collectives.torch.bucket_errors import in_bucket
 from collectives.torch.bucket_exchange import BucketExchange
@@ -17,6 +26,9 @@ from topoplan.errors import TopoplanError, UsageError
 
 SETTLED = 2
 """Steps after which DDP has arranged its buckets for good; until then gradients are averaged in step."""
+
+GLANCE = 8
+"""Elements of each parameter by which it is seen to have moved."""
 
 
 class ModeExchange:
@@ -27,87 +39,218 @@ class ModeExchange:
     exchange : StaleExchange or LocalExchange
     in_step : BucketExchange
         For the first steps of stale gradients.
+    communicator : Communicator
+        Averages parameters.
     """
 
-    def __init__(self, exchange: StaleExchange | LocalExchange, in_step: BucketExchange) -> None:
+    def __init__(
+        self, exchange: StaleExchange | LocalExchange, in_step: BucketExchange, communicator: Communicator
+    ) -> None:
         self._exchange = exchange
         self._in_step = in_step
-        self._parameters: dict[str, list[torch.Tensor]] = {}
+        self._communicator = communicator
+        self._buckets: dict[str, list[torch.Tensor]] = {}
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._averaged: dict[int, int] = {}
+        self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._told = False
+        self._seen: torch.Tensor | None = None
+        self._apart = Apart(f"{exchange.mode}")
+        stepped = weakref.WeakMethod(self._stepped)
+
+        def tell(optimiser: torch.optim.Optimizer, *_: object) -> None:
+            method = stepped()
+            if method is not None:
+                method(optimiser)
+
+        listening = register_optimizer_step_post_hook(tell)
+        self._leave = weakref.finalize(self, listening.remove)
+        self._remind = weakref.finalize(self, self._apart.remind)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """The average of a bucket, as far as it is known; raises as `BucketExchange.average`."""
+        """The average of a bucket, as far as it is known.
+
+        Raises
+        ------
+        UsageError
+            With `LocalSGD`: parameters have moved, and nobody has told of it.
+        BackendError
+            As `BucketExchange.average`.
+        """
         exchange = self._exchange
-        if isinstance(exchange, StaleExchange) and exchange.recorder.step < SETTLED:
-            return self._in_step.average(bucket)
-        buffer: torch.Tensor = bucket.buffer()
         key = self._in_step.layout_of(bucket).key
-        self._parameters[key] = bucket.parameters()
-        where = {"step": exchange.recorder.step, "bucket": bucket.index(), "nbytes": buffer.nbytes}
+        self._buckets[key] = bucket.parameters()
+        self._parameters.update((id(one), one) for one in self._buckets[key])
         try:
-            exchange.start(key, buffer, out=buffer)
-        except TopoplanError as error:
-            raise in_bucket(error, rank=self._in_step.rank, **where) from error
+            if isinstance(exchange, StaleExchange) and exchange.recorder.step < SETTLED:
+                return self._in_step.average(bucket)
+            self._check_told()
+            buffer: torch.Tensor = bucket.buffer()
+            where = {"step": exchange.recorder.step, "bucket": bucket.index(), "nbytes": buffer.nbytes}
+            try:
+                exchange.start(key, buffer, out=buffer)
+            except TopoplanError as error:
+                raise in_bucket(error, rank=self._in_step.rank, **where) from error
+        except TopoplanError:
+            self._apart.steps = 0
+            raise
         if bucket.is_last():
             exchange.end_step()
+            self._apart.steps += 1
+            self._seen = None if self._told else self._glance()
         future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
         future.set_result(buffer)
         return future
 
-    def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """With `LocalSGD`, average the parameters when it is time: those of one dtype together."""
-        if not isinstance(self._exchange, LocalExchange):
+    def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """With `LocalSGD`, average parameters that have moved as often as it is time, and not again."""
+        exchange = self._exchange
+        self._told = True
+        if not isinstance(exchange, LocalExchange):
             return
-        if not self._exchange.mode.averages_after(self._exchange.recorder.step - 1):
-            return
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for one in parameters:
-            groups.setdefault(one.dtype, []).append(one.detach())
-        lines = [torch.cat([one.reshape(-1) for one in group]) for group in groups.values()]
-        self._exchange.average(lines)
-        for line, group in zip(lines, groups.values(), strict=True):
-            for part, tensor in zip(_parts(line, group), group, strict=True):
-                tensor.copy_(part)
+        while behind := [one for one in parameters if self._averaged.get(id(one), 0) < exchange.due]:
+            self._average(behind)
+            self._parameters.update((id(one), one) for one in behind)
+            self._averaged.update((id(one), self._averaged.get(id(one), 0) + 1) for one in behind)
 
     @property
     def gap(self) -> int | None:
         """As `StaleExchange.gap`; None where no clocks are kept."""
         return self._exchange.gap if isinstance(self._exchange, StaleExchange) else None
 
-    def finish(self) -> bool:
-        """With `SSP` and `ASP`, put what is left over into the gradients of the parameters; whether anything is.
+    def finish(self, step: Callable[[], object] | None) -> None:
+        """Use the gradients that came late, and average the parameters: the same bits on all ranks.
+
+        Parameters
+        ----------
+        step : callable or None
+            Moves the parameters by their gradients; None for the optimisers that have done so.
 
         Raises
         ------
         BackendError
             Another rank failed, or does not finish within the timeout.
         UsageError
-            Something came for a bucket that this rank has never had.
+            No optimiser is known, or something came for a bucket that this rank has never had.
         """
-        if not isinstance(self._exchange, StaleExchange):
-            return False
-        left = self._exchange.finish()
-        for parameters in self._parameters.values():
-            for one in parameters:
-                one.grad = torch.zeros_like(one)
-        for key, line in left.items():
-            if key not in self._parameters:
+        exchange = self._exchange
+        if isinstance(exchange, StaleExchange) and self._parameters:
+            movers = dict.fromkeys(self._movers[one] for one in self._parameters if one in self._movers)
+            optimisers = [found for one in movers if (found := one()) is not None]
+            if step is None and (not movers or len(optimisers) < len(movers)):
                 raise UsageError(
-                    f"gradients came for {key}, which are no bucket here; give all ranks one model"
+                    f"gradients that came late in {exchange.mode} are still to be used, and there is no optimiser of "
+                    "torch.optim that has moved the parameters; call state.finish(step), where step() moves them by "
+                    "their gradients"
                 )
-            parameters = self._parameters[key]
-            for part, one in zip(
-                _parts(torch.from_numpy(line.reshape(-1)), parameters), parameters, strict=True
-            ):
-                assert one.grad is not None, "zeros were put there"
-                one.grad.copy_(part)
-        return bool(left)
+            steps = [one.step for one in optimisers] if step is None else [step]
+            self._use(exchange.finish(), steps, optimisers)
+        self._average(list(self._parameters.values()))
+        if isinstance(exchange, LocalExchange):
+            self._averaged = dict.fromkeys(self._parameters, exchange.due)
+        self._apart.steps = 0
 
     def close(self) -> None:
         """Leave."""
+        self._leave()
+        self._remind()
         if isinstance(self._exchange, StaleExchange):
             self._exchange.close()
+
+    def _stepped(self, optimiser: torch.optim.Optimizer) -> None:
+        """An optimiser of this process has stepped."""
+        listed = (one for group in optimiser.param_groups for one in group["params"])
+        mine = [one for one in listed if id(one) in self._parameters]
+        if mine:
+            # of optimisers inside one another the outermost is the last to tell
+            self._movers.update((id(one), weakref.ref(optimiser)) for one in mine)
+            self.after_step(mine)
+
+    def _check_told(self) -> None:
+        """Whether parameters have moved since the last step though nobody told; looked at until somebody has."""
+        if self._seen is None or self._told or not isinstance(self._exchange, LocalExchange):
+            return
+        if not torch.equal(self._seen, self._glance()):
+            raise UsageError(
+                f"training step {self._exchange.recorder.step}: the parameters have moved and no optimiser of "
+                f"torch.optim did it, so that {self._exchange.mode} cannot know when to average them; call "
+                "state.after_step(model.parameters()) after each update"
+            )
+
+    def _glance(self) -> torch.Tensor:
+        return torch.cat(
+            [one.detach().reshape(-1)[:GLANCE].double().cpu() for one in self._parameters.values()]
+        )
+
+    def _use(
+        self,
+        left: dict[str, Any],
+        steps: Sequence[Callable[[], object]],
+        optimisers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Let the parameters move by what is left over of each bucket."""
+        for key in left:
+            if key not in self._buckets:
+                raise UsageError(
+                    f"gradients came for {key}, which are no bucket here; give all ranks one model"
+                )
+        if not left:
+            return
+        listed = [one for each in optimisers for group in each.param_groups for one in group["params"]]
+        with _without_gradients([*listed, *self._parameters.values()]):
+            for one in self._parameters.values():
+                one.grad = torch.zeros_like(one)
+            for key, line in left.items():
+                parameters = self._buckets[key]
+                parts = _parts(torch.from_numpy(line.reshape(-1)), parameters)
+                for part, one in zip(parts, parameters, strict=True):
+                    assert one.grad is not None, "zeros were put there"
+                    one.grad += part.to(one.grad)
+            for step in steps:
+                step()
+
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Average parameters over all ranks, those of one type together."""
+        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for one in parameters:
+            groups.setdefault((one.dtype, one.device), []).append(one.detach())
+        lines = [torch.cat([one.reshape(-1) for one in group]) for group in groups.values()]
+        average_parameters(self._communicator, self._exchange.recorder, lines)
+        for line, group in zip(lines, groups.values(), strict=True):
+            for part, tensor in zip(_parts(line, group), group, strict=True):
+                tensor.copy_(part)
+
+
+class Apart:
+    """How many steps ranks have made since their parameters were last the same, and a word about it in the end."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.steps = 0
+
+    def remind(self) -> None:
+        """Warn where training ended so."""
+        if self.steps:
+            warnings.warn(
+                f"training in mode {self.mode} ended without finish: each rank has parameters of its own; call "
+                "state.finish() after the last step",
+                stacklevel=2,
+            )
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Parameters have no gradients at first, and theirs again in the end."""
+    kept = [(one, one.grad) for one in parameters]
+    for one, _ in kept:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in kept:
+            one.grad = gradient
 
 
 def _parts(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

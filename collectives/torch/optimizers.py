@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from collectives.communicator.communicator import Communicator
+from collectives.optimisers.parallel_trust_ratios import Averaging
 from collectives.optimisers.trust_ratio import lamb_rate, lars_rate
 from collectives.torch.layer_optimizer import Group, LayerOptimizer, zeros_for
 from topoplan.errors import UsageError
@@ -28,7 +29,7 @@ class Lars(LayerOptimizer):
     lr : float
     momentum, weight_decay, coefficient : float
         Of groups that have none of their own.
-    communicator : Communicator or None
+    communicator : Communicator, HookState or None
         Whose ranks share the norms.
 
     Raises
@@ -53,7 +54,7 @@ class Lars(LayerOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         coefficient: float = 0.001,
-        communicator: Communicator | None = None,
+        communicator: Communicator | Averaging | None = None,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "coefficient": coefficient}
         super().__init__(params, options, communicator)
@@ -100,7 +101,7 @@ class Lamb(LayerOptimizer):
     betas : (float, float)
     eps, weight_decay : float
         As ``betas`` of groups that have none of their own.
-    communicator : Communicator or None
+    communicator : Communicator, HookState or None
         Whose ranks share the norms.
 
     Raises
@@ -125,7 +126,7 @@ class Lamb(LayerOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
-        communicator: Communicator | None = None,
+        communicator: Communicator | Averaging | None = None,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, communicator)

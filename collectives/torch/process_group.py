@@ -2,7 +2,8 @@
 
 allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
 to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath (`inner_group`). The plan is that of the file which the
-environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes.
+environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A
+file that is no plan of this job is a `UsageError` of that collective, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from collectives.arrays.torch_arrays import DTYPES
+from collectives.backends.torch.gloo_threads import let_go
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
@@ -28,7 +30,7 @@ from collectives.torch.group_plan import gather_over, given_plan
 from collectives.torch.handle_future import future_of
 from collectives.torch.inner_group import DELEGATED, InnerGroups, inner_groups
 from collectives.torch.planned_work import PlannedWork
-from topoplan.errors import TopoplanError, UsageError
+from topoplan.errors import InfeasibleError, TopoplanError, UsageError
 
 OPERATIONS = (
     (dist.ReduceOp.SUM, "sum"),
@@ -157,6 +159,7 @@ class PlannedGroup(dist.ProcessGroup):
         """Give up everything."""
         if self.communicator is not None:
             self.communicator.close()
+        let_go()
         if self.carrier is not self.inner:
             self.carrier.shutdown()
         self.inner.shutdown()
@@ -220,11 +223,16 @@ class PlannedGroup(dist.ProcessGroup):
     def _verdict(self, device: torch.device) -> Verdict:
         gather = gather_over(self.inner, device)
         members = dist.get_process_group_ranks(self)
-        plan, fault = None, ""
+        plan, fault, refused = None, "", ""
         try:
             plan = given_plan(members, dist.get_world_size())
-        except (TopoplanError, OSError) as error:
+        except InfeasibleError as error:
             fault = str(error)
+        except TopoplanError as error:
+            refused = f"TOPOPLAN_PLAN: {error}"
+        for rank, told in enumerate(gather(refused)):
+            if told:
+                raise UsageError(f"rank {rank}: {told}")
         for rank, told in enumerate(gather(fault)):
             if told:
                 return Verdict(None, f"rank {rank}: {told}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from collectives.communicator.communicator import Communicator
@@ -52,9 +53,16 @@ class Exchanged:
                     raise UsageError(
                         f"{name} {getattr(self, name)!r} is for sparse gradients; give a density too"
                     )
-        elif not callable(self.density) and not 0 < self.density <= 1:
+            return
+        if not callable(self.density) and not (isinstance(self.density, Real) and 0 < self.density <= 1):
             raise UsageError(
-                f"a density of {self.density} is not above 0 and at most 1; give for example 0.01"
+                f"a density of {self.density!r} is not above 0 and at most 1; give for example 0.01"
+            )
+        from collectives.wire.filters import WireFormat
+
+        if not isinstance(self.wire, WireFormat | None):
+            raise UsageError(
+                f"wire {self.wire!r} is no format; give for example collectives.wire.WireFormat(values='float16')"
             )
 
     def density_at(self, step: int) -> float:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
+<<<<<<< HEAD
 from collectives.job.backend import gather_of, open_for_plan
 from collectives.staleness.local_sgd import LocalExchange
 from collectives.staleness.modes import BSP, Mode
+=======
+from collectives.job.backend import GathersTexts, open_for_plan
+from collectives.job.plan import GivenPlan
+from collectives.staleness.local_sgd import LocalExchange, average_parameters
+from collectives.staleness.modes import BSP, Mode, mode_of
+>>>>>>> training
 from collectives.staleness.stale_average import StaleExchange
 from collectives.training.bucket_exchange import BucketExchange
 from collectives.training.bucket_memory import BucketMemory
@@ -26,8 +33,6 @@ from collectives.training.report import watch
 from collectives.training.start_line import log_start
 from collectives.training.step_exchange import step_exchange
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -47,9 +52,9 @@ class GradientSynchronizer:
     ----------
     parameters : list of arrays; with several ranks in this process a list of such lists
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
-    plan : Plan or SizePlans, optional
-        None lets the ranks of mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on
-        their hosts, without GPUs.
+    plan : Plan, SizePlans, str, path or Topology, optional
+        One, its file, or the machine whose GPUs the ranks are, also by its name in the library. None lets the ranks of
+        mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without GPUs.
     backend : str or Backend
         One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
@@ -58,8 +63,8 @@ class GradientSynchronizer:
         Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
-    mode : BSP, SSP, ASP or LocalSGD, optional
-        How far ranks may be apart (`collectives.staleness.modes`); BSP by default.
+    mode : BSP, SSP, ASP, LocalSGD or str, optional
+        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     timeout : float
         Seconds that a rank waits for the others, when a plan is made too.
     name : str
@@ -94,7 +99,7 @@ class GradientSynchronizer:
     def __init__(
         self,
         parameters: Any,
-        plan: Plan | SizePlans | None = None,
+        plan: GivenPlan | None = None,
         *,
         backend: str | Backend[Any] = "mpi",
         bucket_bytes: int = BUCKET_BYTES,
@@ -102,15 +107,15 @@ class GradientSynchronizer:
         exchange: str = "auto",
         momentum: float = 0.0,
         wire: WireFormat | None = None,
-        mode: Mode | None = None,
+        mode: Mode | str | None = None,
         timeout: float = 30.0,
         name: str = "gradients",
     ) -> None:
         how = Exchanged(density, exchange, momentum, wire)
-        self.mode: Mode = BSP() if mode is None else mode
-        opened, plan = open_for_plan(backend, plan, timeout=timeout)
+        self.mode = mode_of(mode)
+        opened, meant = open_for_plan(backend, plan, timeout=timeout)
         try:
-            self.communicator = comm = Communicator(plan, opened, timeout=timeout)
+            self.communicator = comm = Communicator(meant, opened, timeout=timeout)
             self.recorder = watch(Recorder(name, ranks=comm.size))
             self._steps: GradientExchange | StaleExchange | LocalExchange | None = None
             with self._refusing("making the synchronizer"):
@@ -125,6 +130,8 @@ class GradientSynchronizer:
             gather = gather_of(opened)
             self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
             self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
+            self._averaged = self._heard = 0
+            self._apart = False
             log_start(comm, how, self.mode)
         except BaseException:
             if opened is not backend:
@@ -153,6 +160,7 @@ class GradientSynchronizer:
         BackendError
             Another rank failed.
         """
+        self._check_heard()
         with self._refusing():
             if self._exchange.given:
                 raise UsageError("gradients of this step were given with ready already; end it with wait")
@@ -180,6 +188,7 @@ class GradientSynchronizer:
         UsageError, BackendError
             As `step`.
         """
+        self._check_heard()
         with self._refusing():
             arrays = self._shapes.one(index, gradient, "gradient")
             if index in self._exchange.given:
@@ -199,7 +208,9 @@ class GradientSynchronizer:
         return self._finished(outs)
 
     def after_step(self, parameters: Any) -> None:
-        """Call it when the optimiser has used the averages: with `LocalSGD` it averages the parameters when it is time.
+        """Call it in every step when the optimiser has used the averages.
+
+        With `LocalSGD` it averages the parameters when it is time; a next step without this call is a `UsageError`.
 
         Parameters
         ----------
@@ -211,23 +222,57 @@ class GradientSynchronizer:
         BackendError
             Another rank failed.
         """
-        if isinstance(self._steps, LocalExchange):
-            listed = self._shapes.lists(parameters, "parameter")
-            self._steps.average(listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True)))
+        self._heard = self.recorder.step
+        if isinstance(self._steps, LocalExchange) and self._averaged < self._steps.due:
+            self._average(parameters)
 
-    def finish(self) -> list[Any] | None:
-        """After the last step: what other ranks have still sent and this one has not used, or None if there is none.
+    def finish(
+        self, parameters: Any = None, *, use: Callable[[list[Any]], object] | None = None
+    ) -> list[Any] | None:
+        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        Only with `SSP` and `ASP`. Used like the averages of one more step, it makes the sums of all ranks the same.
+        With `SSP` and `ASP` what other ranks have sent late is used first; then, and with `LocalSGD` too, the
+        parameters are averaged. With `BSP` they are the same already. All ranks must call it. Training may go on
+        afterwards.
+
+        Parameters
+        ----------
+        parameters : as those that the synchronizer was made with, writeable
+            Changed in place. Left out, nothing is averaged.
+        use : callable, optional
+            What the optimiser does with the averages of a step; for `SSP` and `ASP`.
+
+        Returns
+        -------
+        list of arrays or None
+            With `SSP` and `ASP` what came late, an array for each parameter, if ``use`` was not given: to be used like
+            the averages of one more step.
 
         Raises
         ------
+        UsageError
+            With `LocalSGD` the parameters are left out, or with `SSP` and `ASP` they are given without ``use``.
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
-        if not isinstance(self._steps, StaleExchange):
-            return None
-        return self._exchange.rest(self._steps.finish())
+        stale = isinstance(self._steps, StaleExchange)
+        if isinstance(self._steps, LocalExchange) and parameters is None and self._apart:
+            raise UsageError(
+                f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
+            )
+        if stale and parameters is not None and use is None:
+            raise UsageError(
+                f"what came late in {self.mode} is to be used before parameters are averaged; give "
+                "finish(parameters, use=...) what the optimiser does with averages"
+            )
+        rest = None
+        if isinstance(self._steps, StaleExchange):
+            rest = self._exchange.rest(self._steps.finish())
+            if use is not None:
+                use(rest)
+        if parameters is not None and not isinstance(self.mode, BSP):
+            self._average(parameters)
+        return rest if use is None else None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
@@ -249,7 +294,7 @@ class GradientSynchronizer:
             It is of other parameters, other buckets or another number of ranks; nothing has changed.
         """
         self._check_between_steps()
-        self.recorder.step = restored(self.communicator, self._layout, state)
+        self.recorder.step = self._heard = restored(self.communicator, self._layout, state)
 
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
@@ -305,6 +350,27 @@ class GradientSynchronizer:
             with contextlib.suppress(BackendError):
                 self.communicator.refuse(text)
             raise UsageError(text) from error
+
+    def _average(self, parameters: Any) -> None:
+        """Average the parameters now."""
+        listed = self._shapes.lists(parameters, "parameter")
+        comm = self.communicator
+        average_parameters(
+            comm, self.recorder, listed[0] if comm.one_rank else list(zip(*listed, strict=True))
+        )
+        self._heard = self.recorder.step
+        if isinstance(self._steps, LocalExchange):
+            self._averaged = self._steps.due
+            self._apart = False
+
+    def _check_heard(self) -> None:
+        """Whether `after_step` was called in the step before, where it has something to do."""
+        if isinstance(self._steps, LocalExchange) and self._heard != self.recorder.step:
+            raise UsageError(
+                f"training step {self.recorder.step}: {self.mode} averages parameters when it is told that they have "
+                "moved, and it was not told in the step before; call after_step(parameters) in every step"
+            )
+        self._apart = True
 
     def _check_between_steps(self) -> None:
         if self._exchange.given:

@@ -15,7 +15,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
-from topoplan.errors import UsageError
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -91,6 +90,11 @@ class Report:
     step_records: tuple[StepRecord, ...]
 
     def __str__(self) -> str:
+        if not self.exchanges:
+            return (
+                f"{self.name} on {self.ranks} ranks, {self.steps} steps of {format_seconds(self.seconds)}: nothing has "
+                "been exchanged yet"
+            )
         heads = ("bucket", "size", "plan", "density", "exchanges", "time", "GB/s", "bound")
         rows = [
             (
@@ -139,10 +143,8 @@ class Report:
 def report(recorder: Recorder | None = None) -> Report:
     """What the hook or synchroniser of this process has done so far; of several, the one that moved most.
 
-    Raises
-    ------
-    UsageError
-        Nothing has been exchanged yet.
+    Where nothing has been exchanged yet the report is an empty one, and says so; it is no error, since a job that has
+    finished had better not end with one.
 
     Examples
     --------
@@ -157,10 +159,9 @@ def report(recorder: Recorder | None = None) -> Report:
     if chosen is None:
         watched = sorted(_recorders, key=lambda one: (-sum(r.nbytes for r in one.exchanges()), one.name))
         chosen = watched[0] if watched else None
-    exchanges = [] if chosen is None else chosen.exchanges()
-    if chosen is None or not exchanges:
-        raise UsageError("no gradient has been exchanged yet; call report after some steps of training")
-    steps = chosen.steps()
+    if chosen is None:
+        chosen = Recorder("this process", ranks=0)
+    exchanges, steps = chosen.exchanges(), chosen.steps()
     by_key: dict[str, list[ExchangeRecord]] = {}
     for one in exchanges:
         by_key.setdefault(one.key, []).append(one)

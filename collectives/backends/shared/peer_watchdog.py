@@ -163,7 +163,7 @@ class Watch:
             culprit,
             row,
             f"the peer {what}: no answer in {self._timeout:g} s; "
-            "see what it is doing, or give the communicator a longer timeout",
+            "see what it is doing and whether it had fewer batches, or give the communicator a longer timeout",
             lost=True,
         )
 
@@ -185,10 +185,16 @@ class Watch:
         """Fail if a peer has ended without having done what is waited for, as far as can be seen from here."""
         pid = self._placement.pids[peer]
         if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
-            text = f"the peer died: its process {pid} has ended; start all ranks again"
+            text = (
+                f"the peer died: its process {pid} has ended; start all ranks again, or, if it was done before this "
+                "rank, give all ranks as many batches"
+            )
             self.fail(peer, row, text, lost=True)
         if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():
-            text = "the peer has closed its communicator; make the same calls on all ranks"
+            text = (
+                "the peer has closed its communicator; make the same calls on all ranks, in training with as many "
+                "batches on each"
+            )
             self.fail(peer, row, text, lost=False)
 
 

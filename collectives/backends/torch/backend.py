@@ -18,7 +18,12 @@ import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
+<<<<<<< HEAD
 from collectives.backends.torch.exchange import BLOCK, exchange
+=======
+from collectives.backends.torch.exchange import exchange
+from collectives.backends.torch.gloo_threads import let_go
+>>>>>>> training
 from collectives.backends.torch.open_group import (
     asked_for,
     carrier_of,
@@ -161,6 +166,7 @@ class TorchBackend:
         self._scratch.clear()
         if self._owned:
             self._owned = False
+            let_go()
             dist.destroy_process_group()
 
     def _meet(self) -> None:
@@ -273,7 +279,7 @@ def _error(found: Notice, rank: int) -> BackendError:
     else:
         message = f"the peer {found.fault}, as rank {found.rank} found"
     return BackendError(
-        f"{message}; see what its process did, and make a new process group",
+        f"{message}; see what its process did and whether it had fewer batches, and make a new process group",
         rank=rank,
         peer=found.peer,
         step=found.step,

@@ -1,0 +1,41 @@
+"""Torch jobs that have finished end: no abort, and no hang, where gloo's threads are late."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+TESTS = Path(__file__).parent
+RUNS = 3
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "SCHED_IDLE") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two processors"
+)
+
+
+@pytest.mark.parametrize("how", ["close", "end of program"])
+def test_ranks_end_in_order_though_gloos_threads_let_go_late(how: str) -> None:
+    """By ``close`` and ``destroy_process_group``, and by neither; torch alone hangs, or aborts."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "torch_exit_ranks.py"), how, str(RUNS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [0] * 2 * RUNS, done.stderr[-3000:]
