@@ -19,7 +19,7 @@ from collectives.job.members import Gpu, Member, by_host, check_members, this_me
 from collectives.job.topology import JobHost, job_topology
 from collectives.peers.error_rounds import Gather, say_all
 from topoplan.errors import PlanError
-from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.formats.topology_json import parse_topology_json
 from topoplan.plans.plan import Plan
 from topoplan.topology import Topology
 
@@ -134,7 +134,7 @@ def _read_hosts(gather: Gather, members: tuple[Member, ...], rank: int) -> list[
         if mine is None:
             return ""
         machine, devices = read_host(mine)
-        return json.dumps({"machine": dump_topology_json(machine), "devices": devices})
+        return json.dumps({"machine": machine.to_json(), "devices": devices})
 
     told = say_all(gather, read)
     hosts = []

@@ -20,7 +20,7 @@ from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.one_hop import one_hop
 from topoplan.schedules.rings.ring import ring
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike, as_topology
 
 WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
 """Collectives for which a double binary tree is defined."""
@@ -33,7 +33,7 @@ RING_KINDS = {"nvlink": ("nvlink", "relay"), "pcie": ("pcie",)}
 
 
 def candidates(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -69,6 +69,7 @@ def candidates(
     >>> notes
     ('no one-hop: gpu0 reaches gpu5 only through another GPU',)
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     best = plan(

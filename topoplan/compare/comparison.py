@@ -21,14 +21,14 @@ from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.rings.ring import ring
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 
 WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
 """Collectives for which a double binary tree is defined."""
 
 
 def compare(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -40,7 +40,7 @@ def compare(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -66,6 +66,7 @@ def compare(
     >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
     (50.0, 'pcie ring', 5.333, 9.375, 1.5)
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
@@ -102,7 +103,7 @@ def compare(
 
 
 def compare_all(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     sizes: Collection[int] | None = None,
@@ -112,7 +113,7 @@ def compare_all(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
     sizes : collection of int or None
         Numbers of GPUs; 2 to N for None.
@@ -144,6 +145,7 @@ def compare_all(
     >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
     [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((3, 4, 5), 'pcie', 'pcie ring', 8), ((3, 5, 6), 'pcie', 'pcie ring', 16)]
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     classes = allocation_classes(topology, sizes=sizes)
     rows = []
