@@ -30,6 +30,9 @@ COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter"
 ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
 
+TREES = "trees"
+"""The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
+
 OPERATIONS = ("reduce", "broadcast", "gather")
 """What a stage does; data runs towards the root in a reduce, and away from it in the others."""
 
