@@ -122,7 +122,9 @@ ABSENT = {
 def test_every_schedule_is_a_valid_plan_or_says_why_not(name: str, machine: str) -> None:
     """One rate whether made by name or by its function; never above the packed trees on the same wires."""
     if (name, machine) in ABSENT:
-        with pytest.raises((InfeasibleError, UsageError), match=r"choose another schedule|plan trees instead"):
+        with pytest.raises(
+            (InfeasibleError, UsageError), match=r"choose another schedule|plan trees instead"
+        ):
             make_schedule(name, machine)
         return
     made = make_schedule(name, machine)
