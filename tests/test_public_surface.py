@@ -17,6 +17,7 @@ from topoplan.cli.main import main
 from topoplan.compare import allocation_classes, compare, compare_all
 from topoplan.errors import TopologyError, UsageError
 from topoplan.export import export_machine
+from topoplan.plot.machine import draw_topology
 from topoplan.topology import Topology, TopologyLike, as_topology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ TAKERS: dict[str, Asked] = {
     "cluster": lambda machine: topoplan.cluster([topoplan.Server(machine, [0, 1], count=2)], nic_gbps=100),
     "compare": compare,
     "compare_all": lambda machine: compare_all(machine, sizes=[2]),
+    "draw_topology": lambda machine: len(draw_topology(machine).axes),
     "double_binary_tree": topoplan.double_binary_tree,
     "export_machine": lambda machine: export_machine(machine, "nccl-topo"),
     "load": topoplan.load,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
-from typing import TYPE_CHECKING, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
@@ -443,7 +443,17 @@ def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, objec
     return stated
 
 
-TopologyLike: TypeAlias = Union[Topology, str, os.PathLike[str], "networkx.MultiDiGraph"]
+class GraphLike(Protocol):
+    """A ``networkx.MultiDiGraph``, for type checkers, most of which know nothing of networkx."""
+
+    def is_directed(self) -> bool:
+        """True of a MultiDiGraph."""
+
+    def is_multigraph(self) -> bool:
+        """True of a MultiDiGraph."""
+
+
+TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
 """A machine, or what `topoplan.load` reads one from: a library name, a path, ``-``, a text, or a graph."""
 
 
