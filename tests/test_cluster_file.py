@@ -139,6 +139,8 @@ def test_what_is_built_is_a_topology_file_like_any_other() -> None:
         ),
         (network_json(kind="ring"), "network 'ring' is unknown; use one of switch, rail-optimised, fat-tree"),
         (network_json(speed=3), "network: key 'speed' is unknown"),
+        (server_json(counts=2), "servers[0]: key 'counts' is unknown; did you mean 'count'?"),
+        (network_json(rail=2), "network: key 'rail' is unknown; did you mean 'rails'?"),
         (network_json(rails=2), "rails belongs to the network rail-optimised"),
         (network_json(kind="fat-tree", leaf_size=1.5), "network: leaf_size must be a whole number, not 1.5"),
         (network_json(nic_gbps=0), "nic_gbps 0 must be a number of Gb/s above zero"),

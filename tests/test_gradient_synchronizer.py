@@ -315,17 +315,12 @@ def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
         made(gradients[:2])
     with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
         GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
-<<<<<<< HEAD
     given = Watched(RANKS)
     with pytest.raises(UsageError, match="there is no parameter"):
         GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
     assert given.closed == 0, "it is the caller's"
-    no_plan: Any = "plan.json"
-    with pytest.raises(UsageError, match="a str is no plan"):
-=======
     no_plan: Any = 7
     with pytest.raises(UsageError, match="a int is no plan"):
->>>>>>> training
         GradientSynchronizer(gradients, no_plan, backend="loopback")
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         GradientSynchronizer(gradients, "nowhere.json", backend="loopback")

@@ -11,7 +11,10 @@ from small_fabrics import COLLECTIVES, both_ways, direct_machines, machine, swit
 
 import topoplan
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.schedules.relay import shortest_route
 from topoplan.simulation.latency import LAUNCH, START_UP
 from topoplan.topology import Topology
 
@@ -38,6 +41,18 @@ def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:
             topoplan.one_hop(topology, collective)
         return
     assert topoplan.verify(topoplan.one_hop(topology, collective)).height == 1
+
+
+def test_a_hop_without_a_wire_is_one_clear_error() -> None:
+    """GPUs 0 and 5 of a DGX-1V have no NVLink between them: a schedule that wants one is told the cut."""
+    alone = Fabric(topoplan.load("dgx-1v").subset([0, 5]), ("nvlink",))
+    with pytest.raises(InfeasibleError, match="no path over nvlink leads from gpu0 to gpu5; use a") as caught:
+        shortest_route(alone, 0, 1)
+    assert caught.value.cut == ("gpu0",)
+    with pytest.raises(InfeasibleError, match="no wire leads from gpu0 to gpu5 but through another GPU"):
+        LeastLoaded(alone).edge("broadcast", (0,), 1, Fraction(1))
+    with pytest.raises(InfeasibleError, match="no wire leads to gpu0 from gpu5 but through another GPU"):
+        LeastLoaded(alone).edge("reduce", (0,), 1, Fraction(1))
 
 
 def test_one_hop_on_dgx2_is_the_optimum_but_for_rooted_collectives() -> None:

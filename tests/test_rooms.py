@@ -93,6 +93,7 @@ def test_optional_and_slow_libraries_are_imported_where_they_are_used(module: Pa
         ("import topoplan", HEAVY | {"numpy"}),
         ("import topoplan; topoplan.load('dgx-1v')", HEAVY),
         ("import topoplan; topoplan.verify(topoplan.plan(topoplan.load('dgx-1v')))", HEAVY),
+        ("import topoplan; topoplan.load(topoplan.ring('dgx-1v').topology.to_json())", HEAVY),
         ("import topoplan, collectives", HEAVY),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,9 @@ from collectives.testbed.scaling import largest_scale, slowed_plan
 from tests.hand_plans import forest_plan
 from tests.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli import main
-from topoplan.errors import UsageError
+from topoplan.errors import PlanError, UsageError
 from topoplan.formats.topology_json import dump_topology_json
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
 
 DGX = topoplan.load("dgx-1v")
 SCALE = 0.0005
@@ -69,6 +70,19 @@ def test_every_flow_of_a_stage_runs_as_its_data_does() -> None:
     up = {(e.child, e.parent) for shard in plan.shards for e in shard.stages[0].edges}
     down = {(e.parent, e.child) for shard in plan.shards for e in shard.stages[1].edges}
     assert {(flow.source, flow.destination) for flow in plan_flows(plan)} == up | down
+
+
+def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
+    """GPUs 0 and 5 of a DGX-1V have no NVLink between them."""
+    made = topoplan.plan(DGX, "broadcast", gpus=[0, 1, 5])
+    stage = Stage(
+        "broadcast", 0, (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"), Edge(0, 2, ("gpu0", "gpu5"), "nvlink"))
+    )
+    wrong = replace(made, shards=(Shard(Fraction(1), (stage,)),))
+    with pytest.raises(
+        PlanError, match="shard 0, stage 0, rank 2: the route gpu0-gpu5 crosses gpu0->gpu5, where"
+    ):
+        crossed_links(wrong)
 
 
 def test_a_relaying_ring_has_one_flow_for_each_route() -> None:

@@ -160,6 +160,46 @@ def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            machine_json(devices=[{"name": "a", "kind": "gpu", "sever": "s0"}]),
+            "device 0 (a): key 'sever' is unknown; did you mean 'server'?",
+        ),
+        (link_json(counts=2), "link 0 (a->b): key 'counts' is unknown; did you mean 'count'?"),
+        (machine_json(sources="me"), "the topology: key 'sources' is unknown; did you mean 'source'?"),
+        (
+            link_json(speed=3),
+            "link 0 (a->b): key 'speed' is unknown; it may have src, dst, channel, bandwidth, count, latency",
+        ),
+    ],
+)
+def test_a_key_that_is_not_known_is_refused_with_the_nearest(text: str, says: str) -> None:
+    """A misspelt optional key would be ignored otherwise; the message says where it stands."""
+    with pytest.raises(TopologyError) as caught:
+        parse_topology_json(text)
+    assert str(caught.value) == says
+
+
+def test_facts_may_have_any_key() -> None:
+    """What is known of a device is open; so they are kept, whatever they are called."""
+    made = parse_topology_json(
+        machine_json(devices=[{"name": "a", "kind": "gpu", "facts": {"sever": "s0"}}], links=[])
+    )
+    assert made.devices[0].fact("sever") == "s0"
+
+
+def test_a_file_without_format_is_told_how_to_begin() -> None:
+    """And one that misspells the key, by which it is meant."""
+    value = json.loads(machine_json())
+    del value["format"]
+    with pytest.raises(TopologyError, match=r'no \'format\'; begin it with "format": "topoplan\.topology/1"'):
+        parse_topology_json(json.dumps(value))
+    with pytest.raises(TopologyError, match=r"no 'format'; did you mean it by 'fromat'\?"):
+        parse_topology_json(json.dumps(value | {"fromat": "topoplan.topology/1"}))
+
+
 def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
     """GPUs 1, 4, 5, 7 of a DGX-1V have four NVLink pairs among them, and the whole PCIe side."""
     part = dgx_1v().subset([7, 4, 1, 5])

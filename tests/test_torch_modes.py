@@ -1,4 +1,4 @@
-"""DDP in every synchronisation mode, and the example as the README runs it, with real processes under torchrun."""
+"""DDP in every synchronisation mode, and the loops of docs/training.md, with real processes under torchrun."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: 
     assert first["digest"] == first["averaged"][-1]
 
 
-def test_the_loop_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_loop_of_the_page_on_training_runs_as_it_stands(tmp_path: Path) -> None:
     """From the group to its end; only what a user brings is put before it."""
-    blocks = (TESTS.parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    blocks = (TESTS.parent / "docs" / "training.md").read_text(encoding="utf-8").split("```python\n")[1:]
     (loop,) = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
     program = tmp_path / "loop.py"
     brought = (

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from topoplan.bounds.upper_bound import bound
     from topoplan.choice.by_size import plan_by_size

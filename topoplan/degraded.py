@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from topoplan.errors import UsageError
-from topoplan.topology import FASTEST, SLOWEST, Link, Topology
+from topoplan.topology import FASTEST, SLOWEST, Link, Topology, TopologyLike, as_topology
 
 SIDES = (".tx", ".rx")
 """What ends the names of the two sides of a NIC that several GPUs use: the sending and the receiving one."""
@@ -20,12 +20,12 @@ SIDES = (".tx", ".rx")
 Ends = tuple[str, str]
 
 
-def without_links(topology: Topology, wires: Iterable[str]) -> Topology:
+def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
     """The machine with wires taken out.
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     wires : iterable of str
         Such as ``gpu0-gpu3`` or ``gpu0->gpu3``.
 
@@ -40,6 +40,7 @@ def without_links(topology: Topology, wires: Iterable[str]) -> Topology:
     >>> topoplan.plan(without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"])).rate  # doctest: +ELLIPSIS
     78.57...
     """
+    topology = as_topology(topology)
     named = list(dict.fromkeys(wires))
     out = {ends for wire in named for ends in find_links(topology, wire)}
     if not out:
@@ -51,12 +52,12 @@ def without_links(topology: Topology, wires: Iterable[str]) -> Topology:
     )
 
 
-def slow_links(topology: Topology, speeds: Mapping[str, float]) -> Topology:
+def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     """The machine with some wires no faster than what is given.
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     speeds : mapping of str to float
         GB/s per direction of each wire. All parallel wires together are as fast as this.
 
@@ -72,6 +73,7 @@ def slow_links(topology: Topology, speeds: Mapping[str, float]) -> Topology:
     >>> {link.bandwidth for link in slower.links if {link.src, link.dst} == {"gpu1", "gpu2"}}
     {12.5}
     """
+    topology = as_topology(topology)
     given: dict[Ends, tuple[str, float]] = {}
     for wire, speed in speeds.items():
         number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
@@ -101,7 +103,7 @@ def slow_links(topology: Topology, speeds: Mapping[str, float]) -> Topology:
     )
 
 
-def without_devices(topology: Topology, names: Iterable[str]) -> Topology:
+def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
     """The machine with switches, NICs or CPUs taken out, and their links.
 
     Raises
@@ -115,6 +117,7 @@ def without_devices(topology: Topology, names: Iterable[str]) -> Topology:
     >>> len(without_devices(topoplan.load("dgx-1v"), ["nic0", "nic1"]).devices)
     16
     """
+    topology = as_topology(topology)
     named = list(dict.fromkeys(names))
     out = {device for name in named for device in find_devices(topology, name)}
     for name in named:
@@ -125,7 +128,7 @@ def without_devices(topology: Topology, names: Iterable[str]) -> Topology:
     return _cut_down(topology, out, f"taken out: {', '.join(named)}")
 
 
-def without_gpus(topology: Topology, gpus: Iterable[int]) -> Topology:
+def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
     """The machine with GPUs taken out, and their links. The GPUs that remain are numbered anew; names stay.
 
     Raises
@@ -139,6 +142,7 @@ def without_gpus(topology: Topology, gpus: Iterable[int]) -> Topology:
     >>> without_gpus(topoplan.load("dgx-1v"), [5]).gpus[4:]
     ('gpu4', 'gpu6', 'gpu7')
     """
+    topology = as_topology(topology)
     named = sorted(set(gpus))
     if not named:
         return topology

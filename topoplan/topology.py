@@ -3,18 +3,29 @@
 Devices are GPUs and everything that only forwards (NVSwitch, PCIe switch, CPU, NIC, network switch). A link
 has one direction; a full-duplex wire is two links. ``bandwidth`` is in GB/s (1e9 bytes per second) for that
 direction and already counts the ``count`` parallel wires. Switches forward without copying or adding unless
-they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1`` (see ``topoplan.formats``).
+they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1``: `Topology.to_json` writes it and
+`topoplan.load` reads it, and so it is with `Topology.to_networkx`.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import index
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
+import topoplan
 from topoplan.errors import TopologyError, UsageError
+
+if TYPE_CHECKING:
+    import networkx
+
+FORMAT = "topoplan.topology/1"
+"""What the JSON of a topology says it is."""
 
 DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch")
 LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
@@ -96,7 +107,7 @@ class Device:
             isinstance(part, str) for fact in self.facts for part in fact
         ):
             raise TopologyError(
-                f"device {self.name}: facts {_shown(self.facts)} must be texts by key, each key once and in ascending "
+                f"device {self.name}: facts {shown(self.facts)} must be texts by key, each key once and in ascending "
                 "order"
             )
 
@@ -162,7 +173,7 @@ class Link:
             )
         if not _is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
             raise TopologyError(
-                f"{where}: bandwidth {_shown(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
+                f"{where}: bandwidth {shown(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
                 f"{FASTEST:g}; leave out a link that is dead"
             )
         if (
@@ -171,15 +182,15 @@ class Link:
             or not 1 <= self.count <= MOST_WIRES
         ):
             raise TopologyError(
-                f"{where}: count {_shown(self.count)} must be a whole number from 1 to {MOST_WIRES}"
+                f"{where}: count {shown(self.count)} must be a whole number from 1 to {MOST_WIRES}"
             )
         if self.latency is not None and (
             not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
         ):
-            raise TopologyError(f"{where}: latency {_shown(self.latency)} must be seconds, zero or more")
+            raise TopologyError(f"{where}: latency {shown(self.latency)} must be seconds, zero or more")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value for a message: whatever it is, no longer than a line can bear."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "of more than 19 digits"
@@ -199,12 +210,12 @@ def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
     for gpus, seconds in stated:
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not previous < gpus <= MOST_GPUS:
             raise TopologyError(
-                f"peer_access: number of GPUs {_shown(gpus)} must be a whole number from 2 to {MOST_GPUS}, and above "
+                f"peer_access: number of GPUs {shown(gpus)} must be a whole number from 2 to {MOST_GPUS}, and above "
                 "the one before it"
             )
         if not _is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
             raise TopologyError(
-                f"peer_access of {gpus} GPUs: {_shown(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
+                f"peer_access of {gpus} GPUs: {shown(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
             )
         previous = gpus
 
@@ -342,3 +353,119 @@ class Topology:
             devices=tuple(device for device in self.devices if device.name not in out),
             links=tuple(link for link in self.links if link.src not in out and link.dst not in out),
         )
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of the machine, keys in the format's order, what has its default left out."""
+        head: dict[str, object] = {"format": FORMAT, "name": self.name}
+        if self.source:
+            head["source"] = self.source
+        if self.notes:
+            head["notes"] = list(self.notes)
+        if self.peer_access:
+            head["peer_access"] = {str(gpus): seconds for gpus, seconds in self.peer_access}
+        head["devices"] = [_stated(device, _DEVICE_DEFAULTS) for device in self.devices]
+        head["links"] = [_stated(link, _LINK_DEFAULTS) for link in self.links]
+        return head
+
+    def to_json(self) -> str:
+        """Topology JSON, one device or link to a line; `topoplan.load` reads it back equal.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> machine = topoplan.load("v100x4")
+        >>> topoplan.load(machine.to_json()) == machine
+        True
+        """
+        parts = []
+        for key, value in self.to_object().items():
+            if key in ("devices", "links"):
+                items = cast("list[object]", value)
+                rows = ",\n".join("  " + json.dumps(item, ensure_ascii=False) for item in items)
+                parts.append(f'"{key}": [\n{rows}\n]' if rows else f'"{key}": []')
+            else:
+                parts.append(f'"{key}": {json.dumps(value, ensure_ascii=False)}')
+        return "{" + ",\n ".join(parts) + "}\n"
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """The machine as a graph; `topoplan.load` reads it back equal.
+
+        Returns
+        -------
+        networkx.MultiDiGraph
+            A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
+            ``numa``, ``multicast``, ``reduce`` and ``facts`` (a dict of texts) of `Device`. An edge for each link, its
+            key the channel, with the attributes ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of
+            `Link`, and ``position``, its place among the links of the machine, since a graph keeps none. Attributes of
+            the graph: ``name``, ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number
+            of GPUs).
+
+        Examples
+        --------
+        The cheapest cut between two GPUs of a DGX-1V is all that leaves one of them over NVLink, 150 GB/s.
+
+        >>> import networkx, topoplan
+        >>> graph = topoplan.load("dgx-1v").to_networkx()
+        >>> graph.edges["gpu0", "gpu3", "nvlink"]["bandwidth"], graph.nodes["gpu0"]["server"]
+        (50.0, 's0')
+        >>> wires = networkx.DiGraph()
+        >>> for src, dst, link in graph.edges(data=True):
+        ...     if link["channel"] == "nvlink":
+        ...         wires.add_edge(src, dst, capacity=link["bandwidth"])
+        >>> networkx.minimum_cut_value(wires, "gpu0", "gpu7")
+        150.0
+        >>> topoplan.load(graph) == topoplan.load("dgx-1v")
+        True
+        """
+        from networkx import MultiDiGraph
+
+        graph = MultiDiGraph(
+            name=self.name, source=self.source, notes=list(self.notes), peer_access=dict(self.peer_access)
+        )
+        for device in self.devices:
+            known = {key: getattr(device, key) for key in _DEVICE_DEFAULTS if key != "name"}
+            graph.add_node(device.name, **known | {"facts": dict(device.facts)})
+        for position, link in enumerate(self.links):
+            known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in ("src", "dst")}
+            graph.add_edge(link.src, link.dst, key=link.channel, **known, position=position)
+        return graph
+
+
+_DEVICE_DEFAULTS = {one.name: one.default for one in fields(Device)}
+_LINK_DEFAULTS = {one.name: one.default for one in fields(Link)}
+
+
+def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, object]:
+    """The fields of a device or link that are not their default, in order; facts as an object of texts."""
+    stated = {key: value for key, default in defaults.items() if (value := getattr(item, key)) != default}
+    if "facts" in stated:
+        stated["facts"] = dict(cast("tuple[tuple[str, str], ...]", stated["facts"]))
+    return stated
+
+
+class GraphLike(Protocol):
+    """A ``networkx.MultiDiGraph``, for type checkers, most of which know nothing of networkx."""
+
+    def is_directed(self) -> bool:
+        """True of a MultiDiGraph."""
+
+    def is_multigraph(self) -> bool:
+        """True of a MultiDiGraph."""
+
+
+TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
+"""A machine, or what `topoplan.load` reads one from: a library name, a path, ``-``, a text, or a graph."""
+
+
+def as_topology(machine: TopologyLike) -> Topology:
+    """The machine itself, or the one that `topoplan.load` reads; errors as there.
+
+    Every function of the public surface that takes a machine asks here what is meant.
+
+    Examples
+    --------
+    >>> as_topology("dgx-2") == as_topology(as_topology("dgx-2"))
+    True
+    """
+    # The reader stands above this room, so it is asked for by the name under which everybody knows it.
+    return machine if isinstance(machine, Topology) else topoplan.load(machine)

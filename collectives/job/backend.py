@@ -6,12 +6,8 @@ from typing import Any
 
 from collectives.backends.backend import Backend, GathersTexts
 from collectives.backends.open_backend import check_backend, open_backend
-<<<<<<< HEAD
-from collectives.job.plan import job_plan
-from collectives.peers.error_rounds import Gather
-=======
 from collectives.job.plan import GivenPlan, job_plan, plan_of
->>>>>>> training
+from collectives.peers.error_rounds import Gather
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans

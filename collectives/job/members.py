@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from topoplan.errors import UsageError
-from topoplan.formats.topology_json import dump_topology_json
 from topoplan.plans.plan import check_collective
 from topoplan.probing.probe import host_sysfs
 from topoplan.topology import Topology
@@ -99,7 +98,7 @@ def this_member(
         gpu=gpu,
         visible=tuple((name, os.environ[name]) for name in VISIBLE if name in os.environ),
         wanted=(check_collective(wanted[0]), wanted[1]),
-        machine="" if machine is None else dump_topology_json(machine),
+        machine="" if machine is None else machine.to_json(),
     )
 
 

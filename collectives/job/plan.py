@@ -18,16 +18,11 @@ import topoplan
 from collectives.job.hosts import read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
 from collectives.job.topology import JobHost, job_topology
-<<<<<<< HEAD
 from collectives.peers.error_rounds import Gather, say_all, say_when_done
 from collectives.peers.plan_by_one import plan_by_one
-from topoplan.errors import PlanError
-=======
-from collectives.peers.error_rounds import Gather, say_all
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.load import library
->>>>>>> training
-from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.formats.topology_json import parse_topology_json
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 from topoplan.topology import Topology
@@ -199,7 +194,7 @@ def _read_hosts(gather: Gather, members: tuple[Member, ...], rank: int) -> list[
         if mine is None:
             return ""
         machine, devices = read_host(mine)
-        return json.dumps({"machine": dump_topology_json(machine), "devices": devices})
+        return json.dumps({"machine": machine.to_json(), "devices": devices})
 
     told = say_when_done(gather, read)
     hosts = []

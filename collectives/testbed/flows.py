@@ -6,13 +6,13 @@ same two ranks, as relaying rings do, each route is a flow of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
-from topoplan.errors import UsageError
+from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.plan import Plan
+from topoplan.plans.loads import edge_links
+from topoplan.plans.plan import Edge, Plan, Stage
 from topoplan.topology import Link
 
 
@@ -49,15 +49,22 @@ def plan_flows(plan: Plan) -> tuple[Flow, ...]:
     >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
     [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
     """
-    found = set()
-    for shard in plan.shards:
-        for stage in shard.stages:
+    return tuple(sorted({flow_of(stage, edge) for _, _, stage, edge in _edges(plan)}))
+
+
+def flow_of(stage: Stage, edge: Edge) -> Flow:
+    """The flow that carries what crosses a tree edge."""
+    if stage.op == "reduce":
+        return Flow(edge.child, edge.parent, edge.channel, edge.route[::-1])
+    return Flow(edge.parent, edge.child, edge.channel, edge.route)
+
+
+def _edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
+    """Every tree edge with the numbers of its shard and stage."""
+    for number, shard in enumerate(plan.shards):
+        for position, stage in enumerate(shard.stages):
             for edge in stage.edges:
-                if stage.op == "broadcast":
-                    found.add(Flow(edge.parent, edge.child, edge.channel, edge.route))
-                else:
-                    found.add(Flow(edge.child, edge.parent, edge.channel, edge.route[::-1]))
-    return tuple(sorted(found))
+                yield number, position, stage, edge
 
 
 def crossed_links(plan: Plan) -> dict[Flow, tuple[Link, ...]]:
@@ -67,12 +74,20 @@ def crossed_links(plan: Plan) -> dict[Flow, tuple[Link, ...]]:
     ------
     UsageError
         A switch on the way copies or adds, which a forwarding device cannot.
+    PlanError
+        A route crosses a link that the machine does not have.
     """
     fabric = Fabric(plan.topology, plan.channels)
-    flows = {
-        flow: tuple(fabric.links[fabric.link_on[src, dst, flow.channel]] for src, dst in pairwise(flow.route))
-        for flow in plan_flows(plan)
-    }
+    crossed: dict[Flow, tuple[Link, ...]] = {}
+    for number, position, stage, edge in _edges(plan):
+        flow = flow_of(stage, edge)
+        if flow not in crossed:
+            try:
+                links = edge_links(edge, stage.op, fabric)
+            except PlanError as error:
+                raise error.within(number, position) from None
+            crossed[flow] = tuple(fabric.links[link] for link in links)
+    flows = dict(sorted(crossed.items()))
     _check_forwarding({name for flow in flows for name in flow.route} & (fabric.copying | fabric.adding))
     return flows
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-<<<<<<< HEAD
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-=======
 from collections.abc import Callable, Mapping
-from contextlib import suppress
->>>>>>> training
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
-<<<<<<< HEAD
 from collectives.job.backend import gather_of, open_for_plan
-from collectives.staleness.local_sgd import LocalExchange
-from collectives.staleness.modes import BSP, Mode
-=======
-from collectives.job.backend import GathersTexts, open_for_plan
 from collectives.job.plan import GivenPlan
 from collectives.staleness.local_sgd import LocalExchange, average_parameters
 from collectives.staleness.modes import BSP, Mode, mode_of
->>>>>>> training
 from collectives.staleness.stale_average import StaleExchange
 from collectives.training.bucket_exchange import BucketExchange
 from collectives.training.bucket_memory import BucketMemory

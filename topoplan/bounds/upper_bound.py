@@ -11,7 +11,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.fabric.fabric import CHANNEL_SPLITS, usable_fabric
 from topoplan.plans.certificate import Certificate, Channels, OneFabric, certified_bound
 from topoplan.plans.plan import check_collective, root_rank
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 from topoplan.units import nearest_float
 
 
@@ -45,7 +45,7 @@ class Bound:
 
 
 def bound(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -76,6 +76,7 @@ def bound(
     >>> len(proved.ranks), round(proved.rate, 3)
     (1024, 201.575)
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     rank = root_rank(chosen, collective, root)

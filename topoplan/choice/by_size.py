@@ -16,7 +16,7 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, SizeRange
 from topoplan.simulation.table import clock
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike
 
 SIZES = (1 << 10, 1 << 30)
 """Smallest and largest size in bytes that are tested by default."""
@@ -44,7 +44,7 @@ class Choice:
 
 
 def plan_by_size(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -90,7 +90,7 @@ def plan_by_size(
 
 
 def choose_by_size(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,

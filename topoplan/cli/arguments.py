@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from collections.abc import Mapping
 from typing import NoReturn
 
 from topoplan.errors import UsageError
@@ -142,6 +143,18 @@ def size(text: str) -> int:
     if len(sizes) > 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} names {len(sizes)} sizes; give one, such as 64MB")
     return sizes[0]
+
+
+def first_given(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
+    """The first of some options that was given, as it is written; ``absent`` says what each is when it was not.
+
+    Examples
+    --------
+    >>> first_given(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
+    '--time-limit'
+    """
+    given = (name for name, default in absent.items() if getattr(options, name) != default)
+    return next((f"--{name.replace('_', '-')}" for name in given), "")
 
 
 def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "") -> None:

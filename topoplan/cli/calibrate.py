@@ -15,7 +15,6 @@ from topoplan.cli.output_files import check_target, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
 from topoplan.errors import UsageError
-from topoplan.formats.topology_json import dump_topology_json, topology_to_object
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -64,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
         )
     made = calibrated(topology, measurement, date=date.today().isoformat())
     if options.output == "-":
-        print(dump_topology_json(made.topology), end="")
+        print(made.topology.to_json(), end="")
         return 0
     if options.output:
-        write_whole(options.output, dump_topology_json(made.topology))
+        write_whole(options.output, made.topology.to_json())
     if options.json:
         print_json(calibration_to_object(made))
         return 0
@@ -119,7 +118,7 @@ def calibration_to_object(made: Calibration) -> dict[str, object]:
         if memory
         else None,
         "notes": list(made.notes),
-        "topology": topology_to_object(made.topology),
+        "topology": made.topology.to_object(),
     }
 
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Protocol, cast
 
+import topoplan
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.output import print_error
 from topoplan.errors import BackendError, TopoplanError, UsageError
@@ -84,10 +85,11 @@ def _run(given: Sequence[str], name: str) -> int:
         prog="topoplan",
         description="Plan collective communication from a machine's wires, prove how good the plan is, and run it.",
     )
+    top.add_argument("--version", action="version", version=f"topoplan {topoplan.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     for known, line in COMMANDS.items():
         commands.add_parser(known, help=line)
-    if name not in COMMANDS and not {"-h", "--help"} & set(given):
+    if name not in COMMANDS and not {"-h", "--help", "--version"} & set(given):
         raise UsageError(_no_command(name))
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
@@ -97,7 +99,7 @@ def _run(given: Sequence[str], name: str) -> int:
             command.add_options(chosen)
         options, unknown = top.parse_known_args(given)
     except SystemExit:
-        # --help has been printed; error() raises UsageError instead.
+        # --help or --version has been printed; error() raises UsageError instead.
         return 0
     if unknown:
         raise UsageError(chosen.not_understood(unknown[0]))

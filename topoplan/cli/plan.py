@@ -25,12 +25,24 @@ from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.explain import explain_certificate
 from topoplan.plans.phases import phases
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import TREES, Plan
 from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_object
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from collectives.backends.footprint import Footprint
+
+OF_TREES = {
+    "method": "exact",
+    "order": None,
+    "epsilon": None,
+    "threshold": None,
+    "time_limit": None,
+    "size": None,
+    "sizes": None,
+    "bound_only": False,
+}
+"""Options that do not go with another schedule, and what they are when nobody has given them."""
 
 CHUNK = 256 << 10
 """Bytes of the chunk that memory is told for."""
@@ -44,6 +56,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_root(parser)
     parser.add_argument(
         "--method", default="exact", metavar="M", help=f"{', '.join(METHODS)} (default: exact)"
+    )
+    parser.add_argument(
+        "--schedule",
+        default=TREES,
+        metavar="NAME",
+        help="a schedule in place of packed trees, such as ring, one-hop or double-tree; a name that is unknown is "
+        f"answered with all (default: {TREES})",
     )
     arguments.add_channels(parser)
     parser.add_argument(
@@ -101,6 +120,8 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     sparse = asked_for(options)
+    if options.schedule != TREES:
+        _check_schedule(options)
     check_target(options.output, "-o")
     check_plot(options.plot)
     if options.explain and (options.bound_only or options.sizes is not None):
@@ -133,6 +154,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_schedule(options: argparse.Namespace) -> None:
+    """Refuse an unknown schedule, and with a known one the options that speak of packed trees or of several plans."""
+    # The rooms of rings and others are loaded where one is asked for.
+    from topoplan.schedules.registry import find_schedule
+
+    name = find_schedule(options.schedule).name
+    given = arguments.first_given(options, OF_TREES)
+    if given:
+        raise UsageError(
+            f"--schedule {name} is one plan without a search, so {given} does not go with it; leave one of them out"
+        )
+
+
 def _explained(plan: Plan) -> Footprint:
     from collectives.backends.footprint import footprint
 
@@ -142,6 +176,17 @@ def _explained(plan: Plan) -> Footprint:
 def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
     """The plan of elements that is asked for."""
     machine = read_machine(options)
+    if options.schedule != TREES:
+        from topoplan.schedules.registry import make_schedule
+
+        return make_schedule(
+            options.schedule,
+            machine.whole,
+            options.collective,
+            gpus=machine.allocation(options.gpus),
+            root=options.root,
+            channels=options.channels,
+        )
     return make_plan(
         machine.whole,
         options.collective,

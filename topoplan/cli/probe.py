@@ -8,7 +8,6 @@ from topoplan.cli.arguments import OneLineParser, add_json, add_plot
 from topoplan.cli.output_files import check_plot, check_target, write_whole
 from topoplan.cli.show import draw_machine, show_machine
 from topoplan.errors import UsageError
-from topoplan.formats.topology_json import dump_topology_json
 from topoplan.probing.probe import probe
 
 
@@ -39,10 +38,10 @@ def run(options: argparse.Namespace) -> int:
     if options.output == "-":
         if options.plot:
             draw_machine(topology, options.plot)
-        print(dump_topology_json(topology), end="")
+        print(topology.to_json(), end="")
         return 0
     if options.output:
-        write_whole(options.output, dump_topology_json(topology))
+        write_whole(options.output, topology.to_json())
     show_machine(topology, plot=options.plot, as_json=options.json)
     if options.output and not options.json:
         print(f"written: {options.output}")

@@ -18,7 +18,6 @@ from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
 from topoplan.formats.machine_warnings import machine_warnings
-from topoplan.formats.topology_json import topology_to_object
 from topoplan.topology import Topology
 from topoplan.units import exact
 
@@ -44,7 +43,7 @@ def show_machine(topology: Topology, *, plot: str | None, as_json: bool) -> None
     if plot:
         draw_machine(topology, plot)
     if as_json:
-        print_json(topology_to_object(topology))
+        print_json(topology.to_object())
         return
     print(f"{topology.name}: {link_summary(topology)}")
     _print_parts(topology)

@@ -7,7 +7,7 @@ import argparse
 from topoplan.cli import arguments
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import TREES, Plan
 
 OF_ELEMENTS = {
     "root": None,
@@ -21,6 +21,7 @@ OF_ELEMENTS = {
     "method": "exact",
     "bound_only": False,
     "explain": False,
+    "schedule": TREES,
 }
 """Options that do not go with a sparse plan, and what they are when nobody has given them."""
 
@@ -53,11 +54,11 @@ def asked_for(options: argparse.Namespace) -> bool:
         if options.entry_bits is not None:
             raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
         return False
-    for name, absent in OF_ELEMENTS.items():
-        if getattr(options, name) != absent:
-            raise UsageError(
-                f"--{name.replace('_', '-')} does not go with --density, which plans the sparse allreduce; leave it out"
-            )
+    given = arguments.first_given(options, OF_ELEMENTS)
+    if given:
+        raise UsageError(
+            f"{given} does not go with --density, which plans the sparse allreduce; leave it out"
+        )
     return True
 
 

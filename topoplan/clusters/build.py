@@ -70,8 +70,7 @@ def cluster(
     Blink's two DGX-1V with 3 and 5 GPUs:
 
     >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> pair = cluster([Server(machine, [0, 1, 2]), Server(machine, [3, 4, 5, 6, 7])], nic_gbps=40, nics=1)
+    >>> pair = cluster([Server("dgx-1v", [0, 1, 2]), Server("dgx-1v", [3, 4, 5, 6, 7])], nic_gbps=40, nics=1)
     >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
     ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
     """
@@ -84,11 +83,11 @@ def cluster(
         if server not in wired:
             gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
             wired[server] = wire_server(
-                server.machine,
+                server.topology,
                 server.gpus,
                 served=server.served,
                 nics=server.nics or nics,
-                rate=nic_rate(stated_gigabits(server.machine) if gbps is None else gbps),
+                rate=nic_rate(stated_gigabits(server.topology) if gbps is None else gbps),
                 access=nic_access,
             )
     _check_memory(servers, wired)
@@ -108,7 +107,7 @@ def cluster(
         (*devices, *switches),
         (*links, *wires),
         _notes(wired),
-        "; ".join(dict.fromkeys(server.machine.source for server in servers if server.machine.source)),
+        "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
     )
 
 
@@ -143,7 +142,7 @@ def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
 def _name(servers: Sequence[Server]) -> str:
     """Such as ``2 x dgx-1v + dgx-2``."""
     parts = [
-        server.machine.name if server.count == 1 else f"{server.count} x {server.machine.name}"
+        server.topology.name if server.count == 1 else f"{server.count} x {server.topology.name}"
         for server in servers
     ]
     return " + ".join(parts if len(parts) <= 4 else [*parts[:3], f"{len(parts) - 3} more"])
@@ -153,11 +152,11 @@ def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
     """Notes on machines and NICs, each once; where machines differ, those of one machine under its name."""
     notes: dict[str, list[str]] = {}
     for server, one in wired.items():
-        for note in (*server.machine.notes, *one.notes):
+        for note in (*server.topology.notes, *one.notes):
             names = notes.setdefault(note, [])
-            if server.machine.name not in names:
-                names.append(server.machine.name)
-    machines = {server.machine.name for server in wired}
+            if server.topology.name not in names:
+                names.append(server.topology.name)
+    machines = {server.topology.name for server in wired}
     return tuple(
         note if len(names) == len(machines) else f"{', '.join(names)}: {note}"
         for note, names in notes.items()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
-from topoplan.topology import FASTEST, SLOWEST, Topology
+from topoplan.topology import FASTEST, SLOWEST, Topology, TopologyLike, as_topology
 from topoplan.units import gigabytes_from_gigabits
 
 MOST_NICS = 1024
@@ -20,7 +20,7 @@ class Server:
 
     Parameters
     ----------
-    machine : Topology
+    machine : Topology, or what `topoplan.load` takes
         One server, not a cluster.
     gpus : sequence of int or None
         GPU numbers of the allocation on this server; None takes all. Devices keep their names.
@@ -41,11 +41,11 @@ class Server:
     Examples
     --------
     >>> import topoplan
-    >>> Server(topoplan.load("dgx-1v"), gpus=[2, 0, 1], count=2).gpus
+    >>> Server("dgx-1v", gpus=[2, 0, 1], count=2).gpus
     (0, 1, 2)
     """
 
-    machine: Topology
+    machine: TopologyLike
     gpus: Sequence[int] | None = None
     nics: int | None = None
     nic_gbps: float | None = None
@@ -53,7 +53,8 @@ class Server:
     served: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        machine = self.machine
+        object.__setattr__(self, "machine", as_topology(self.machine))
+        machine = self.topology
         if len(machine.servers) > 1 or any(link.channel == "network" for link in machine.links):
             raise UsageError(f"{machine.name} has a network of its own; build a cluster from single servers")
         for name in ("gpus", "served"):
@@ -63,6 +64,11 @@ class Server:
         check_count("count", self.count)
         if self.nic_gbps is not None:
             nic_rate(self.nic_gbps)
+
+    @property
+    def topology(self) -> Topology:
+        """The machine, however it was named."""
+        return as_topology(self.machine)
 
 
 def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:

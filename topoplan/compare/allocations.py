@@ -24,7 +24,7 @@ from topoplan.compare.twins import (
 )
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 
 VECTOR_LIMIT = 20_000
 """Most allocations, after swaps of equal GPUs, that are compared: a few seconds on a machine of 16 GPUs."""
@@ -56,13 +56,13 @@ class AllocationClass:
 
 
 def allocation_classes(
-    topology: Topology, *, sizes: Collection[int] | None = None, channels: str = "auto"
+    topology: TopologyLike, *, sizes: Collection[int] | None = None, channels: str = "auto"
 ) -> tuple[AllocationClass, ...]:
     """Every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
         A machine of N GPUs.
     sizes : collection of int or None
         Numbers of GPUs to look at; 2 to N for None.
@@ -101,6 +101,7 @@ def allocation_classes(
     """
     if channels not in CHANNEL_CHOICES:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
+    topology = as_topology(topology)
     left = _checked_sizes(topology, sizes)
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
 Three rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has
 one, else over PCIe, which the row says), the ring over NVLink that may relay through other GPUs, and the double
-binary tree. Where the ring falls back, the trees still run over NVLink: this is the comparison of Blink, section 2.2
-and figure 13, and most of its largest gains are such cases.
+binary tree; then what else `topoplan.schedules.registry` gives a column. Where the ring falls back, the trees still run
+over NVLink: this is the comparison of Blink, section 2.2 and figure 13, and most of its largest gains are such cases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from fractions import Fraction
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
 from topoplan.compare.row import NO_RING, Comparison
@@ -19,16 +18,15 @@ from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.verify import verify
-from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.rings.ring import ring
-from topoplan.topology import Topology
+from topoplan.schedules.registry import SCHEDULES, Schedule
+from topoplan.topology import Topology, TopologyLike, as_topology
 
-WITH_DOUBLE_TREE = ("allreduce", "broadcast", "reduce")
-"""Collectives for which a double binary tree is defined."""
+OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
+"""Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
 
 
 def compare(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -40,7 +38,7 @@ def compare(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -66,22 +64,23 @@ def compare(
     >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
     (50.0, 'pcie ring', 5.333, 9.375, 1.5)
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
-    picked, no_ring = _if_there_is(lambda: ring(topology, collective, gpus=chosen, root=root))
-    relay = double = None
-    if trees.channels == ("nvlink",):
-        relay = ring(topology, collective, gpus=chosen, root=root, kind="relay")
-    if collective in WITH_DOUBLE_TREE:
-        double = double_binary_tree(topology, collective, gpus=chosen, root=root)
-    rate, against = _verified_rate(trees), _verified_rate(picked)
-    relayed = _verified_rate(relay)
-    _verified_rate(double)
+    rivals: dict[str, Plan] = {}
+    missing = []
+    for schedule in columns():
+        if schedule.fits(trees):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
+            except InfeasibleError as error:
+                missing.append(f"{schedule.words}: {error}")
+    picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
+    exact = {name: verify(made).exact_rate for name, made in rivals.items()}
+    rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
     notes = [f"trees: {note}" for note in trees.notes]
-    notes += [
-        f"{other.schedule}: {note}" for other in (picked, relay, double) if other for note in other.notes
-    ]
+    notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
         collective=collective,
         gpus=chosen,
@@ -97,12 +96,23 @@ def compare(
         double_tree=double.rate if double else None,
         ratio=math.nan if rate is None or against is None else float(rate / against),
         relay_ratio=None if rate is None or relayed is None else float(rate / relayed),
-        notes=(*notes, *no_ring),
+        notes=(*notes, *missing),
+        others=tuple(
+            (schedule.column, rivals[schedule.name].rate if schedule.name in rivals else None)
+            for schedule in columns()
+            if schedule.name not in OWN_COLUMNS
+        ),
     )
 
 
+def columns() -> tuple[Schedule, ...]:
+    """The schedules that stand beside the trees: those of `OWN_COLUMNS`, then the others that name a column."""
+    others = (one for one in SCHEDULES.values() if one.column and one.name not in OWN_COLUMNS)
+    return (*(SCHEDULES[name] for name in OWN_COLUMNS), *others)
+
+
 def compare_all(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     sizes: Collection[int] | None = None,
@@ -112,7 +122,7 @@ def compare_all(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
     sizes : collection of int or None
         Numbers of GPUs; 2 to N for None.
@@ -144,6 +154,7 @@ def compare_all(
     >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
     [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((3, 4, 5), 'pcie', 'pcie ring', 8), ((3, 5, 6), 'pcie', 'pcie ring', 16)]
     """
+    topology = as_topology(topology)
     collective = check_collective(collective)
     classes = allocation_classes(topology, sizes=sizes)
     rows = []
@@ -177,15 +188,3 @@ def _compare_class(topology: Topology, collective: str, one: AllocationClass) ->
             relay_ratio=None,
             notes=(str(error),),
         )
-
-
-def _if_there_is(make: Callable[[], Plan]) -> tuple[Plan | None, tuple[str, ...]]:
-    try:
-        return make(), ()
-    except InfeasibleError as error:
-        return None, (f"ring: {error}",)
-
-
-def _verified_rate(made: Plan | None) -> Fraction | None:
-    """Exact rate of a plan after the independent check; None without a plan and for a single GPU."""
-    return verify(made).exact_rate if made else None

@@ -41,6 +41,8 @@ class Comparison:
         ``trees / relay``; None where there is nothing to divide.
     notes : tuple of str
         What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
+    others : tuple of (str, float or None)
+        Rates of other registered schedules that have a column, under its head; None where there is no such schedule.
     """
 
     collective: str
@@ -58,3 +60,4 @@ class Comparison:
     ratio: float
     relay_ratio: float | None
     notes: tuple[str, ...] = ()
+    others: tuple[tuple[str, float | None], ...] = ()

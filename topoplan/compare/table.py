@@ -122,20 +122,29 @@ def format_table(rows: Sequence[Comparison]) -> str:
     1,4,5,7        1  nvlink     50.00    50.00      2       2     5.33  pcie ring     9.38x    33.33   1.50x    16.67
     4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x    50.00
     """
+    heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
     wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
     channel = max([7, *(len(row.channel or "none") for row in rows)])
     lines = [
         f"{'GPUs':<{wide}}  members  {'channel':<{channel}}  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
         f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  {'binary':>7}"
+        + "".join(f"  {head:>7}" for head in heads)
     ]
     lines += [
         f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<{channel}}  {_rate(row.trees):>7}  "
         f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
         f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
         f"{_times(row.relay_ratio):>6}  {_rate(row.double_tree):>7}"
+        + "".join(f"  {_rate(rate):>{max(7, len(head))}}" for head, rate in _others(row, heads))
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def _others(row: Comparison, heads: Sequence[str]) -> list[tuple[str, float | None]]:
+    """A rate for each further column, None where the row has none."""
+    known = dict(row.others)
+    return [(head, known.get(head)) for head in heads]
 
 
 def _gpu_list(gpus: Sequence[int]) -> str:
@@ -153,8 +162,8 @@ def _times(value: float | None) -> str:
 def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     """The rows and their summary as one JSON object.
 
-    Keys are the fields of `Comparison` and `Summary`; null stands for None, for the infinite rates of a single GPU,
-    and for a ratio that does not exist.
+    Keys are the fields of `Comparison` and `Summary`, ``others`` only where there are any; null stands for None, for
+    the infinite rates of a single GPU, and for a ratio that does not exist.
 
     Examples
     --------
@@ -174,4 +183,7 @@ def _row_object(row: Comparison) -> dict[str, object]:
         if isinstance(value, float):
             value = finite(value)
         made[one.name] = list(value) if isinstance(value, tuple) else value
+    del made["others"]
+    if row.others:
+        made["others"] = {head: None if rate is None else finite(rate) for head, rate in row.others}
     return made

@@ -12,7 +12,7 @@ from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ def check_format(name: str) -> str:
     return name
 
 
-def export_machine(machine: Topology, to: str, *, server: str | None = None) -> Exported:
+def export_machine(machine: TopologyLike, to: str, *, server: str | None = None) -> Exported:
     """A machine in this format.
 
     Parameters
     ----------
-    machine : Topology
+    machine : Topology, or what `topoplan.load` takes
         The allocation (see `Topology.subset`).
     to : str
         One of `FORMATS`.
@@ -92,7 +92,7 @@ def export_machine(machine: Topology, to: str, *, server: str | None = None) -> 
     >>> export_machine(topoplan.load("dgx-1v"), "nccl-topo").text.splitlines()[-1]
     '</system>'
     """
-    return FORMATS[check_format(to)].of_machine(machine, server)
+    return FORMATS[check_format(to)].of_machine(as_topology(machine), server)
 
 
 def export_plan(plan: Plan | SizePlans, to: str) -> Exported:

@@ -14,52 +14,43 @@ and ``nic_gbps`` may be left out. Keys that are not known are refused: a misspel
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypedDict, cast
 
 from topoplan.clusters import Server, cluster
 from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.topology_json import LIST, NUMBER, OBJECT, PRINTABLE, WHOLE, FieldType, check_keys
 from topoplan.topology import Topology
 from topoplan.units import parse_gpu_list
 
 CLUSTER_FORMAT = "topoplan.cluster/1"
 
-_TYPES: dict[str, Callable[[object], bool]] = {
-    "a text": lambda field: isinstance(field, str) and field.isprintable(),
-    "a whole number": lambda field: _is_whole(field),
-    "a number": lambda field: _is_whole(field) or isinstance(field, float),
-    "a list of whole numbers, or a text such as '0-3'": lambda field: (
-        isinstance(field, str) or (isinstance(field, list) and all(_is_whole(one) for one in field))
-    ),
-    "a list": lambda field: isinstance(field, list),
-    "an object": lambda field: isinstance(field, dict),
-}
-"""What a field may be, in words, and how that is told."""
+_GPUS = FieldType(
+    "a list of whole numbers, or a text such as '0-3'",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(WHOLE.holds, value))),
+)
 
-_TEXT, _WHOLE, _NUMBER, _GPUS, _LIST, _OBJECT = _TYPES
-
-_CLUSTER_KEYS = {"format": _TEXT, "name": _TEXT, "servers": _LIST, "network": _OBJECT}
+_CLUSTER_KEYS = {"format": PRINTABLE, "name": PRINTABLE, "servers": LIST, "network": OBJECT}
 
 _SERVER_KEYS = {
-    "machine": _TEXT,
+    "machine": PRINTABLE,
     "gpus": _GPUS,
-    "count": _WHOLE,
-    "nics": _WHOLE,
-    "nic_gbps": _NUMBER,
-    "nvlink_gbps": _NUMBER,
-    "pcie_gbps": _NUMBER,
+    "count": WHOLE,
+    "nics": WHOLE,
+    "nic_gbps": NUMBER,
+    "nvlink_gbps": NUMBER,
+    "pcie_gbps": NUMBER,
 }
 
 _NETWORK_KEYS = {
-    "kind": _TEXT,
-    "nic_gbps": _NUMBER,
-    "nics": _WHOLE,
-    "rails": _WHOLE,
-    "oversubscription": _NUMBER,
-    "leaf_size": _WHOLE,
-    "nic_access": _TEXT,
+    "kind": PRINTABLE,
+    "nic_gbps": NUMBER,
+    "nics": WHOLE,
+    "rails": WHOLE,
+    "oversubscription": NUMBER,
+    "leaf_size": WHOLE,
+    "nic_access": PRINTABLE,
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
@@ -109,17 +100,15 @@ def cluster_from_object(value: Mapping[str, object], load_machine: LoadMachine) 
         raise TopologyError(
             f"format {value.get('format')!r} is not {CLUSTER_FORMAT!r}; use another version of topoplan"
         )
-    _check(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
+    check_keys(value, _CLUSTER_KEYS, ("servers", "network"), "the cluster")
     listed = cast("list[object]", value["servers"])
     if not listed:
         raise TopologyError("the cluster: servers is an empty list; list at least one")
-    network = cast("Mapping[str, object]", value["network"])
-    _check(network, _NETWORK_KEYS, (), "network")
+    network = check_keys(value["network"], _NETWORK_KEYS, (), "network")
     servers = []
     for number, item in enumerate(listed):
         where = f"servers[{number}]"
-        fields = cast("Mapping[str, object]", item)
-        _check(fields, _SERVER_KEYS, ("machine",), where)
+        fields = check_keys(item, _SERVER_KEYS, ("machine",), where)
         if "nic_gbps" not in fields and "nic_gbps" not in network:
             raise TopologyError(
                 f"network has no 'nic_gbps', and neither has {where}; say how fast a NIC is, in Gb/s"
@@ -149,29 +138,3 @@ def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
         machine, chosen, cast("int | None", fields.get("nics")), cast("float | None", fields.get("nic_gbps"))
     )
     return replace(server, count=cast("int", fields.get("count", 1)))
-
-
-def _check(fields: object, known: Mapping[str, str], required: tuple[str, ...], where: str) -> None:
-    """Refuse what is no object, and keys that are unknown, missing or of a wrong type."""
-    if not isinstance(fields, dict):
-        raise TopologyError(f"{where} must be an object, not {_shown(fields)}")
-    for key in fields:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
-            raise TopologyError(f"{where}: key {_shown(key)} is unknown; {hint}")
-    for key in required:
-        if key not in fields:
-            raise TopologyError(f"{where} has no {key!r}; add it")
-    for key, field in fields.items():
-        if not _TYPES[known[key]](field):
-            raise TopologyError(f"{where}: {key} must be {known[key]}, not {_shown(field)}")
-
-
-def _is_whole(field: object) -> bool:
-    return isinstance(field, int) and not isinstance(field, bool)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,4 +1,4 @@
-"""A machine from whatever names it: a library name, a file, ``-`` for stdin, or the text itself.
+"""A machine from whatever names it: a library name, a file, ``-`` for stdin, the text itself, or a networkx graph.
 
 Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
 with ``<``, and anything else is read as the output of ``nvidia-smi topo -m``.
@@ -20,9 +20,10 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.cluster_json import cluster_from_object, is_cluster
 from topoplan.formats.merge import gpu_bus_ids, merge_nvlink
 from topoplan.formats.nccl.topology import UNNAMED, parse_nccl_xml
+from topoplan.formats.networkx_graph import object_of_graph
 from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.formats.topology_json import decode_json, topology_from_object
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
@@ -31,26 +32,27 @@ _FORMATS = "topology JSON, NCCL topology XML or the output of nvidia-smi topo -m
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: TopologyLike,
     *,
     nvlink_gbps: float | None = None,
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
-    merge: str | os.PathLike[str] | None = None,
+    merge: TopologyLike | None = None,
 ) -> Topology:
     """Read a machine.
 
     Parameters
     ----------
-    source : str or path
+    source : str, path, networkx.MultiDiGraph or Topology
         A name of the library (see `library`), a file, ``-`` for stdin, or the text of a description (it holds
         a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
-        ``./name`` for the file.
+        ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A machine that
+        is one already is given back.
     nvlink_gbps, pcie_gbps, socket_gbps : float, optional
         GB/s per direction of one NVLink, of one PCIe link and between CPUs, for nvidia-smi text, which states none, and
         in place of NCCL's for XML.
-    merge : str or path, optional
-        Another description of the machine, as ``source``: NVLinks come from there, all else from ``source`` (see
+    merge : as ``source``, optional
+        Another description of the machine: NVLinks come from there, all else from ``source`` (see
         `topoplan.formats.merge`). ``nvlink_gbps`` is for this one then.
 
     Raises
@@ -69,6 +71,13 @@ def load(
     Traceback (most recent call last):
     topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
     """
+    if not isinstance(source, (str, os.PathLike)):
+        machine = source if isinstance(source, Topology) else _checked(object_of_graph(source))
+        rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+        _check_no_rates(
+            rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
+        )
+        return machine if merge is None else merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
     return load_text(
         text,
@@ -107,7 +116,7 @@ def load_text(
     nvlink_gbps: float | None = None,
     pcie_gbps: float | None = None,
     socket_gbps: float | None = None,
-    merge: str | os.PathLike[str] | None = None,
+    merge: TopologyLike | None = None,
 ) -> Topology:
     """Read a machine from its text.
 
@@ -160,9 +169,7 @@ def _read_machine(
         if not start:
             raise TopologyError(f"the content is empty; give {_FORMATS}")
         if start == "{":
-            given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
-            if given:
-                raise UsageError(f"topology JSON states its own bandwidths; leave out {' and '.join(given)}")
+            _check_no_rates(rates, "topology JSON")
             return _from_json(text, folder, single)
         if start == "<":
             topology = parse_nccl_xml(text, gpu_ids=gpu_ids, **rates)
@@ -171,6 +178,13 @@ def _read_machine(
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     return replace(topology, name=name) if name else topology
+
+
+def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
+    """Refuse bandwidths that would silently do nothing."""
+    given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
+    if given:
+        raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
 
 
 def library() -> tuple[str, ...]:
@@ -244,9 +258,7 @@ def decode_text(content: bytes) -> str:
 def _from_json(text: str, folder: str, single: bool) -> Topology:
     value = decode_json(text)
     if not (isinstance(value, dict) and is_cluster(value)):
-        topology = topology_from_object(value)
-        _check_ports(topology)
-        return topology
+        return _checked(value)
     if single:
         raise TopologyError("it is a cluster; a server of a cluster must be a single machine")
 
@@ -263,14 +275,16 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
     return cluster_from_object(value, load_machine)
 
 
-def _check_ports(topology: Topology) -> None:
-    """Refuse a switch that nothing is plugged into: a link to it has been forgotten."""
+def _checked(value: object) -> Topology:
+    """The machine of an object; a switch that nothing is plugged into is refused: a link to it has been forgotten."""
+    topology = topology_from_object(value)
     linked = {end for link in topology.links for end in (link.src, link.dst)}
     for device in topology.devices:
         if device.kind in ("nvswitch", "switch") and device.name not in linked:
             raise TopologyError(
                 f"{device.name} is a switch without ports: no link names it; add its links, or leave it out"
             )
+    return topology
 
 
 def _read(path: str) -> str:

@@ -1,7 +1,7 @@
-"""Topology JSON, format ``topoplan.topology/1``: text to Topology and back, nothing lost.
+"""Topology JSON, format ``topoplan.topology/1``, to a Topology; `Topology.to_json` writes it, and nothing is lost.
 
-Optional keys that have their default value are left out when writing. Keys that this version does not know are
-ignored, unless a required one is missing and they look like a misspelling of it.
+Keys that the format does not know are refused with the nearest that it knows: a misspelt option must not be ignored.
+Only ``facts`` of a device may hold any key.
 """
 
 from __future__ import annotations
@@ -9,55 +9,69 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
-from typing import TypeGuard, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
 
 from topoplan.errors import TopologyError
-from topoplan.topology import Device, Link, Topology
-
-FORMAT = "topoplan.topology/1"
-
-_DEVICE_KEYS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "kind": (str,),
-    "server": (str,),
-    "model": (str,),
-    "busid": (str,),
-    "numa": (int, type(None)),
-    "multicast": (bool,),
-    "reduce": (bool,),
-    "facts": (dict,),
-}
-_LINK_KEYS: dict[str, tuple[type, ...]] = {
-    "src": (str,),
-    "dst": (str,),
-    "channel": (str,),
-    "bandwidth": (int, float),
-    "count": (int,),
-    "latency": (int, float, type(None)),
-}
-
-_TYPE_NAMES = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-    dict: "an object of texts",
-}
-_DEVICE_DEFAULTS: dict[str, object] = {
-    "server": "",
-    "model": "",
-    "busid": "",
-    "numa": None,
-    "multicast": False,
-    "reduce": False,
-    "facts": {},
-}
-_LINK_DEFAULTS: dict[str, object] = {"count": 1, "latency": None}
+from topoplan.topology import FORMAT, Device, Link, Topology, shown
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """What JSON escapes can make and no file can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """What the value of a key may be, in words, and how that is told."""
+
+    words: str
+    holds: Callable[[object], bool]
+
+
+TEXT = FieldType("a text", lambda value: isinstance(value, str) and not _HALF_CHARACTER.search(value))
+PRINTABLE = FieldType("a text", lambda value: isinstance(value, str) and value.isprintable())
+WHOLE = FieldType("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool))
+NUMBER = FieldType("a number", lambda value: WHOLE.holds(value) or isinstance(value, float))
+TRUTH = FieldType("true or false", lambda value: isinstance(value, bool))
+LIST = FieldType("a list", lambda value: isinstance(value, list))
+TEXTS = FieldType("a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.holds, value)))
+OBJECT = FieldType("an object", lambda value: isinstance(value, dict))
+FACTS = FieldType("an object of texts", OBJECT.holds)
+PEER_ACCESS = FieldType('an object such as {"8": 0.0037}', OBJECT.holds)
+
+
+def _or_null(of: FieldType) -> FieldType:
+    return FieldType(f"{of.words} or null", lambda value: value is None or of.holds(value))
+
+
+_TOPOLOGY_KEYS = {
+    "format": TEXT,
+    "name": TEXT,
+    "source": TEXT,
+    "notes": TEXTS,
+    "peer_access": PEER_ACCESS,
+    "devices": LIST,
+    "links": LIST,
+}
+_DEVICE_KEYS = {
+    "name": TEXT,
+    "kind": TEXT,
+    "server": TEXT,
+    "model": TEXT,
+    "busid": TEXT,
+    "numa": _or_null(WHOLE),
+    "multicast": TRUTH,
+    "reduce": TRUTH,
+    "facts": FACTS,
+}
+_LINK_KEYS = {
+    "src": TEXT,
+    "dst": TEXT,
+    "channel": TEXT,
+    "bandwidth": NUMBER,
+    "count": WHOLE,
+    "latency": _or_null(NUMBER),
+}
 
 
 def parse_topology_json(text: str) -> Topology:
@@ -66,15 +80,25 @@ def parse_topology_json(text: str) -> Topology:
     Raises
     ------
     TopologyError
-        The text is no JSON, of another format or version, or a field is missing, of a wrong type or out of range.
+        The text is no JSON, of another format or version, or a key is unknown, missing, of a wrong type or out of
+        range.
 
     Examples
     --------
     >>> parse_topology_json('{"format": "topoplan.topology/2"}')  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
+    >>> parse_topology_json('{"format": "topoplan.topology/1", "devices": [{"name": "gpu0", "kind": "gpu", '
+    ...                     '"sever": "s0"}], "links": []}')
+    Traceback (most recent call last):
+    topoplan.errors.TopologyError: device 0 (gpu0): key 'sever' is unknown; did you mean 'server'?
     """
     return topology_from_object(decode_json(text))
+
+
+def dump_topology_json(topology: Topology) -> str:
+    """The text that `parse_topology_json` reads: `Topology.to_json`."""
+    return topology.to_json()
 
 
 def decode_json(text: str) -> object:
@@ -90,123 +114,109 @@ def topology_from_object(value: object) -> Topology:
     """Read a topology from decoded JSON; errors as `parse_topology_json`."""
     if not isinstance(value, dict):
         raise TopologyError(f"topology JSON must be an object, not {type(value).__name__}")
-    known = value.get("format")
+    _check_format(value)
+    check_keys(value, _TOPOLOGY_KEYS, ("devices", "links"), "the topology")
+    return Topology(
+        name=value.get("name", "machine"),
+        devices=tuple(_device(item, _place(f"device {i}", item)) for i, item in enumerate(value["devices"])),
+        links=tuple(_link(item, _place(f"link {i}", item)) for i, item in enumerate(value["links"])),
+        notes=tuple(value.get("notes", [])),
+        source=value.get("source", ""),
+        peer_access=_peer_access(value.get("peer_access", {})),
+    )
+
+
+def _check_format(value: Mapping[object, object]) -> None:
+    """Refuse what does not say that it is a topology of this version, and say what it lacks."""
+    if "format" not in value:
+        misspelt = difflib.get_close_matches("format", [str(key) for key in value], n=1)
+        hint = (
+            f"did you mean it by {misspelt[0]!r}?"
+            if misspelt
+            else f'begin it with "format": "{FORMAT}" for a machine of devices and links, or '
+            '"format": "topoplan.cluster/1" for a cluster of servers and a network'
+        )
+        raise TopologyError(f"this JSON has no 'format'; {hint}")
+    known = value["format"]
     if isinstance(known, str) and known.startswith("topoplan.plan"):
         raise TopologyError(
             "this is a plan, not a machine; topoplan verify, simulate, export and bench take it"
         )
     if known != FORMAT:
         raise TopologyError(
-            f"format {known!r} is not {FORMAT!r}; convert the file or use another version of topoplan"
+            f"format {shown(known)} is not {FORMAT!r}; convert the file or use another version of topoplan"
         )
-    name, source = value.get("name", "machine"), value.get("source", "")
-    if not _is_text(name) or not _is_text(source):
-        raise TopologyError("topology name and source must be texts")
-    notes = value.get("notes", [])
-    if not isinstance(notes, list) or not all(_is_text(note) for note in notes):
-        raise TopologyError("topology notes must be a list of texts")
-    return Topology(
-        name=name,
-        devices=tuple(
-            _device(_fields(item, _DEVICE_KEYS, ("name", "kind"), f"device {i}"), f"device {i}")
-            for i, item in enumerate(_items(value, "devices"))
-        ),
-        links=tuple(
-            Link(**_fields(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), f"link {i}"))  # type: ignore[arg-type]
-            for i, item in enumerate(_items(value, "links"))
-        ),
-        notes=tuple(notes),
-        source=source,
-        peer_access=_peer_access(value.get("peer_access", {})),
-    )
 
 
-def _device(fields: dict[str, object], where: str) -> Device:
-    known = cast("dict[object, object]", fields.get("facts", {}))
+def _place(where: str, item: object) -> str:
+    """Where something stands, with the names it goes by where it has them."""
+    if isinstance(item, dict):
+        names = [str(item[key])[:60] for key in ("name", "src", "dst") if key in item]
+        where += f" ({'->'.join(names)})" if names else ""
+    return where
+
+
+def _device(item: object, where: str) -> Device:
+    stated = check_keys(item, _DEVICE_KEYS, ("name", "kind"), where)
+    known = cast("dict[object, object]", stated.get("facts", {}))
     for key, fact in known.items():
-        if not _is_text(key) or not _is_text(fact):
-            raise TopologyError(f"{where}: fact {str(key)[:60]!r} is {repr(fact)[:60]}; facts must be texts")
+        if not TEXT.holds(key) or not TEXT.holds(fact):
+            raise TopologyError(f"{where}: fact {str(key)[:60]!r} is {shown(fact)}; facts must be texts")
     facts = tuple(sorted(cast("dict[str, str]", known).items()))
-    return Device(**fields | {"facts": facts})  # type: ignore[arg-type]
+    return Device(**stated | {"facts": facts})  # type: ignore[arg-type]
 
 
-def _peer_access(item: object) -> tuple[tuple[int, float], ...]:
+def _link(item: object, where: str) -> Link:
+    return Link(**check_keys(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), where))  # type: ignore[arg-type]
+
+
+def _peer_access(item: Mapping[object, object]) -> tuple[tuple[int, float], ...]:
     """Seconds by number of GPUs: an object, since JSON has no other keys than texts."""
-    if not isinstance(item, dict):
-        raise TopologyError(
-            f'topology peer_access must be an object such as {{"8": 0.0037}}, not {type(item).__name__}'
-        )
+    stated: list[tuple[int, float]] = []
     for count, seconds in item.items():
         if not re.fullmatch(r"[1-9][0-9]{0,6}", str(count)):
             raise TopologyError(f"topology peer_access: {str(count)[:60]!r} is no number of GPUs such as '8'")
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TopologyError(f"topology peer_access: {repr(seconds)[:60]} must be a number of seconds")
-    return tuple(sorted((int(count), seconds) for count, seconds in item.items()))
+            raise TopologyError(f"topology peer_access: {shown(seconds)} must be a number of seconds")
+        stated.append((int(str(count)), seconds))
+    return tuple(sorted(stated))
 
 
-def _items(value: Mapping[str, object], key: str) -> list[object]:
-    items = value.get(key)
-    if not isinstance(items, list):
-        raise TopologyError(f"topology key {key!r} must be a list, not {type(items).__name__}")
-    return cast("list[object]", items)
-
-
-def _fields(
-    item: object, known: Mapping[str, tuple[type, ...]], required: tuple[str, ...], where: str
+def check_keys(
+    item: object, known: Mapping[str, FieldType], required: tuple[str, ...], where: str
 ) -> dict[str, object]:
+    """An object of a machine's or cluster's JSON whose keys are all known and of their type, and none is missing.
+
+    Parameters
+    ----------
+    item : object
+        Decoded JSON.
+    known : mapping of str to FieldType
+        Every key that may stand there.
+    required : tuple of str
+        Those that must.
+    where : str
+        Where the object stands; begins an error.
+
+    Raises
+    ------
+    TopologyError
+        It is no object, or a key is missing, unknown or of a wrong type; the message names the key, where it stands
+        and the nearest one.
+    """
     if not isinstance(item, dict):
-        raise TopologyError(f"{where} must be an object, not {type(item).__name__}")
+        raise TopologyError(f"{where} must be an object, not {shown(item)}")
+    unknown = [] if item.keys() <= known.keys() else [key for key in item if key not in known]
     for key in required:
         if key not in item:
-            near = difflib.get_close_matches(key, [str(k) for k in item if k not in known], n=1)
-            hint = f"; did you mean it by {near[0]!r}?" if near else ""
-            raise TopologyError(f"{where} has no {key!r}{hint}")
-    fields = {key: item[key] for key in known if key in item}
-    for key, field in fields.items():
-        typed = isinstance(field, known[key]) and (bool in known[key] or not isinstance(field, bool))
-        if not typed or (isinstance(field, str) and not _is_text(field)):
-            wanted = " or ".join(_TYPE_NAMES[one] for one in known[key])
-            raise TopologyError(f"{where}: {key} {repr(field)[:60]} must be {wanted}")
-    return fields
-
-
-def _is_text(value: object) -> TypeGuard[str]:
-    """True for a text that can be written: JSON escapes can make half characters that cannot."""
-    return isinstance(value, str) and not _HALF_CHARACTER.search(value)
-
-
-def topology_to_object(topology: Topology) -> dict[str, object]:
-    """The JSON object of a topology, keys in the format's order, defaults left out."""
-    head: dict[str, object] = {"format": FORMAT, "name": topology.name}
-    if topology.source:
-        head["source"] = topology.source
-    if topology.notes:
-        head["notes"] = list(topology.notes)
-    if topology.peer_access:
-        head["peer_access"] = {str(gpus): seconds for gpus, seconds in topology.peer_access}
-    head["devices"] = [_device_to_object(device) for device in topology.devices]
-    head["links"] = [
-        {key: field for key in _LINK_KEYS if (field := getattr(link, key)) != _LINK_DEFAULTS.get(key, ...)}
-        for link in topology.links
-    ]
-    return head
-
-
-def _device_to_object(device: Device) -> dict[str, object]:
-    fields = {key: getattr(device, key) for key in _DEVICE_KEYS} | {"facts": dict(device.facts)}
-    return {key: field for key, field in fields.items() if field != _DEVICE_DEFAULTS.get(key, ...)}
-
-
-def dump_topology_json(topology: Topology) -> str:
-    """Topology JSON with one device or link to a line."""
-    value = topology_to_object(topology)
-    parts = []
-    for key, field in value.items():
-        if key in ("devices", "links"):
-            rows = ",\n".join(
-                "  " + json.dumps(item, ensure_ascii=False) for item in cast("list[object]", field)
-            )
-            parts.append(f'"{key}": [\n{rows}\n]' if rows else f'"{key}": []')
-        else:
-            parts.append(f'"{key}": {json.dumps(field, ensure_ascii=False)}')
-    return "{" + ",\n ".join(parts) + "}\n"
+            near = difflib.get_close_matches(key, [str(other) for other in unknown], n=1)
+            hint = f"did you mean it by {near[0]!r}?" if near else "add it"
+            raise TopologyError(f"{where} has no {key!r}; {hint}")
+    for key in unknown:
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+        raise TopologyError(f"{where}: key {shown(key)} is unknown; {hint}")
+    for key, value in item.items():
+        if not known[key].holds(value):
+            raise TopologyError(f"{where}: {key} must be {known[key].words}, not {shown(value)}")
+    return cast("dict[str, object]", item)

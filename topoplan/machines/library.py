@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from topoplan.formats.topology_json import dump_topology_json
 from topoplan.machines.amd import mi250, mi250x
 from topoplan.machines.nvidia import (
     dgx_1p,
@@ -51,6 +50,6 @@ def write_library(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     paths = []
     for name, generate in LIBRARY.items():
         path = Path(folder) / f"{name}.json"
-        path.write_text(dump_topology_json(generate()), encoding="utf-8")
+        path.write_text(generate().to_json(), encoding="utf-8")
         paths.append(path)
     return tuple(paths)

@@ -30,7 +30,7 @@ from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.simplex.time_limit import Deadline
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike, as_topology
 from topoplan.trees.hop_constrained_exact import LARGEST
 
 METHODS = ("exact", "mwu", THREE_PHASE)
@@ -46,7 +46,7 @@ MOST_ROOTED = 64
 
 
 def plan(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -64,8 +64,8 @@ def plan(
 
     Parameters
     ----------
-    topology : Topology
-        The machine (see `topoplan.load`).
+    topology : Topology, or what `topoplan.load` takes
+        The machine.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -115,6 +115,7 @@ def plan(
     (50.0, 0.0, 2, 2)
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     collective = check_collective(collective)
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)

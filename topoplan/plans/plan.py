@@ -17,14 +17,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.certificate import Certificate
 from topoplan.topology import Topology
 
+if TYPE_CHECKING:
+    import networkx
+
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
+
+TREES = "trees"
+"""The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
 
 OPERATIONS = ("reduce", "broadcast", "gather")
 """What a stage does; data runs towards the root in a reduce, and away from it in the others."""
@@ -254,6 +261,48 @@ class Plan:
         from topoplan.plans.plan_json import parse_plan
 
         return parse_plan(text)
+
+    def to_networkx(self) -> tuple[networkx.DiGraph, ...]:
+        """The trees of the plan as graphs, one for each stage of each shard, in order.
+
+        Returns
+        -------
+        tuple of networkx.DiGraph
+            A node for each rank, named by its device as in `Topology.to_networkx`, with the attribute ``rank``. An edge
+            for each tree edge, in the direction in which data runs, with the attributes ``route`` (the devices that it
+            passes, in that direction) and ``channel``. Attributes of the graph: ``shard``, ``stage``, ``op``, ``root``
+            (a device), ``share`` (a Fraction) and ``entries`` as in `Stage`. A large plan has many: 1024 ranks may have
+            as many trees of 1023 edges each.
+
+        Examples
+        --------
+        >>> import networkx, topoplan
+        >>> reduce, broadcast, *others = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).to_networkx()
+        >>> sorted(broadcast.edges), broadcast.graph["root"], len(others)
+        ([('gpu4', 'gpu5'), ('gpu4', 'gpu7'), ('gpu5', 'gpu1')], 'gpu4', 2)
+        >>> networkx.is_arborescence(broadcast), sorted(reduce.edges) == sorted(broadcast.reverse().edges)
+        (True, True)
+        """
+        from networkx import DiGraph
+
+        trees = []
+        for number, shard in enumerate(self.shards):
+            for position, stage in enumerate(shard.stages):
+                tree = DiGraph(
+                    shard=number,
+                    stage=position,
+                    op=stage.op,
+                    root=self.ranks[stage.root],
+                    share=shard.share,
+                    entries=stage.entries,
+                )
+                for rank, device in enumerate(self.ranks):
+                    tree.add_node(device, rank=rank)
+                for edge in stage.edges:
+                    route = edge.route[::-1] if stage.op == "reduce" else edge.route
+                    tree.add_edge(route[0], route[-1], route=route, channel=edge.channel)
+                trees.append(tree)
+        return tuple(trees)
 
     def timed(self, seconds: float) -> Plan:
         """The same plan with the time it took to make."""

@@ -16,7 +16,7 @@ from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
-from topoplan.formats.topology_json import topology_from_object, topology_to_object
+from topoplan.formats.topology_json import topology_from_object
 from topoplan.plans.certificate import (
     BetweenServers,
     Certificate,
@@ -71,7 +71,7 @@ def plan_to_object(plan: Plan) -> dict[str, object]:
         "collective": plan.collective,
         "ranks": list(plan.ranks),
         "root": plan.root,
-        "topology": topology_to_object(plan.topology),
+        "topology": plan.topology.to_object(),
         "channels": list(plan.channels),
         "rate": finite(plan.rate),
         "bound": finite(plan.bound),

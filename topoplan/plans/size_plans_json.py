@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import cast
 
 from topoplan.errors import PlanError
-from topoplan.formats.topology_json import topology_to_object
 from topoplan.plans import plan_json
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_json import check_format, compact, embedded_topology, parse_object, plan_to_object
@@ -27,7 +26,7 @@ def size_plans_to_object(plans: SizePlans) -> dict[str, object]:
         "ranges": [
             {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)} for one in plans.ranges
         ],
-        "topology": topology_to_object(plans.topology),
+        "topology": plans.topology.to_object(),
     }
 
 
@@ -40,7 +39,7 @@ def dump_size_plans(plans: SizePlans) -> str:
     )
     return (
         f'{{"format": {compact(FORMAT)},\n "collective": {compact(plans.collective)},\n "ranges": [\n {rows}\n ],\n'
-        f' "topology": {compact(topology_to_object(plans.topology))}}}\n'
+        f' "topology": {compact(plans.topology.to_object())}}}\n'
     )
 
 

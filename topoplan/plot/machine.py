@@ -22,7 +22,7 @@ from topoplan.plot.nvlink_panel import nvlink_panel
 from topoplan.plot.palette import STROKES, VERMILLION
 from topoplan.plot.panels import draw_panel
 from topoplan.plot.wires import kind_text, whole_nics, wire_widths, wires
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ _NOTE_ROW = 0.16
 _NOTE_LETTER = 0.064
 
 
-def draw_topology(topology: Topology) -> Figure:
+def draw_topology(topology: TopologyLike) -> Figure:
     """Devices and links of a machine; of a cluster too large for a figure, one server of those that are alike.
 
     Upper panel: the NVLink graph, bundles labelled with their number of links. Below: CPUs, PCIe switches, GPUs and
@@ -67,6 +67,7 @@ def draw_topology(topology: Topology) -> Figure:
     >>> [axes.get_title(loc="left") for axes in figure.axes]
     ['NVLink', 'PCIe']
     """
+    topology = as_topology(topology)
     headline = _headline(topology)
     notes = [*machine_warnings(topology), *topology.notes]
     if len(topology.devices) > MAX_DEVICES:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from topoplan.errors import TopologyError
-from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
+from topoplan.formats.topology_json import parse_topology_json
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.nics import find_nics
 from topoplan.probing.sysfs import Sysfs
@@ -104,7 +104,7 @@ def write_cache(path: Path | None, topology: Topology) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(dump_topology_json(topology))
+                file.write(topology.to_json())
             os.replace(temporary, path)
         except OSError:
             os.unlink(temporary)

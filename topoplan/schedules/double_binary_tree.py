@@ -21,14 +21,14 @@ from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.relay import shortest_route
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike, as_topology
 
 Parents = dict[int, int]
 """Parent of every rank but the root."""
 
 
 def double_binary_tree(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -39,7 +39,7 @@ def double_binary_tree(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast or reduce.
     gpus : sequence of int or None
@@ -64,6 +64,7 @@ def double_binary_tree(
     (2, 4, 75.0)
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     collective = check_collective(collective)
     if collective not in ("allreduce", "broadcast", "reduce"):
         raise UsageError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
+from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.plan import Edge
 
@@ -35,6 +36,7 @@ class LeastLoaded:
         self._arcs: dict[tuple[int, int], list[Arc]] = {}
         for arc in fabric.arcs:
             self._arcs.setdefault((arc.tail, arc.head), []).append(arc)
+        self._ranks = fabric.ranks
         self._capacity = fabric.capacity
         self._load = [Fraction(0)] * len(fabric.links)
 
@@ -45,11 +47,21 @@ class LeastLoaded:
     def edge(self, op: str, parents: Iterable[int], child: int, share: Fraction) -> Edge:
         """The edge of a reduce or broadcast tree that hangs a child below one of the parents.
 
-        At least one of them must be `joined` with the child in the direction of the data.
+        Raises
+        ------
+        InfeasibleError
+            None of them is `joined` with the child in the direction of the data.
         """
+        parents = tuple(parents)
         down = op == "broadcast"
         pairs = [(parent, child) if down else (child, parent) for parent in parents]
         choices = [arc for pair in pairs for arc in self._arcs.get(pair, ())]
+        if not choices:
+            names = " or ".join(self._ranks[parent] for parent in parents)
+            raise InfeasibleError(
+                f"no wire leads {'from' if down else 'to'} {names} {'to' if down else 'from'} {self._ranks[child]} but "
+                "through another GPU; use a schedule without that hop, or other channels"
+            )
         best = min(choices, key=lambda arc: (self._fullest(arc, share), len(arc.links)))
         for number in best.links:
             self._load[number] += share

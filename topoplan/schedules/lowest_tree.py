@@ -19,11 +19,11 @@ from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike, as_topology
 
 
 def lowest_tree(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -34,7 +34,7 @@ def lowest_tree(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -61,6 +61,7 @@ def lowest_tree(
     (1, 2, 25.0)
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     rank = root_rank(chosen, collective, root)

@@ -19,11 +19,11 @@ from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.plan import Plan, Shard, Stage, check_collective, root_rank
 from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike, as_topology
 
 
 def one_hop(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -34,7 +34,7 @@ def one_hop(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -62,6 +62,7 @@ def one_hop(
     10.0
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     collective = check_collective(collective)
     chosen = topology.select(gpus)
     rank = root_rank(chosen, collective, root)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound, whole_capacities
+from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificate import certified_bound
 from topoplan.schedules.rings.forest import LogicalRing
@@ -40,6 +41,11 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
 
     Fewest links first, then the lowest link indices.
 
+    Raises
+    ------
+    InfeasibleError
+        No path leads there; carries the cut.
+
     Examples
     --------
     >>> import topoplan
@@ -51,7 +57,14 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
     for arc in fabric.arcs:
         if (arc.tail, arc.head) == (tail, head):
             return arc.links
-    return _shortest_paths(fabric, [1] * len(fabric.links), tail)[head][1]
+    reached = _shortest_paths(fabric, [1] * len(fabric.links), tail)
+    if head not in reached:
+        raise InfeasibleError(
+            f"no path over {' and '.join(fabric.channels)} leads from {fabric.nodes[tail]} to {fabric.nodes[head]}; "
+            "use a schedule without that hop, or other channels",
+            cut=tuple(fabric.nodes[node] for node in sorted(reached)),
+        )
+    return reached[head][1]
 
 
 def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tuple[LogicalRing, ...], bool]:

@@ -11,12 +11,12 @@ from topoplan.packing.planner import plan
 from topoplan.plans.plan import Plan
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 from topoplan.units import entry_share
 
 
 def sparse_plan(
-    topology: Topology,
+    topology: TopologyLike,
     *,
     density: float,
     gpus: Sequence[int] | None = None,
@@ -28,7 +28,7 @@ def sparse_plan(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     density : float
         Share of the elements that is chosen, above 0 and at most 1.
     gpus : sequence of int or None
@@ -60,6 +60,7 @@ def sparse_plan(
     ('sparse three-phase', 32, 52.08, 52.08)
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
     if _over_servers(topology, gpus, channels):
         made = sparse_servers(topology, entries=share, gpus=gpus, channels=channels)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from topoplan.packing.planner import plan
 from topoplan.packing.three_phase import THREE_PHASE
 from topoplan.plans.plan import Plan
-from topoplan.topology import Topology
+from topoplan.topology import TopologyLike
 
 
 def three_phase(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -29,7 +29,7 @@ def three_phase(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
         A cluster: its devices say to which server they belong.
     collective : str
         allreduce; or broadcast, reduce, allgather, reduce_scatter, which are one direction of it. There the root need

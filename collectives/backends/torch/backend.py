@@ -18,12 +18,8 @@ import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
 from collectives.backends.backend import Call, RankArrays
-<<<<<<< HEAD
 from collectives.backends.torch.exchange import BLOCK, exchange
-=======
-from collectives.backends.torch.exchange import exchange
 from collectives.backends.torch.gloo_threads import let_go
->>>>>>> training
 from collectives.backends.torch.open_group import (
     asked_for,
     carrier_of,

@@ -21,16 +21,16 @@ from topoplan.formats.nvidia_smi.nvlink_matching import ListedGpu, match_gpus
 from topoplan.formats.nvidia_smi.nvlink_speeds import SLOW_BELOW
 from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks, parse_nvlink_status
 from topoplan.hosts.notes import listed
-from topoplan.topology import Link, Topology
+from topoplan.topology import Link, Topology, TopologyLike, as_topology
 from topoplan.units import exact, nearest_float
 
 
-def overlay(topology: Topology, *listings: str | os.PathLike[str]) -> Topology:
+def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topology:
     """The machine with the NVLinks that ``nvidia-smi nvlink`` lists as down taken out, and slow ones slowed.
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
         One server. GPU n of a listing is its GPU n.
     *listings : str or path
         Files, ``-`` for stdin, or texts (which hold a line break) of ``nvidia-smi nvlink -s`` and
@@ -58,6 +58,7 @@ def overlay(topology: Topology, *listings: str | os.PathLike[str]) -> Topology:
     >>> machine.notes[-1]
     'taken out: 3 of 12 NVLinks gpu5-nvswitch0'
     """
+    topology = as_topology(topology)
     if not listings:
         return topology
     texts = [_read(listing) for listing in listings]

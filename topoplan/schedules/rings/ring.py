@@ -25,13 +25,13 @@ from topoplan.schedules.rings.images import ring_forest
 from topoplan.schedules.rings.order import order_is_exact, single_ring, switched_rings
 from topoplan.schedules.rings.routes import Routes
 from topoplan.schedules.rings.search import NODE_LIMIT, disjoint_rings, ring_limit
-from topoplan.topology import Topology
+from topoplan.topology import Topology, TopologyLike, as_topology
 
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
 
 def ring(
-    topology: Topology,
+    topology: TopologyLike,
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
@@ -42,7 +42,7 @@ def ring(
 
     Parameters
     ----------
-    topology : Topology
+    topology : Topology, or what `topoplan.load` takes
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
     gpus : sequence of int or None
@@ -89,6 +89,7 @@ def ring(
     33.333
     """
     started = time.perf_counter()
+    topology = as_topology(topology)
     collective = check_collective(collective)
     if kind not in RING_KINDS:
         raise UsageError(f"ring kind {kind!r} is unknown; use one of {', '.join(RING_KINDS)}")

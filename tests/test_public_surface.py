@@ -1,0 +1,156 @@
+"""The public surface: a machine by any of its names wherever one is taken, the version, and typed packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from topoplan.choice import candidates, choose_by_size
+from topoplan.cli.main import main
+from topoplan.compare import allocation_classes, compare, compare_all
+from topoplan.errors import TopologyError, UsageError
+from topoplan.export import export_machine
+from topoplan.plot.machine import draw_topology
+from topoplan.topology import Topology, TopologyLike, as_topology
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "v100x4"
+MACHINE = topoplan.load(NAME)
+PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
+
+Asked = Callable[[TopologyLike], object]
+
+
+def one_server_has_no_phases(machine: TopologyLike) -> str:
+    """Three phases need several servers: what is said of this machine."""
+    with pytest.raises(UsageError) as caught:
+        topoplan.three_phase(machine)
+    return str(caught.value)
+
+
+TAKERS: dict[str, Asked] = {
+    "allocation_classes": allocation_classes,
+    "bound": topoplan.bound,
+    "candidates": candidates,
+    "choose_by_size": lambda machine: choose_by_size(machine, sizes=[1 << 20]).plans,
+    "cluster": lambda machine: topoplan.cluster([topoplan.Server(machine, [0, 1], count=2)], nic_gbps=100),
+    "compare": compare,
+    "compare_all": lambda machine: compare_all(machine, sizes=[2]),
+    "draw_topology": lambda machine: len(draw_topology(machine).axes),
+    "double_binary_tree": topoplan.double_binary_tree,
+    "export_machine": lambda machine: export_machine(machine, "nccl-topo"),
+    "load": topoplan.load,
+    "lowest_tree": topoplan.lowest_tree,
+    "one_hop": topoplan.one_hop,
+    "overlay": topoplan.overlay,
+    "plan": topoplan.plan,
+    "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),
+    "ring": topoplan.ring,
+    "slow_links": lambda machine: topoplan.slow_links(machine, {"gpu0-gpu1": 10}),
+    "sparse_plan": lambda machine: topoplan.sparse_plan(machine, density=0.01),
+    "three_phase": one_server_has_no_phases,
+    "without_devices": lambda machine: topoplan.without_devices(machine, ["cpu0"]),
+    "without_gpus": lambda machine: topoplan.without_gpus(machine, [3]),
+    "without_links": lambda machine: topoplan.without_links(machine, ["gpu0-gpu1"]),
+}
+"""Every function that takes a machine, as it is called."""
+
+
+def test_every_function_of_the_surface_that_takes_a_machine_is_tried() -> None:
+    """Whatever is added to ``topoplan.__all__`` with a machine first, belongs into the table above."""
+    takes = {
+        name
+        for name in topoplan.__all__
+        if callable(found := getattr(topoplan, name))
+        and not isinstance(found, type)
+        and next(iter(signature(found).parameters), "") == "topology"
+    }
+    assert takes <= set(TAKERS)
+    assert "TopologyLike" in str(signature(topoplan.Server).parameters["machine"])
+
+
+@pytest.mark.parametrize("name", sorted(TAKERS))
+def test_a_machine_may_be_named_wherever_it_is_taken(name: str, tmp_path: Path) -> None:
+    """Library name, path, path as text, JSON and graph give what the machine itself gives."""
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.to_json(), encoding="utf-8")
+    expected = TAKERS[name](MACHINE)
+    for source in (NAME, path, str(path), MACHINE.to_json(), MACHINE.to_networkx()):
+        assert TAKERS[name](source) == expected
+
+
+def test_the_text_of_nvidia_smi_is_a_machine_too() -> None:
+    """Two GPUs with two NVLinks of 25 GB/s."""
+    assert topoplan.plan(PAIR).rate == topoplan.plan(topoplan.load(PAIR)).rate == 50.0
+
+
+def test_what_names_no_machine_is_refused_as_load_refuses_it() -> None:
+    """With the nearest name, or with what a machine can be read from."""
+    with pytest.raises(UsageError, match="did you mean dgx-1v"):
+        topoplan.plan("dgx1v")
+    with pytest.raises(UsageError, match="cannot be read from dict; give a library name, a path, a text"):
+        topoplan.ring({"format": "topoplan.topology/1"})  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match="no 'format'"):
+        topoplan.Server("{}")
+
+
+def test_a_machine_is_given_back_as_it_is() -> None:
+    """No copy, and no bandwidth can be set that it states itself; NVLinks may come from another description."""
+    assert as_topology(MACHINE) is MACHINE
+    assert topoplan.load(MACHINE) is MACHINE
+    with pytest.raises(UsageError, match="a Topology states its own bandwidths; leave out --nvlink-gbps"):
+        topoplan.load(MACHINE, nvlink_gbps=25)
+    with pytest.raises(UsageError, match="a MultiDiGraph states its own bandwidths; leave out --pcie-gbps"):
+        topoplan.load(MACHINE.to_networkx(), pcie_gbps=12)
+    assert topoplan.load(MACHINE, merge=MACHINE) == topoplan.load(MACHINE.to_json(), merge=NAME)
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "mi250x", "pcie-x8"])
+def test_to_json_is_what_load_reads(name: str) -> None:
+    """The library's own files, byte for byte."""
+    machine = topoplan.load(name)
+    assert topoplan.load(machine.to_json()) == machine
+    assert machine.to_json() == (ROOT / "topologies" / f"{name}.json").read_text(encoding="utf-8")
+
+
+def test_to_json_keeps_what_any_machine_states() -> None:
+    """Notes, source, facts, latencies, peer access, and characters of any script."""
+    odd = Topology(
+        "größe",
+        (topoplan.Device("gpu0", "gpu", "s0", facts=(("sm", "70"),)), topoplan.Device("gpu1", "gpu", numa=0)),
+        (topoplan.Link("gpu0", "gpu1", "c2c", 25.781, count=3, latency=1e-6),),
+        ("a note",),
+        "a source",
+        ((2, 0.25),),
+    )
+    assert topoplan.load(odd.to_json()) == odd == topoplan.load(odd.to_networkx())
+
+
+def test_the_version_is_stated_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """``topoplan --version`` prints what ``topoplan.__version__`` says, and the package is built with it."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"topoplan {topoplan.__version__}\n"
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in metadata
+    assert '[tool.hatch.version]\npath = "topoplan/__init__.py"' in metadata
+    assert topoplan.__version__ not in metadata
+
+
+def test_the_version_is_known_without_loading_anything() -> None:
+    """Not even topoplan's own rooms."""
+    code = "import topoplan, sys; print(topoplan.__version__, *(n for n in sys.modules if n.startswith('topoplan')))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [topoplan.__version__, "topoplan"]
+
+
+@pytest.mark.parametrize("package", ["topoplan", "collectives"])
+def test_the_packages_say_that_they_are_typed(package: str) -> None:
+    """PEP 561: a type checker reads their annotations."""
+    assert (Path(str(import_module(package).__file__)).parent / "py.typed").is_file()

@@ -1,0 +1,215 @@
+"""The schedules beside packed trees: what each is called, what makes it, and what it needs of a machine.
+
+A new schedule is a file with a function such as `topoplan.one_hop`, and a line in the list below: then ``topoplan plan
+--schedule`` makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
+from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
+from topoplan.plans.plan import COLLECTIVES, TREES, Plan
+from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.lowest_tree import lowest_tree
+from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.rings.ring import ring
+from topoplan.schedules.three_phase import three_phase
+from topoplan.topology import TopologyLike
+
+MOST_RANKS = 64
+"""Ranks beyond which regular schedules are not timed: a ring has N trees of N - 1 edges there."""
+
+ONE_FABRIC = ("nvlink", "pcie", "nvlink+network", "pcie+network")
+"""Channels of plans that do not divide the buffer between two kinds of wire."""
+
+
+class Make(Protocol):
+    """A function that makes a schedule, as `topoplan.one_hop` does."""
+
+    def __call__(
+        self,
+        topology: TopologyLike,
+        collective: str = ...,
+        *,
+        gpus: Sequence[int] | None = ...,
+        root: int | None = ...,
+        channels: str = ...,
+    ) -> Plan:
+        """The plan; InfeasibleError where the allocation has no such schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule and what it needs of a machine.
+
+    Parameters
+    ----------
+    name : str
+        As ``--schedule`` takes it.
+    make : Make
+        Arguments as those of `topoplan.plan`. Where a machine turns out not to have it, InfeasibleError says why.
+    words : str
+        What it is called in messages, as in "no …: GPU 0 has no wire to GPU 5"; the name if empty.
+    collectives : tuple of str
+        Those that it is defined for.
+    over : tuple of str
+        Channels that it needs, such as ``nvlink`` or ``nvlink+network``; any if empty.
+    servers : int
+        Servers that the ranks must be on, at least.
+    most_ranks : int or None
+        Ranks up to which ``--sizes`` tries it.
+    column : str
+        Head of its column in `topoplan.compare`; it has none there if empty.
+    beside : callable or None
+        Makes it from packed trees of the same request, whose proof it then takes over, and a progress callback.
+    """
+
+    name: str
+    make: Make
+    words: str = ""
+    collectives: tuple[str, ...] = COLLECTIVES
+    over: tuple[str, ...] = ()
+    servers: int = 1
+    most_ranks: int | None = MOST_RANKS
+    column: str = ""
+    beside: Callable[[Plan, Callable[[str], None] | None], Plan] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.words:
+            object.__setattr__(self, "words", self.name)
+
+    def fits(self, trees: Plan) -> bool:
+        """Whether the machine of packed trees has what it needs, for their collective and over their channels."""
+        if trees.collective not in self.collectives:
+            return False
+        if self.over and "+".join(trees.channels) not in self.over:
+            return False
+        return self.servers == 1 or (
+            len(Servers(Fabric(trees.topology, trees.channels)).names) >= self.servers
+        )
+
+
+def _three_phase(trees: Plan, progress: Callable[[str], None] | None) -> Plan:
+    fabric = Fabric(trees.topology, trees.channels)
+    return plan_three_phase(
+        fabric, trees.collective, root=trees.root, certificate=trees.certificate, progress=progress
+    )
+
+
+def _rings(kind: str = "") -> Make:
+    """Rings of one kind; by default over the channel that was asked for, or what the ring chooses."""
+
+    def make(
+        topology: TopologyLike,
+        collective: str = "allreduce",
+        *,
+        gpus: Sequence[int] | None = None,
+        root: int | None = None,
+        channels: str = "auto",
+    ) -> Plan:
+        own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
+        return ring(topology, collective, gpus=gpus, root=root, kind=own)
+
+    return make
+
+
+_KNOWN = (
+    Schedule(
+        THREE_PHASE,
+        three_phase,
+        words="three phases",
+        over=ONE_FABRIC,
+        servers=2,
+        most_ranks=None,
+        beside=_three_phase,
+    ),
+    Schedule("one-hop", one_hop),
+    Schedule(
+        "double-tree",
+        double_binary_tree,
+        words="double binary tree",
+        collectives=("allreduce", "broadcast", "reduce"),
+        column="binary",
+    ),
+    Schedule("lowest-tree", lowest_tree, words="lowest tree"),
+    Schedule("ring", _rings(), column="ring"),
+    Schedule("relay-ring", _rings("relay"), words="relay rings", over=("nvlink",), column="relay"),
+)
+
+SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
+"""Every schedule by its name; of equally fast ones ``--sizes`` takes the first."""
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of this name.
+
+    Raises
+    ------
+    UsageError
+        There is none; the message lists those that are known.
+
+    Examples
+    --------
+    >>> find_schedule("double-tree").make("dgx-2").rate
+    75.0
+    >>> find_schedule("tree")
+    Traceback (most recent call last):
+    topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
+one-hop, double-tree, lowest-tree, ring, relay-ring
+    """
+    if name not in SCHEDULES:
+        known = (TREES, *SCHEDULES)
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"schedule {name[:40]!r} is unknown; {hint}known ones are {', '.join(known)}")
+    return SCHEDULES[name]
+
+
+def make_schedule(
+    name: str,
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """The plan of a schedule by its name, over the channels that were asked for.
+
+    Raises
+    ------
+    UsageError
+        The schedule is unknown, or does not run over these channels; or as the function that makes it.
+    InfeasibleError
+        The allocation has no such schedule; says why.
+
+    Examples
+    --------
+    >>> make_schedule("ring", "dgx-1v", gpus=[1, 4, 5, 7], channels="pcie").schedule
+    'pcie ring'
+    """
+    schedule = find_schedule(name)
+    try:
+        made = schedule.make(topology, collective, gpus=gpus, root=root, channels=channels)
+    except InfeasibleError as error:
+        raise InfeasibleError(
+            f"no {schedule.words}: {cause(error)}; choose another schedule, such as {TREES}", cut=error.cut
+        ) from None
+    if channels != "auto" and "+".join(made.channels) != channels:
+        raise UsageError(
+            f"schedule {name} runs over {'+'.join(made.channels)} here, not over {channels}; "
+            "leave out the channels, or choose another schedule"
+        )
+    return made
+
+
+def cause(error: Exception) -> str:
+    """An error's message without its remedy, which is for those who called the function that raised it."""
+    return str(error).partition(";")[0]
