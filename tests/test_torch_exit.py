@@ -1,4 +1,4 @@
-"""Torch jobs that have finished end: no abort, and no hang, where gloo's threads are late."""
+"""Torch jobs that have finished end: no abort, and no hang, where gloo's threads are still letting go of tensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import pytest
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 TESTS = Path(__file__).parent
-RUNS = 3
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "SCHED_IDLE") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two processors"
-)
+RUNS = 1
 
 
 @pytest.mark.parametrize("how", ["close", "end of program"])
-def test_ranks_end_in_order_though_gloos_threads_let_go_late(how: str) -> None:
-    """By ``close`` and ``destroy_process_group``, and by neither; torch alone hangs, or aborts."""
+def test_ranks_end_in_order_while_gloos_threads_let_go_of_a_tensor(how: str) -> None:
+    """By ``close``, which waits for them, and by the end of the program, at which torch alone aborts."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",

@@ -1,8 +1,8 @@
-"""How ranks of torch end whose gloo threads hardly get a processor: ``torch_exit_ranks.py HOW RUNS`` prints a list.
+"""How ranks of torch end while a thread of gloo's still drops a tensor: ``torch_exit_ranks.py HOW RUNS`` prints a list.
 
-Two ranks a run are forked from a process that has imported torch already. In each, gloo's threads share a processor
-with one that is always busy and has precedence, so that they let go of the last collective's tensors late, as they do
-now and then on a busy machine. The list has an exit status for each rank; one that hangs is killed, and told as such.
+Two ranks a run are forked from a process that has imported torch already. On rank 0 what hangs on the tensor of the
+last collective takes seconds to go, in gloo's thread; else that takes so long on a busy machine only. The list has an
+exit status for each rank; one that hangs is killed, and told as such.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch._dynamo  # DDP loads it, which takes seconds: not in every rank
@@ -27,27 +27,38 @@ from collectives.torch import HookState, topoplan_hook
 PATIENCE = 30.0
 """Seconds that a rank may take."""
 
+SECONDS = 2.0
+"""That it takes to drop a tensor."""
 
-class Slow:
-    """Takes a while to go with the interpreter, as large programs do."""
-
-    def __del__(self, sleep=time.sleep) -> None:  # type: ignore[no-untyped-def]
-        sleep(0.3)
+GOING, GONE = threading.Event(), threading.Event()
+"""A tensor has begun to be dropped, and has been."""
 
 
-def starve() -> None:
-    """From now on gloo's threads run only when a busy process leaves them a little."""
-    cpu = max(os.sched_getaffinity(0))
-    rank = os.getpid()
-    if os.fork() == 0:
-        os.sched_setaffinity(0, {cpu})
-        while os.getppid() == rank:
-            sum(range(20_000))
-        os._exit(0)
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "pt_gloo_runloop":
-            os.sched_setaffinity(int(task.name), {cpu})
-            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+class Load:
+    """What hangs on a tensor."""
+
+    def __del__(self) -> None:
+        GOING.set()
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            pass
+        GONE.set()
+
+
+def late() -> None:
+    """A last collective, whose tensor gloo's thread of rank 0 has begun to drop."""
+    tensor = torch.ones(1)
+    if dist.get_rank() == 0:
+        tensor.load = Load()  # type: ignore[attr-defined]
+    else:
+        time.sleep(0.3)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    if dist.get_rank() == 1:
+        work.wait()
+        return
+    del tensor, work
+    assert GOING.wait(PATIENCE)
 
 
 def rank(number: int, port: int, how: str) -> None:
@@ -59,10 +70,11 @@ def rank(number: int, port: int, how: str) -> None:
     model.register_comm_hook(state, topoplan_hook)
     for _ in range(2):
         model(torch.ones(8, 30)).square().mean().backward()
-    starve()
-    dist.all_gather_object([None, None], number)
+    late()
     if how == "close":
         state.close()
+        if number == 0 and not GONE.is_set():
+            sys.exit("close has not waited for gloo's thread")
         dist.destroy_process_group()
 
 
@@ -100,5 +112,4 @@ def main(how: str, runs: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    slow = Slow()
     main(sys.argv[1], int(sys.argv[2]))

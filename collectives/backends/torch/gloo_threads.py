@@ -20,42 +20,45 @@ from pathlib import Path
 NAME = "pt_gloo_runloop"
 
 LOOKS = 3
-"""In how many looks one after another all of them must be found asleep."""
+"""In how many looks one after another none of them may have run."""
 
-PAUSE = 2e-3
-"""Seconds between two looks, in which they may have Python's lock."""
+PAUSE = 7e-3
+"""Seconds between two looks, in which they may have Python's lock: who waits for it asks for it every 5 ms."""
 
 
-def let_go(*, limit: float = 5.0) -> bool:
+def let_go(*, limit: float = 10.0) -> bool:
     """Wait until gloo's threads in this process have nothing left to do; whether they had within the limit, in seconds.
 
-    Call it between the last collective and the end of a process group or program: it takes some milliseconds. A thread
-    that still has something to drop is ready to run as soon as Python's lock is free, so one that sleeps in several
-    looks has nothing. Where Linux tells nothing, nothing is waited for.
+    Call it between the last collective and the end of a process group or program. A thread that still has something to
+    drop is ready to run, or wakes up again and again for Python's lock; one that does neither in several looks has
+    nothing. Where Linux tells nothing, or there are no such threads, nothing is waited for.
     """
     until = time.monotonic() + limit
-    asleep = 0
-    while asleep < LOOKS:
+    before, quiet = _threads(), 0
+    while before and quiet < LOOKS:
         if time.monotonic() > until:
             return False
         time.sleep(PAUSE)
-        states = [state for name, state in _threads() if name == NAME]
-        if not states:
-            return True
-        asleep = asleep + 1 if all(state == "S" for state in states) else 0
+        now = _threads()
+        asleep = all(state == "S" for state, _ in now.values())
+        quiet = quiet + 1 if asleep and now == before else 0
+        before = now
     return True
 
 
-def _threads() -> list[tuple[str, str]]:
-    """Name and state, one letter, of every thread of this process."""
-    found = []
-    for task in Path("/proc/self/task").glob("*/stat"):
+def _threads() -> dict[str, tuple[str, str]]:
+    """Gloo's threads by number: the state of each, one letter, and how often it has been given a processor."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*"):
         try:
-            text = task.read_text(encoding="ascii", errors="replace")
+            if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() != NAME:
+                continue
+            lines = (task / "status").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue  # it has just ended
-        name, _, rest = text.partition("(")[2].rpartition(")")
-        found.append((name, rest.split()[0]))
+        told = dict(line.split(":", 1) for line in lines if ":" in line)
+        switches = told.get("voluntary_ctxt_switches", "") + told.get("nonvoluntary_ctxt_switches", "")
+        found[task.name] = told["State"].strip()[:1], switches
     return found
 
 
