@@ -30,7 +30,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise UsageError(
             'numpy has bfloat16 from the package ml_dtypes: pip install "topoplan[bfloat16]"'
         ) from None
-    return np.dtype(bfloat16)
+    dtype: np.dtype[Any] = np.dtype(bfloat16)
+    return dtype
 
 
 class NumpyArrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -17,7 +18,7 @@ from collectives.communicator.request import request
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
 
@@ -400,6 +401,12 @@ class Communicator:
             residuals = sparse.prepare(asked, key=key, momentum=momentum)
         except UsageError as error:
             self._refuse(str(error))
+            raise
+        except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
+            if exchange != "servers":  # there owners keep it, of their servers' sums
+                with suppress(UsageError):
+                    residuals = sparse.prepare(asked, key=key, momentum=momentum)
+                    self._in_order.run(lambda: sparse.keep(asked, residuals))
             raise
 
         def run() -> Any:

@@ -18,8 +18,9 @@ ASKING = ("mpi", "shared", "tcp")
 
 def gather_of(backend: Backend[Any]) -> Gather | None:
     """How the ranks of a back end tell each other texts where each is a process without a GPU; None for others."""
-    asking = isinstance(backend, GathersTexts) and backend.name in ASKING
-    return backend.gather_texts if asking else None
+    if backend.name in ASKING and isinstance(backend, GathersTexts):
+        return backend.gather_texts
+    return None
 
 
 def open_for_plan(

@@ -113,6 +113,23 @@ class SparseCollective:
             )
         return self._residuals[key]
 
+    def keep(self, asked: SparseRequest, residuals: list[Residuals]) -> None:
+        """Take a gradient of which nothing was given into the residuals, for the next call.
+
+        Raises
+        ------
+        UsageError
+            It holds NaN; the residuals are what they were.
+        """
+        arrays = self._arrays_of(asked.inputs[0])
+        with arrays.here():
+            lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
+            _refuse_nan(arrays, dict(zip(self._execution.backend.ranks, lines, strict=True)))
+            for one, line in zip(residuals, lines, strict=True):
+                one.follow(arrays)
+                one.changed()
+                one.whole.feed(arrays.values(line), 0)
+
     def run(
         self,
         asked: SparseRequest,

@@ -34,7 +34,7 @@ def texts_of_all(text: str, agreement: Agreement, watch: Watch, placement: Place
     try:
         told = _exchanged(note, agreement, watch)
         texts = [
-            one if isinstance(one, str) else _read(placement.pids[rank], int(one))
+            one if isinstance(one, str) else _read(placement.pids[rank], one)
             for rank, one in sorted(told.items())
         ]
         if any(not isinstance(one, str) for one in told.values()):
@@ -45,8 +45,8 @@ def texts_of_all(text: str, agreement: Agreement, watch: Watch, placement: Place
             os.close(descriptor)
 
 
-def _exchanged(note: bytes, agreement: Agreement, watch: Watch) -> dict[int, object]:
-    told: dict[int, object] = {}
+def _exchanged(note: bytes, agreement: Agreement, watch: Watch) -> dict[int, str | int]:
+    told: dict[int, str | int] = {}
 
     def judge(notes: Notes) -> bytes:
         told.update(told_by_all(notes, "text", watch))
