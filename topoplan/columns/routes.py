@@ -81,7 +81,7 @@ class KnownRoutes:
     def _crossings_as_floats(self) -> NDArray[np.float64]:
         return self.crossings.astype(np.float64)
 
-    def learn(self, lengths: NDArray[Number]) -> bool:
+    def learn(self, lengths: NDArray[np.int64] | NDArray[np.float64]) -> bool:
         """Make the shortest routes known that are shorter than all known ones; False where there are none.
 
         Floats are compared as whole numbers, 2^31 being the longest way between two ranks.
