@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 import topoplan
 from topoplan.hosts import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, host_topology
 from topoplan.hosts.host import bus_id
+from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nccl_rates import nvlink_bandwidth, pcie_bandwidth, socket_bandwidth, xgmi_bandwidth
 from topoplan.hosts.pci_tree import switch_tree
+from topoplan.machines.boxes import HostSide, direct_box, nvswitch_box
 
 PEX = "1000:c010:1000:a096"
 GEN5_UPPER, GEN5_LOWER = "1000:c030:1000:00a2", "1000:c030:1000:10a2"
@@ -221,6 +223,26 @@ def test_all_switch_chips_are_one_switch() -> None:
     assert set(wires(machine, "nvlink").values()) == {(6, 150.0)}
     assert [device.name for device in machine.devices if device.kind == "nvswitch"] == ["nvswitch0"]
     assert topoplan.plan(machine).rate == 100.0
+
+
+def test_bundles_add_up_as_they_are_written() -> None:
+    """Three switch chips, and two bundles to one GPU, at rates of which floats miss the sum."""
+    chips = {0: [NvlinkBundle("nvswitch", f"0000:c{chip}:00.0", 1, 20.6) for chip in range(3)]}
+    machine = host_topology(server([below(0, None)], chips))
+    assert set(wires(machine, "nvlink").values()) == {(3, 61.8)}
+    bundles = {i: [NvlinkBundle("gpu", gpu(1 - i), 1, rate) for rate in (51.562, 25.781)] for i in (0, 1)}
+    machine = host_topology(server([below(0, None), below(1, None)], bundles))
+    assert set(wires(machine, "nvlink").values()) == {(2, 77.343)}
+
+
+def test_boxes_multiply_rates_as_they_are_written() -> None:
+    """Three links of 25.781 GB/s are 77.343, between two GPUs and to a switch."""
+    generation = GpuGeneration("GPU", 3, 25.781, 12.0, 8.0)
+    host = HostSide({"gpu0": "cpu0", "gpu1": "cpu0"}, 12, 8, "")
+    direct = direct_box("pair", host, gpu=generation, gpus=2, pairs={(0, 1): 3}, source="")
+    switched = nvswitch_box("pair", host, gpu=generation, gpus=2, source="")
+    for machine in (direct, switched):
+        assert set(wires(machine, "nvlink").values()) == {(3, 77.343)}
 
 
 def test_power_cpus_are_joined_by_nvlink() -> None:

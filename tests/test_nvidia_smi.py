@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutated_texts import mutated
 
+import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
@@ -19,6 +21,7 @@ from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.hosts.wires import cpus_of
 from topoplan.machines import LIBRARY
 from topoplan.topology import Topology
+from topoplan.units import exact
 
 
 def matrix_text(
@@ -237,6 +240,43 @@ def test_any_direct_nvlink_graph_is_recovered(gpus: int, data: st.DataObject) ->
         for a, b in ((i, j), (j, i))
     }
     assert Fabric(machine, ("pcie",)).unreachable() == ()
+
+
+@given(gpus=st.integers(2, 5), thousandths=st.integers(1, 99_999), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_rates_of_several_links_stay_as_exact_as_they_are_written(
+    gpus: int, thousandths: int, data: st.DataObject
+) -> None:
+    """3 x 25.781 is 77.343: bandwidths are multiplied as decimals, not as binary fractions."""
+    counts = {pair: data.draw(st.integers(1, 4)) for pair in combinations(range(gpus), 2)}
+
+    def code(first: str, second: str) -> str:
+        i, j = sorted((int(first[3:]), int(second[3:])))
+        return f"NV{counts[i, j]}"
+
+    text = matrix_text([f"GPU{i}" for i in range(gpus)], code)
+    machine = parse_nvidia_smi(text, nvlink_gbps=thousandths / 1000)
+    for link in machine.links:
+        if link.channel == "nvlink":
+            assert exact(link.bandwidth) == Fraction(link.count * thousandths, 1000)
+
+
+def test_a_box_of_single_double_and_triple_links_has_few_trees_of_simple_shares() -> None:
+    """At 25.781 GB/s per link, where a rounded 77.343 once gave 5, 5 and 10 trees and shares of 2578100000000000ths."""
+    codes = {(0, 1): 1, (2, 3): 1, (0, 2): 2, (1, 3): 2, (0, 3): 3, (1, 2): 3}
+
+    def code(first: str, second: str) -> str:
+        i, j = sorted((int(first[3:]), int(second[3:])))
+        return f"NV{codes[i, j]}"
+
+    machine = parse_nvidia_smi(matrix_text([f"GPU{i}" for i in range(4)], code), nvlink_gbps=25.781)
+    plans = {name: topoplan.plan(machine, name) for name in ("allreduce", "broadcast", "allgather")}
+    assert {name: (plan.rate, plan.trees) for name, plan in plans.items()} == {
+        "allreduce": (103.124, 3),
+        "broadcast": (154.686, 4),
+        "allgather": (206.248, 6),
+    }
+    assert {shard.share.denominator for plan in plans.values() for shard in plan.shards} == {2, 3, 4, 6, 8}
 
 
 SAMPLE = (

@@ -259,6 +259,13 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
     assert notes[0] == "warning: gpu0: 1 NVLink at 12.89 GB/s, others at 25"
 
 
+def test_slow_links_add_up_as_they_are_written() -> None:
+    """Three links of 20.6 GB/s are 61.8, where floats say 61.800000000000004."""
+    ends = [[up(number, other, speed=20.6) for number in range(3)] for other in (SECOND, FIRST)]
+    bundles, _ = nvlink_bundles(driver(*pair(*ends)), [], [])
+    assert [bundle.bandwidth for bundle in bundles[FIRST]] == [61.8]
+
+
 @pytest.mark.parametrize(
     ("version", "sm", "speed", "rate"),
     [

@@ -16,7 +16,7 @@ from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.schedules.rings.across_servers import server_rings
 from topoplan.schedules.rings.images import ring_forest
 from topoplan.schedules.rings.order import switched_rings
-from topoplan.schedules.rings.routes import Routes
+from topoplan.schedules.rings.routes import Layer, Routes
 from topoplan.topology import Topology
 
 
@@ -86,15 +86,24 @@ def test_a_ring_within_one_server_enters_no_server() -> None:
     ids=["nvlink", "pcie", "cpus", "rails", "one switch"],
 )
 def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
-    """The search from both ends finds what the enumeration of all routes finds, in the same order."""
+    """The search from both ends finds the links of what the enumeration of all routes finds, and its widest."""
     every: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for arc in fabric.arcs:
         every.setdefault((arc.tail, arc.head), []).append(arc.links)
     routes = Routes(fabric)
+    even, odd = ([Fraction(number % 2 == rest) for number in range(len(fabric.links))] for rest in (0, 1))
+
+    def links_of(layer: Layer) -> set[int]:
+        return {number for number, _, _ in layer}
+
     for pair in permutations(range(fabric.size), 2):
         known = every.get(pair, [])
         shortest = min(map(len, known), default=0)
-        assert routes.between(*pair) == tuple(links for links in known if len(links) == shortest)
+        short = [links for links in known if len(links) == shortest]
+        assert tuple(map(links_of, routes.layers(*pair))) == tuple(map(set, zip(*short, strict=True)))
+        for width in (fabric.capacity, even, odd):
+            best = max(short, key=lambda links, width=width: min(width[link] for link in links), default=None)
+            assert routes.shortest(*pair, width) == best
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 from topoplan.errors import UsageError
@@ -42,6 +43,28 @@ def nearest_float(value: Fraction) -> float:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def summed(bandwidths: Iterable[float]) -> float:
+    """The sum of bandwidths as they are written, of which floats miss the last digit.
+
+    Examples
+    --------
+    >>> summed([25.781, 25.781, 25.781]), 25.781 + 25.781 + 25.781
+    (77.343, 77.34299999999999)
+    """
+    return nearest_float(sum(map(exact, bandwidths), Fraction(0)))
+
+
+def several(count: int, bandwidth: float) -> float:
+    """The bandwidth of equal wires together, as `summed`.
+
+    Examples
+    --------
+    >>> several(3, 25.781)
+    77.343
+    """
+    return nearest_float(count * exact(bandwidth))
 
 
 def shown(value: Fraction) -> str:

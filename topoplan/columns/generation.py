@@ -82,11 +82,13 @@ class ColumnGeneration:
                 for root, (length, column) in sorted(found.items())
                 if prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0]
             ]
-            if prices is not None and hopeless is not None and self._dual_value(lengths, found) < hopeless:
-                return False
             fresh = [column for column in improving if column not in self.known]
-            if prices is not None and not fresh:
-                return self.value >= target
+            if prices is not None:
+                refuted = hopeless is not None and self._dual_value(lengths, found) < hopeless
+                if (refuted or not fresh) and self.oracle.learn(lengths):
+                    continue
+                if refuted or not fresh:
+                    return not refuted and self.value >= target
             self.add(fresh)
             self.program.optimise(target=goal)
             if self.value >= target:

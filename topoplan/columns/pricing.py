@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.columns.problem import Packing, TreeColumn
+from topoplan.fabric.fabric import Arc
 from topoplan.trees import hop_constrained_exact
 from topoplan.trees.arborescence import cheapest_arborescence
 
@@ -30,15 +30,6 @@ class Oracle:
     """
 
     packing: Packing
-
-    @cached_property
-    def _pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Tail and head of every pair with an arc, and where its arcs start (arcs are sorted by pair)."""
-        arcs = self.packing.fabric.arcs
-        order = sorted({(arc.tail, arc.head) for arc in arcs})
-        keys = [(arc.tail, arc.head) for arc in arcs]
-        starts = [keys.index(pair) for pair in order]
-        return np.array([t for t, _ in order]), np.array([h for _, h in order]), np.array(starts)
 
     @property
     def exact_heights(self) -> bool:
@@ -64,16 +55,14 @@ class Oracle:
         """
         packing = self.packing
         weights = np.array(lengths, dtype=object)
-        shift = max(0, int(max(lengths, default=0)).bit_length() - _HEADROOM.bit_length())
-        arc_cost = packing.incidence @ np.array([int(w) >> shift for w in weights], dtype=np.int64)
-        cost, chosen = self._matrix(arc_cost)
+        cost, chosen = self._matrix(_rounded(lengths))
         trees = self._limited(cost, height) if height is not None else self._unlimited(cost)
         found = {}
         for root, (up, down) in trees.items():
             rising = [chosen[child, parent] for parent, child in up]
             falling = [chosen[parent, child] for parent, child in down]
             if packing.folded:
-                rising = [packing.reversed_arc(number) for number in falling]
+                rising = [packing.reversed_arc(arc) for arc in falling]
             column = packing.column(root, rising, falling)
             found[root] = (
                 int(sum(u * w for u, w in zip(packing.usage(column).tolist(), weights, strict=True))),
@@ -81,16 +70,23 @@ class Oracle:
             )
         return found
 
-    def _matrix(self, arc_cost: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[tuple[int, int], int]]:
-        """Cost from rank to rank, and the arc that has it."""
-        tails, heads, starts = self._pairs
+    def learn(self, lengths: Sequence[int]) -> bool:
+        """Look for routes that are shorter under lengths than those of which `cheapest` knows; False without any."""
+        return self.packing.routes.learn(_rounded(lengths))
+
+    def _matrix(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[tuple[int, int], Arc]]:
+        """Cost from rank to rank, and the first arc that has it."""
+        routes = self.packing.routes
+        arc_cost = routes.costs(lengths)
+        (tails, heads), starts = routes.pairs, routes.starts
         size = self.packing.fabric.size
         cost = np.full((size, size), hop_constrained_exact.UNREACHABLE, dtype=np.int64)
         cost[tails, heads] = np.minimum.reduceat(arc_cost, starts)
         chosen = {}
         ends = [*starts[1:].tolist(), len(arc_cost)]
         for tail, head, start, end in zip(tails.tolist(), heads.tolist(), starts.tolist(), ends, strict=True):
-            chosen[tail, head] = start + int(np.argmin(arc_cost[start:end])) if end - start > 1 else start
+            place = start + int(np.argmin(arc_cost[start:end])) if end - start > 1 else start
+            chosen[tail, head] = routes.arcs[place]
         return cost, chosen
 
     def _limited(self, cost: NDArray[np.int64], height: int) -> dict[int, tuple[_Edges, _Edges]]:
@@ -123,6 +119,12 @@ class Oracle:
 
 
 _Edges = tuple[tuple[int, int], ...]
+
+
+def _rounded(lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Lengths that fit the tables, rounded down together."""
+    shift = max(0, int(max(lengths, default=0)).bit_length() - _HEADROOM.bit_length())
+    return np.array([int(length) >> shift for length in lengths], dtype=np.int64)
 
 
 def _edges(parent: list[int]) -> _Edges:

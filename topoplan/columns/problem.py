@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.bounds.cuts_and_partitions import whole_capacities
-from topoplan.fabric.fabric import Fabric
+from topoplan.columns.routes import KnownRoutes
+from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.build import stage_order
 from topoplan.plans.plan import Edge, Shard, Stage
 
@@ -31,18 +32,18 @@ class TreeColumn:
     ----------
     root : int
         Rank where the up tree ends and the down tree starts.
-    up, down : tuple of int
-        Arc numbers (see `Fabric.arcs`) of the reduce tree, towards the root, and of the broadcast tree.
+    up, down : tuple of Arc
+        Routes of the reduce tree, towards the root, and of the broadcast tree.
     """
 
     root: int
-    up: tuple[int, ...]
-    down: tuple[int, ...]
+    up: tuple[Arc, ...]
+    down: tuple[Arc, ...]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The packing problem of one collective on one fabric: rows, groups and incidence.
+    """The packing problem of one collective on one fabric: rows, groups and routes.
 
     Parameters
     ----------
@@ -108,26 +109,19 @@ class Packing:
         return Fraction(scale, gcd(*capacity))
 
     @cached_property
-    def incidence(self) -> NDArray[np.int64]:
-        """(arcs, rows) int64: how often an arc crosses a row's links."""
-        table = np.zeros((len(self.fabric.arcs), len(self.limits)), dtype=np.int64)
-        for number, arc in enumerate(self.fabric.arcs):
-            for link in arc.links:
-                table[number, self.row_of_link[link]] += 1
-        return table
+    def routes(self) -> KnownRoutes:
+        """The routes that trees may take, and what they cost."""
+        return KnownRoutes(self.fabric, self.row_of_link)
 
-    @cached_property
-    def arcs_between(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """Arc numbers from one rank to another."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for number, arc in enumerate(self.fabric.arcs):
-            found.setdefault((arc.tail, arc.head), []).append(number)
-        return {pair: tuple(numbers) for pair, numbers in found.items()}
+    def first_arc(self, tail: int, head: int) -> Arc:
+        """The first known route from one rank to another: of fewest links."""
+        return self.routes.arcs[self.routes.between(tail, head).start]
 
     def usage(self, column: TreeColumn) -> NDArray[np.int64]:
         """(rows,) int64: how often a byte of the column crosses each row."""
         arcs = column.down if self.folded else (*column.up, *column.down)
-        return np.asarray(self.incidence[list(arcs)].sum(axis=0))
+        links = [link for arc in arcs for link in arc.links]
+        return np.bincount(self.row_of_link[links], minlength=len(self.limits))
 
     def group(self, column: TreeColumn) -> int:
         """Group of a column."""
@@ -137,14 +131,13 @@ class Packing:
         """Edges on the longest path of either tree."""
         return max(self._stage(op, column).height for op in stage_order(self.collective))
 
-    def column(self, root: int, up: Iterable[int], down: Iterable[int]) -> TreeColumn:
+    def column(self, root: int, up: Iterable[Arc], down: Iterable[Arc]) -> TreeColumn:
         """A column in canonical form: arcs in ascending order."""
         return TreeColumn(root, tuple(sorted(up)), tuple(sorted(down)))
 
-    def reversed_arc(self, number: int) -> int:
+    def reversed_arc(self, arc: Arc) -> Arc:
         """The arc that runs the same direct link backwards."""
-        arc = self.fabric.arcs[number]
-        return self.arcs_between[arc.head, arc.tail][0]
+        return self.first_arc(arc.head, arc.tail)
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
         """The shards of a plan: shares in proportion to the weights, in the order of owners, then largest first.
@@ -166,8 +159,7 @@ class Packing:
 
     def _stage(self, op: str, column: TreeColumn) -> Stage:
         edges = []
-        for number in column.down if op == "broadcast" else column.up:
-            arc = self.fabric.arcs[number]
+        for arc in column.down if op == "broadcast" else column.up:
             if op == "broadcast":
                 edges.append(Edge(arc.tail, arc.head, arc.route, arc.channel))
             else:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.topology import Link, Topology
@@ -34,16 +35,29 @@ CHANNEL_CHOICES = {
 CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
 """What a plan may be asked to divide the buffer between: every tree keeps to one of the channels, the first leads."""
 
-ROUTES_PER_PAIR = 16
-"""Routes kept between two ranks, shortest first; a certificate always speaks of all of them."""
+MOST_LISTED = 16
+"""Routes between two ranks, shortest first, that are listed; the others are searched for where they are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arc:
-    """One route between two ranks: the indices of the links it crosses, from tail to head."""
+class Arc(NamedTuple):
+    """One route between two ranks; arcs sort by tail, head, number of links, and links.
+
+    Parameters
+    ----------
+    tail, head : int
+        Ranks.
+    hops : int
+        Number of links.
+    links : tuple of int
+        Indices of the links it crosses, from tail to head.
+    route : tuple of str
+        Devices from tail to head.
+    channel : str
+    """
 
     tail: int
     head: int
+    hops: int
     links: tuple[int, ...]
     route: tuple[str, ...]
     channel: str
@@ -183,17 +197,36 @@ class Fabric:
 
     @cached_property
     def arcs(self) -> tuple[Arc, ...]:
-        """Routes between all pairs of ranks, in order of tail, head, length and link indices.
+        """Routes between all pairs of ranks, in ascending order: of each pair the first `MOST_LISTED`, at least one.
 
-        At most `ROUTES_PER_PAIR` ways to each switch are followed on, or meshes of switches would have no end.
+        Which of many routes a tree takes is for a search to say (`topoplan.columns.routes`,
+        `topoplan.trees.route_table`, `topoplan.schedules.rings.routes`), since those that are left out may be the only
+        ones with capacity left.
         """
+        return self._listed[0]
+
+    @property
+    def lists_every_route(self) -> bool:
+        """True where `arcs` leaves no route out."""
+        return not self._listed[1]
+
+    @property
+    def lists_shortest_routes(self) -> bool:
+        """True where `arcs` leaves out no route that has as few links as any between the same ranks."""
+        return "shortest" not in self._listed[1]
+
+    @cached_property
+    def _listed(self) -> tuple[tuple[Arc, ...], frozenset[str]]:
+        """The arcs, and which kinds are left out: at most `MOST_LISTED` ways to each switch are followed on."""
         leaving: dict[int, list[tuple[int, int]]] = {}
         for number, (src, dst) in enumerate(self.ends):
             leaving.setdefault(src, []).append((number, dst))
         arcs = []
+        left_out: set[str] = set()
         for tail in range(self.size):
             found: dict[int, list[tuple[int, ...]]] = {}
             ways: dict[int, int] = {}
+            depth: dict[int, int] = {}
             level: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = [(tail, (), (tail,))]
             while level:
                 following = []
@@ -201,19 +234,26 @@ class Fabric:
                     for number, dst in leaving.get(node, ()):
                         if dst in visited:
                             continue
-                        longer = (*path, number)
+                        ways[dst] = ways.get(dst, 0) + 1
+                        links = len(path) + 1
+                        if ways[dst] > MOST_LISTED:
+                            left_out.add("shortest" if links == depth[dst] else "longer")
+                            continue
+                        depth.setdefault(dst, links)
                         if dst < self.size:
-                            if len(found.setdefault(dst, [])) < ROUTES_PER_PAIR:
-                                found[dst].append(longer)
-                        elif ways.setdefault(dst, 0) < ROUTES_PER_PAIR:
-                            ways[dst] += 1
-                            following.append((dst, longer, (*visited, dst)))
+                            found.setdefault(dst, []).append((*path, number))
+                        else:
+                            following.append((dst, (*path, number), (*visited, dst)))
                 level = following
             for head in sorted(found):
-                for path in found[head]:
-                    route = (self.ranks[tail], *(self.links[number].dst for number in path))
-                    arcs.append(Arc(tail, head, path, route, self.channel_of(path)))
-        return tuple(arcs)
+                arcs += [self.arc(path) for path in found[head]]
+        return tuple(arcs), frozenset(left_out)
+
+    def arc(self, links: tuple[int, ...]) -> Arc:
+        """The arc that crosses these links, given by their indices from its tail to its head."""
+        tail, head = self.ends[links[0]][0], self.ends[links[-1]][1]
+        route = (self.ranks[tail], *(self.links[number].dst for number in links))
+        return Arc(tail, head, len(links), links, route, self.channel_of(links))
 
     def channel_of(self, path: Sequence[int]) -> str:
         """The channel name of an edge that crosses these links."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from topoplan.hosts.host import Host, HostGpu, NvlinkBundle
 from topoplan.topology import Link
+from topoplan.units import summed
 
 SWITCH = "nvswitch0"
 
@@ -57,9 +58,8 @@ def nvlink_links(
 def _joined(first: NvlinkBundle | None, second: NvlinkBundle) -> NvlinkBundle:
     if first is None:
         return second
-    return NvlinkBundle(
-        second.end, second.target, first.count + second.count, first.bandwidth + second.bandwidth
-    )
+    bandwidth = summed((first.bandwidth, second.bandwidth))
+    return NvlinkBundle(second.end, second.target, first.count + second.count, bandwidth)
 
 
 def _to_and_from(name: str, end: str, bundle: NvlinkBundle) -> list[Link]:
@@ -74,7 +74,7 @@ def _merged(links: list[Link]) -> list[Link]:
         before = merged.get((link.src, link.dst))
         count, bandwidth = (before.count, before.bandwidth) if before else (0, 0.0)
         merged[link.src, link.dst] = Link(
-            link.src, link.dst, "nvlink", bandwidth + link.bandwidth, count + link.count
+            link.src, link.dst, "nvlink", summed((bandwidth, link.bandwidth)), count + link.count
         )
     return list(merged.values())
 

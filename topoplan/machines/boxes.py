@@ -13,6 +13,7 @@ from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nvlink_ends import STRIPED
 from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology
+from topoplan.units import several
 
 SERVER = "s0"
 
@@ -131,7 +132,7 @@ def direct_box(
     wires = [
         link
         for (i, j), count in pairs.items()
-        for link in both_ways(f"gpu{i}", f"gpu{j}", "nvlink", count * gpu.nvlink, count=count)
+        for link in both_ways(f"gpu{i}", f"gpu{j}", "nvlink", several(count, gpu.nvlink), count=count)
     ]
     devices = (*(Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)), *host.devices())
     return Topology(name, devices, (*wires, *host.links()), tuple(notes), source)
@@ -152,7 +153,9 @@ def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, so
     wires = [
         link
         for i in range(gpus)
-        for link in both_ways(f"gpu{i}", "nvswitch0", "nvlink", gpu.links * gpu.nvlink, count=gpu.links)
+        for link in both_ways(
+            f"gpu{i}", "nvswitch0", "nvlink", several(gpu.links, gpu.nvlink), count=gpu.links
+        )
     ]
     devices = (
         *(Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)),

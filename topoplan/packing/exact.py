@@ -6,8 +6,8 @@ links, and the oracle answers with the cheapest trees under them. The first boun
 cannot copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
 
 Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
-height is the lowest possible. The oracle prices limited heights exactly up to 9 ranks, on switches that only forward;
-for everything else see `topoplan.packing.exact_symmetric`.
+height is the lowest possible. The oracle prices limited heights exactly up to 9 ranks, on switches that only forward,
+over routes that can be listed; for everything else see `topoplan.packing.exact_symmetric`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from topoplan.packing.greedy_extraction import Peeler
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
+from topoplan.trees.hop_constrained_exact import LARGEST
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""
@@ -51,6 +52,18 @@ class ExactPacking:
     notes: tuple[str, ...] = ()
 
 
+def has_tables(fabric: Fabric) -> bool:
+    """True where `pack_exact` is the way: few ranks, switches that only forward, and few shortest routes of a pair.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> [has_tables(Fabric(topoplan.load(name), ("nvlink",))) for name in ("dgx-1v", "dgx-2")]
+    [True, False]
+    """
+    return fabric.size <= LARGEST and not fabric.in_network and fabric.lists_shortest_routes
+
+
 def pack_exact(
     fabric: Fabric,
     collective: str,
@@ -65,7 +78,7 @@ def pack_exact(
     Parameters
     ----------
     fabric : Fabric
-        2 to 9 connected ranks; switches only forward.
+        2 to 9 connected ranks; switches only forward. Where it lists routes in part (see `has_tables`) it takes long.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.

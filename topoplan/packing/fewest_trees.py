@@ -84,7 +84,7 @@ def _tight_columns(master: ColumnGeneration, lengths: list[int], random: Stream)
     packing = master.packing
     top = max(lengths)
     # The noise of a whole column must stay below one unit of length.
-    unit = _NOISE * 4 * packing.fabric.size * max(1, int(packing.incidence.sum(axis=1).max()))
+    unit = _NOISE * 4 * packing.fabric.size * max(arc.hops for arc in packing.routes.arcs)
     if top * unit >= 1 << 30:
         return []
     cheapest = {root: length for root, (length, _) in master.oracle.cheapest(lengths, master.height).items()}

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Arc
 from topoplan.plans.certificate import Certificate, Lengths, certified_bound
 from topoplan.trees.arborescence import cheapest_arborescence
 from topoplan.trees.spanning_tree import cheapest_spanning_tree
@@ -114,9 +115,6 @@ class _Loop:
         self.bound = float(bound * packing.scale)
         self.capacity = packing.limits.astype(np.float64)
         self.length = 1.0 / self.capacity
-        self.incidence = packing.incidence.astype(np.float64)
-        self.tails = np.array([arc.tail for arc in fabric.arcs])
-        self.heads = np.array([arc.head for arc in fabric.arcs])
         groups, rows = packing.groups, len(self.capacity)
         self.columns: list[list[TreeColumn]] = [[] for _ in range(groups)]
         self.number: list[dict[TreeColumn, int]] = [{} for _ in range(groups)]
@@ -160,16 +158,17 @@ class _Loop:
         """Find a cheapest tree of every group, learn it, and note its length."""
         packing = self.packing
         size = packing.fabric.size
-        arc_cost = self.incidence @ self.length
+        arc_cost = packing.routes.costs(self.length)
+        tails, heads = packing.routes.pairs
         cost = np.full((size, size), inf)
-        np.minimum.at(cost, (self.heads, self.tails), arc_cost)
+        cost[heads, tails] = np.minimum.reduceat(arc_cost, packing.routes.starts)
         by_head = cost.tolist()
         by_tail = cost.T.tolist() if packing.uses_up and not packing.folded else []
         self.calls += 1
         self.least[:] = inf
         for root in (0,) if packing.folded else packing.roots:
-            down: list[int] = []
-            rising: list[int] = []
+            down: list[Arc] = []
+            rising: list[Arc] = []
             if packing.folded:
                 parent = cheapest_spanning_tree(by_head) if self.prim else self.oracle(by_head, 0)
                 down = self._arcs([(up, v) for v, up in enumerate(parent) if up >= 0], arc_cost)
@@ -183,12 +182,12 @@ class _Loop:
                     rising = self._arcs([(v, up) for v, up in enumerate(parent) if up >= 0], arc_cost)
             self._learn(packing.column(root, rising, down))
 
-    def _arcs(self, pairs: list[tuple[int, int]], arc_cost: NDArray[np.float64]) -> list[int]:
-        """The cheapest arc between each pair of ranks."""
-        between = self.packing.arcs_between
+    def _arcs(self, pairs: list[tuple[int, int]], arc_cost: NDArray[np.float64]) -> list[Arc]:
+        """The cheapest arc between each pair of ranks, of equals the first."""
+        routes = self.packing.routes
         return [
-            arcs[0] if len(arcs) == 1 else min(arcs, key=lambda arc: (arc_cost[arc], arc))
-            for arcs in (between[pair] for pair in pairs)
+            routes.arcs[places[0] if len(places) == 1 else min(places, key=arc_cost.__getitem__)]
+            for places in (routes.between(*pair) for pair in pairs)
         ]
 
     def _learn(self, column: TreeColumn) -> None:
@@ -219,7 +218,7 @@ class _Loop:
         """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
         dual = float(self.capacity @ self.length) * packing.groups / float(self.least.sum())
-        if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
+        if dual >= self.bound * (1 - 1e-9) or fabric.in_network or packing.routes.learn(self.length):
             return
         half = 2 if packing.folded else 1
         # No cheapest forest gets shorter when longer links are cut to its length, and whole numbers then lose little.

@@ -53,10 +53,9 @@ def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
             if hub != packing.root:
                 tree = {child: hub for child in ranks if child not in (hub, packing.root)}
                 parents.append({hub: packing.root, **tree})
-    between = packing.arcs_between
     forest = {}
     for root, parent in zip(roots, parents, strict=True):
-        down = [between[up, child][0] for child, up in parent.items()] if packing.uses_down else []
-        rising = [between[child, up][0] for child, up in parent.items()] if packing.uses_up else []
+        down = [packing.first_arc(up, child) for child, up in parent.items()] if packing.uses_down else []
+        rising = [packing.first_arc(child, up) for child, up in parent.items()] if packing.uses_up else []
         forest[packing.column(root, rising, down)] = Fraction(1)
     return forest

@@ -1,10 +1,10 @@
 """`topoplan.plan`: choose the links, pack the trees, prove the rate.
 
 Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
-height. Up to nine ranks column generation proves the lowest height too; beyond, and where switches copy or add, trees
-are packed on the orbits of the fabric's symmetries. A broadcast over many servers is tried in three phases first, which
-are quick and often optimal there. Whatever built the forest, rate and bound are recomputed from the
-finished plan.
+height. Up to nine ranks column generation proves the lowest height too; beyond, where switches copy or add, and where
+two ranks have many routes, trees are packed on the orbits of the fabric's symmetries. A broadcast over many servers is
+tried in three phases first, which are quick and often optimal there. Whatever built the forest, rate and bound are
+recomputed from the finished plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
-from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
+from topoplan.packing.exact import ORDERS, fewest_peeled, has_tables, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
@@ -200,7 +200,7 @@ def _plan_exact(
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
-    if fabric.size > LARGEST or fabric.in_network:
+    if not has_tables(fabric):
         forest = pack_on_orbits(
             fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
         )

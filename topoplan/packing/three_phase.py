@@ -13,14 +13,13 @@ from fractions import Fraction
 from topoplan.columns.orbit_generation import Progress
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.packing.exact import pack_exact
+from topoplan.packing.exact import has_tables, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.hierarchical import Composition, compose
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificate import Certificate, certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
-from topoplan.trees.hop_constrained_exact import LARGEST
 
 THREE_PHASE = "three-phase"
 
@@ -114,6 +113,6 @@ def _lower_bound(
         return proof, ()
     if fabric.size > MOST_RANKS:
         return proof, (f"with more than {MOST_RANKS} GPUs the exact method was not run for a lower bound",)
-    if fabric.size > LARGEST or fabric.in_network:
+    if not has_tables(fabric):
         return pack_on_orbits(fabric, collective, root=root, progress=progress).certificate, ()
     return pack_exact(fabric, collective, root=root, progress=progress).certificate, ()

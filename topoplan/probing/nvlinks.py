@@ -18,6 +18,7 @@ from topoplan.probing.access import without_refused_nvlinks
 from topoplan.probing.driver import Driver, DriverGpu
 from topoplan.probing.driver_links import DriverLink
 from topoplan.probing.nvlink_agreement import agreed_bundles, leads_somewhere
+from topoplan.units import summed
 
 NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
@@ -179,7 +180,7 @@ def _bundled(wires: list[Wire]) -> list[NvlinkBundle]:
     found: dict[tuple[str, str], list[float]] = {}
     for wire in wires:
         found.setdefault((wire.end, "" if wire.end == "nvswitch" else wire.target), []).append(wire.bandwidth)
-    return [NvlinkBundle(end, target, len(rates), sum(rates)) for (end, target), rates in found.items()]
+    return [NvlinkBundle(end, target, len(rates), summed(rates)) for (end, target), rates in found.items()]
 
 
 def _numbers(numbers: list[int]) -> str:

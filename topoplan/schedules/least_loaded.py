@@ -13,6 +13,7 @@ from fractions import Fraction
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.plan import Edge
+from topoplan.schedules.rings.routes import Routes
 
 
 class LeastLoaded:
@@ -36,8 +37,8 @@ class LeastLoaded:
         self._arcs: dict[tuple[int, int], list[Arc]] = {}
         for arc in fabric.arcs:
             self._arcs.setdefault((arc.tail, arc.head), []).append(arc)
-        self._ranks = fabric.ranks
-        self._capacity = fabric.capacity
+        self._fabric = fabric
+        self._routes = Routes(fabric)
         self._load = [Fraction(0)] * len(fabric.links)
 
     def joined(self, tail: int, head: int) -> bool:
@@ -57,12 +58,16 @@ class LeastLoaded:
         pairs = [(parent, child) if down else (child, parent) for parent in parents]
         choices = [arc for pair in pairs for arc in self._arcs.get(pair, ())]
         if not choices:
-            names = " or ".join(self._ranks[parent] for parent in parents)
+            names = " or ".join(self._fabric.ranks[parent] for parent in parents)
             raise InfeasibleError(
-                f"no wire leads {'from' if down else 'to'} {names} {'to' if down else 'from'} {self._ranks[child]} but "
+                f"no wire leads {'from' if down else 'to'} {names} {'to' if down else 'from'} {self._fabric.ranks[child]} but "
                 "through another GPU; use a schedule without that hop, or other channels"
             )
-        best = min(choices, key=lambda arc: (self._fullest(arc, share), len(arc.links)))
+        if not self._fabric.lists_every_route:
+            room = [c / (load + share) for c, load in zip(self._fabric.capacity, self._load, strict=True)]
+            searched = [self._routes.widest(*pair, room) for pair in pairs if self.joined(*pair)]
+            choices = [self._fabric.arc(links) for links in searched if links is not None]
+        best = min(choices, key=lambda arc: (self._fullest(arc, share), arc.hops))
         for number in best.links:
             self._load[number] += share
         if down:
@@ -70,4 +75,4 @@ class LeastLoaded:
         return Edge(best.head, child, best.route[::-1], best.channel)
 
     def _fullest(self, arc: Arc, share: Fraction) -> Fraction:
-        return max((self._load[number] + share) / self._capacity[number] for number in arc.links)
+        return max((self._load[number] + share) / self._fabric.capacity[number] for number in arc.links)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST = 1 << 26
+LONGEST = 1 << 31
 """Largest length of a link."""
 
 _FAR = np.int64(1) << 61

@@ -90,7 +90,7 @@ class NcclPaths:
         through = self._through_gpu(tail, head)
         if through:
             return Hop("NVB", through)
-        links = self._pcie_routes.widest(tail, head)
+        links = self._pcie_routes.shortest(tail, head, self._pcie.capacity)
         if links is None:
             names = self._machine.gpus
             raise InfeasibleError(
@@ -101,14 +101,8 @@ class NcclPaths:
 
     def _striped(self, tail: int, head: int) -> dict[Link, Fraction]:
         """Parts over the shortest ways without a GPU in between; empty where there is none."""
-        routes = self._nvlink_routes.between(tail, head)
-        width = [min(self._nvlink.capacity[number] for number in links) for links in routes]
-        part: dict[Link, Fraction] = {}
-        for links, wide in zip(routes, width, strict=True):
-            for number in links:
-                link = self._nvlink.links[number]
-                part[link] = part.get(link, Fraction(0)) + wide / sum(width)
-        return part
+        stripes = self._nvlink_routes.stripes(tail, head, self._nvlink.capacity)
+        return {self._nvlink.links[number]: part for number, part in stripes.items()}
 
     def _through_gpu(self, tail: int, head: int) -> dict[Link, Fraction]:
         """Two direct NVLinks with one GPU in between; empty where there are none."""

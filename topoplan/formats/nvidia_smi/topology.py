@@ -19,6 +19,7 @@ from topoplan.hosts.link_rates import H100, UNKNOWN, checked_rate
 from topoplan.hosts.notes import listed
 from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology, facts
+from topoplan.units import several
 
 _SERVER = "s0"
 
@@ -159,5 +160,5 @@ def _nvlink_links(nvlinks: Nvlinks, names: dict[str, str], per_link: float) -> t
     return tuple(
         link
         for first, second, count in wires
-        for link in both_ways(first, second, "nvlink", count * per_link, count=count)
+        for link in both_ways(first, second, "nvlink", several(count, per_link), count=count)
     )

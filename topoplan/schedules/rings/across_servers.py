@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 
 from topoplan.fabric.fabric import Fabric
 from topoplan.schedules.rings.forest import LogicalRing
@@ -44,12 +45,13 @@ def server_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
     if len(servers) < 2:
         return ()
 
+    off_network = [Fraction(link.channel != "network") for link in fabric.links]
+
+    @cache
     def inside(tail: int, head: int) -> bool:
         """True where a rank reaches another of its server without the network."""
-        return any(
-            all(fabric.links[link].channel != "network" for link in links)
-            for links in routes.between(tail, head)
-        )
+        links = routes.shortest(tail, head, off_network)
+        return links is not None and all(off_network[link] for link in links)
 
     left = list(fabric.capacity)
     rings = []
@@ -114,8 +116,8 @@ def _hops(order: tuple[int, ...], routes: Routes, left: list[Fraction]) -> tuple
     """For every hop the shortest route with most capacity left."""
     hops = []
     for tail, head in zip(order, order[1:] + order[:1], strict=True):
-        choices = routes.between(tail, head)
-        if not choices:
+        links = routes.shortest(tail, head, left)
+        if links is None:
             return None
-        hops.append(max(choices, key=lambda links: min(left[link] for link in links)))
+        hops.append(links)
     return tuple(hops)

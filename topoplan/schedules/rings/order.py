@@ -50,7 +50,7 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
     order = _best_order(fabric, routes)
     if order is None:
         return None
-    hops = tuple(_widest(routes, pair) for pair in _pairs(order))
+    hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in _pairs(order))
     return LogicalRing(_weight(hops, list(fabric.capacity)), order, hops)
 
 
@@ -64,20 +64,12 @@ def switched_rings(fabric: Fabric, routes: Routes) -> tuple[LogicalRing, ...]:
     order = _best_order(fabric, routes)
     if order is None:
         return ()
-    choices = {pair: routes.between(*pair) for pair in _pairs(order)}
-    if fabric.size <= LARGEST_SEARCHED:
-        # Longer ways count too where the short ones are full.
-        choices = dict.fromkeys(choices, ())
-        for arc in fabric.arcs:
-            if (arc.tail, arc.head) in choices:
-                choices[arc.tail, arc.head] += (arc.links,)
+    # Longer ways count too where the short ones are full.
+    find = routes.widest if fabric.size <= LARGEST_SEARCHED else routes.shortest
     left = list(fabric.capacity)
     rings: list[LogicalRing] = []
     while True:
-        hops = tuple(
-            max(choices[pair], key=lambda links: (min(left[number] for number in links), -len(links)))
-            for pair in _pairs(order)
-        )
+        hops = tuple(_found(find(*pair, left)) for pair in _pairs(order))
         weight = _weight(hops, left)
         if weight == 0:
             return tuple(rings)
@@ -96,8 +88,7 @@ def _weight(hops: tuple[Links, ...], left: list[Fraction]) -> Fraction:
     return min(left[number] / times for number, times in crossed.items())
 
 
-def _widest(routes: Routes, pair: tuple[int, int]) -> Links:
-    links = routes.widest(*pair)
+def _found(links: Links | None) -> Links:
     assert links is not None, "orders are chosen among those with a route for every hop"
     return links
 
@@ -112,7 +103,7 @@ def _best_order(fabric: Fabric, routes: Routes) -> tuple[int, ...] | None:
 
 
 def _joined(order: tuple[int, ...], routes: Routes) -> bool:
-    return all(routes.between(*pair) for pair in _pairs(order))
+    return all(routes.joined(*pair) for pair in _pairs(order))
 
 
 def _loads(fabric: Fabric, routes: Routes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -121,7 +112,7 @@ def _loads(fabric: Fabric, routes: Routes, orders: NDArray[np.int64]) -> NDArray
     hops, hop_of_place = np.unique(pairs, axis=0, return_inverse=True)
     crossing = np.zeros((len(hops), len(fabric.links)), dtype=np.int64)
     for number, (tail, head) in enumerate(hops.tolist()):
-        crossing[number, list(_widest(routes, (tail, head)))] = 1
+        crossing[number, list(_found(routes.shortest(tail, head, fabric.capacity)))] = 1
     load = np.zeros((len(orders), len(fabric.links)), dtype=np.int64)
     for place in hop_of_place.reshape(orders.shape).T:
         load += crossing[place]
@@ -134,7 +125,7 @@ def _candidate_orders(fabric: Fabric, routes: Routes) -> list[tuple[int, ...]]:
         return [(0, *rest) for rest in permutations(range(1, size))]
     orders = [tuple(range(size)), _depth_first_order(fabric)]
     if size <= LARGEST_SEARCHED and not any(_joined(order, routes) for order in orders):
-        lanes = [[int(bool(u != v and routes.between(u, v))) for v in range(size)] for u in range(size)]
+        lanes = [[int(u != v and routes.joined(u, v)) for v in range(size)] for u in range(size)]
         orders = list(disjoint_rings(lanes).rings)
     return orders
 

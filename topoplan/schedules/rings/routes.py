@@ -1,17 +1,26 @@
-"""Shortest routes between the ranks that a ring visits one after another, found when they are asked for.
+"""Routes between ranks that pass no third, found when they are asked for, by what their links have left.
 
-A large cluster has a million pairs of ranks, and a ring needs a route for a thousand of them.
+Between two GPUs there may be as many routes as pairs of NICs, or more than can be listed. So none are: the links that
+the shortest ones cross are kept, layer by layer, and the widest is found on them from the far end. A large cluster has
+a million pairs of ranks, and a ring needs a route for a thousand of them.
 """
 
 from __future__ import annotations
 
-from topoplan.fabric.fabric import ROUTES_PER_PAIR, Fabric
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+
+from topoplan.fabric.fabric import Fabric
 
 Links = tuple[int, ...]
 
+Layer = tuple[tuple[int, int, int], ...]
+"""The links that shortest routes cross after the same number of others, as (link, its source, its destination)."""
+
 
 class Routes:
-    """The shortest routes of a fabric.
+    """The routes of a fabric.
 
     Parameters
     ----------
@@ -20,9 +29,10 @@ class Routes:
     Examples
     --------
     >>> import topoplan
-    >>> routes = Routes(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
-    >>> routes.between(0, 5), routes.widest(0, 5)
-    (((0, 11),), (0, 11))
+    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    >>> routes = Routes(fabric)
+    >>> routes.shortest(0, 5, fabric.capacity), routes.widest(0, 5, fabric.capacity)
+    ((0, 11), (0, 11))
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -32,40 +42,131 @@ class Routes:
         for number, (src, dst) in enumerate(fabric.ends):
             self._leaving[src].append((number, dst))
             self._entering[dst].append((number, src))
-        self._known: dict[tuple[int, int], tuple[Links, ...]] = {}
+        self._known: dict[tuple[int, int], tuple[Layer, ...]] = {}
 
-    def between(self, tail: int, head: int) -> tuple[Links, ...]:
-        """The routes of fewest links, as links in the order in which they are crossed; at most `ROUTES_PER_PAIR`."""
+    def joined(self, tail: int, head: int) -> bool:
+        """True where a route leads from one rank to the other."""
+        return bool(self.layers(tail, head))
+
+    def layers(self, tail: int, head: int) -> tuple[Layer, ...]:
+        """The links of all routes of fewest links, in the order in which they are crossed; () without a route."""
         if (tail, head) not in self._known:
             self._known[tail, head] = self._search(tail, head)
         return self._known[tail, head]
 
-    def widest(self, tail: int, head: int) -> Links | None:
-        """Of them the one whose narrowest link is widest; None where there is no route."""
-        capacity = self._fabric.capacity
-        return max(
-            self.between(tail, head), key=lambda links: min(capacity[link] for link in links), default=None
-        )
+    def shortest(self, tail: int, head: int, width: Sequence[Fraction]) -> Links | None:
+        """Of the routes of fewest links the one whose narrowest link is widest, of equals the first by its links.
 
-    def _search(self, tail: int, head: int) -> tuple[Links, ...]:
+        Parameters
+        ----------
+        width : sequence of Fraction, one per link
+            What the links have left, or any other measure.
+        """
+        layers = self.layers(tail, head)
+        if not layers:
+            return None
+        onward = _onward(layers, width)
+        widest = onward[0][tail]
+        path: list[int] = []
+        node = tail
+        for layer, beyond in zip(layers, (*onward[1:], {head: widest}), strict=True):
+            number, node = next(
+                (number, dst)
+                for number, src, dst in layer
+                if src == node and width[number] >= widest and beyond[dst] >= widest
+            )
+            path.append(number)
+        return tuple(path)
+
+    def stripes(self, tail: int, head: int, width: Sequence[Fraction]) -> dict[int, Fraction]:
+        """What part of the data each link carries that is striped over all routes of fewest links; {} without one.
+
+        Each node divides what it has in proportion to how wide the routes onward are, given a width of every link.
+        """
+        layers = self.layers(tail, head)
+        onward = _onward(layers, width)
+        part: dict[int, Fraction] = {}
+        there = {tail: Fraction(1)}
+        for layer, begun, beyond in zip(layers, onward, (*onward[1:], None), strict=False):
+            weight = {
+                number: width[number] if beyond is None else min(width[number], beyond[dst])
+                for number, _, dst in layer
+            }
+            total = dict.fromkeys(begun, Fraction(0))
+            for number, src, _ in layer:
+                total[src] += weight[number]
+            arrived: dict[int, Fraction] = {}
+            for number, src, dst in layer:
+                part[number] = there[src] * weight[number] / total[src]
+                arrived[dst] = arrived.get(dst, Fraction(0)) + part[number]
+            there = arrived
+        return part
+
+    def widest(self, tail: int, head: int, width: Sequence[Fraction]) -> Links | None:
+        """Of all routes the one whose narrowest link is widest, of equals that of fewest links, then the first.
+
+        Two searches from the head: one for the width, as Dijkstra's with the narrowest link in place of the sum, and
+        one for the fewest links over what is as wide.
+        """
+        reach: dict[int, Fraction] = {}
+        count = 0
+        heap: list[tuple[Fraction, int, int]] = [(-max(width, default=Fraction(0)), 0, head)]
+        while heap and tail not in reach:
+            narrowest, _, node = heapq.heappop(heap)
+            if node in reach:
+                continue
+            reach[node] = -narrowest
+            for number, src in self._entering[node] if self._passes(node, tail, head) else ():
+                if src not in reach:
+                    count += 1
+                    heapq.heappush(heap, (max(narrowest, -width[number]), count, src))
+        if tail not in reach:
+            return None
+        least = reach[tail]
+        behind = {head: 0}
+        order = [head]
+        for node in order:
+            for number, src in self._entering[node] if self._passes(node, tail, head) else ():
+                if src not in behind and width[number] >= least:
+                    behind[src] = behind[node] + 1
+                    order.append(src)
+        path: list[int] = []
+        node = tail
+        while node != head:
+            number, node = next(
+                (number, dst)
+                for number, dst in self._leaving[node]
+                if behind.get(dst) == behind[node] - 1
+                and width[number] >= least
+                and (dst == head or dst >= self._fabric.size)
+            )
+            path.append(number)
+        return tuple(path)
+
+    def _passes(self, node: int, tail: int, head: int) -> bool:
+        """True where a route that is followed back from the head may go on from a node."""
+        return node == head or (node != tail and node >= self._fabric.size)
+
+    def _search(self, tail: int, head: int) -> tuple[Layer, ...]:
         behind, length = self._met(tail, head)
-        if not length:
-            return ()
         known = max(behind.values())
-        ways: dict[int, int] = {}
-        level: list[tuple[int, Links]] = [(tail, ())]
+        layers: list[Layer] = []
+        nodes = {tail}
         for depth in range(1, length + 1):
             rest = length - depth
-            following = []
-            for node, path in level:
-                for number, dst in self._leaving[node]:
-                    # Near the head only what is as near as it must be; before that, any switch.
-                    if behind.get(dst, known + 1) == rest or (rest > known and dst >= self._fabric.size):
-                        ways[dst] = ways.get(dst, 0) + 1
-                        if ways[dst] <= ROUTES_PER_PAIR:
-                            following.append((dst, (*path, number)))
-            level = following
-        return tuple(path for _, path in level)
+            # Near the head only what is as near as it must be; before that, any switch.
+            layer = tuple(
+                (number, node, dst)
+                for node in sorted(nodes)
+                for number, dst in self._leaving[node]
+                if behind.get(dst) == rest or (rest > known and dst >= self._fabric.size)
+            )
+            layers.append(layer)
+            nodes = {dst for _, _, dst in layer}
+        for place in range(length - 1, 0, -1):
+            begun = {src for _, src, _ in layers[place]}
+            layers[place - 1] = tuple(link for link in layers[place - 1] if link[2] in begun)
+        return tuple(layers)
 
     def _met(self, tail: int, head: int) -> tuple[dict[int, int], int]:
         """How many links before the head nodes near it are, and how many a shortest route has; 0 without a route.
@@ -90,3 +191,16 @@ class Routes:
             if met:
                 return behind, min(met)
         return behind, 0
+
+
+def _onward(layers: Sequence[Layer], width: Sequence[Fraction]) -> list[dict[int, Fraction]]:
+    """For every layer, how wide the widest way to the head is from each node where the layer begins."""
+    onward: list[dict[int, Fraction]] = []
+    for layer in reversed(layers):
+        reach: dict[int, Fraction] = {}
+        for number, src, dst in layer:
+            wide = min(width[number], onward[-1][dst]) if onward else width[number]
+            if src not in reach or wide > reach[src]:
+                reach[src] = wide
+        onward.append(reach)
+    return onward[::-1]
