@@ -561,7 +561,7 @@ class TestBadOptions:
         ("words", "fragments"),
         [
             ("--backend smoke", ["'smoke'", "loopback", "tcp"]),
-            ("--dtype complex64", ["'complex64'", "float32"]),
+            ("--dtype float8", ["'float8'", "float32"]),
             ("--dtype 99999999999i4", ["'99999999999i4'", "float32"]),
             ("--sizes 1024TB", ["memory", "choose smaller --sizes"]),
             ("--sizes 8KB:1KB", ["'8KB:1KB'", "for example"]),

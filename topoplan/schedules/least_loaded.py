@@ -58,9 +58,10 @@ class LeastLoaded:
         pairs = [(parent, child) if down else (child, parent) for parent in parents]
         choices = [arc for pair in pairs for arc in self._arcs.get(pair, ())]
         if not choices:
-            names = " or ".join(self._fabric.ranks[parent] for parent in parents)
+            ranks = self._fabric.ranks
+            names = " or ".join(ranks[parent] for parent in parents)
             raise InfeasibleError(
-                f"no wire leads {'from' if down else 'to'} {names} {'to' if down else 'from'} {self._fabric.ranks[child]} but "
+                f"no wire leads {'from' if down else 'to'} {names} {'to' if down else 'from'} {ranks[child]} but "
                 "through another GPU; use a schedule without that hop, or other channels"
             )
         if not self._fabric.lists_every_route:
