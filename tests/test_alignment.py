@@ -102,6 +102,7 @@ class Recording(Loopback):
         super().run(call)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wire", [None, WireFormat()], ids=["pairs of numbers", "packed"])
 @pytest.mark.parametrize("exchange", ["pairs", "servers", "tree", "balanced"])
 def test_messages_of_entries_start_on_borders_in_the_areas_that_they_cross_in(

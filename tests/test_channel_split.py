@@ -232,6 +232,7 @@ def test_shares_of_a_size_are_those_of_equation_8(collective: str, gpus: tuple[i
     assert f"{2 * GB / (1 << 30):.4g}GB" in plan.notes[0]
 
 
+@pytest.mark.thorough
 def test_small_buffers_stay_on_nvlink() -> None:
     """Below T_dpa x B_nvl the plan is the NVLink plan, with a note that says from which size PCIe helps."""
     alone = topoplan.plan(DGX, "broadcast", channels="nvlink")

@@ -61,6 +61,7 @@ def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
     assert [row["size"] for row in rows if row["schedule"] == "plan"] == [1000, 65536]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["loopback", "shared", "tcp", "mpi", "torch"])
 def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
     """Between processes of one host too, which `shared` runs without MPI or torch."""
@@ -112,6 +113,7 @@ def test_paced_links_stand_beside_the_model(plan_path: Path) -> None:
     assert row["model"] == pytest.approx(row["size"] / (plan.rate * 1e9 * 1e-3) * 1e6, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_chunk_sizes_that_were_found_are_kept(plan_path: Path, tmp_path: Path) -> None:
     """The second run finds the file and searches no more."""
     kept = tmp_path / "chunks.json"

@@ -77,6 +77,7 @@ def test_results_are_right_around_every_crossover_of_handmade_plans(collective: 
             check(collective, inputs, results, root=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "collective"),
     [(name, collective) for name in ("dgx-1v", "v100x4", "pcie-x8") for collective in COLLECTIVES]

@@ -100,6 +100,7 @@ def test_steps_with_a_sampled_bound_give_and_keep_the_processors_bits(
     assert added == [f"{kind}_{form}_{case[1]}_{case[0]}" for form in ("histogram", "gather")] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("samples", [False, True])
 def test_a_nan_in_a_gradient_is_refused_and_all_is_as_before(

@@ -268,6 +268,7 @@ def test_a_kernel_that_errs_in_one_bit_or_writes_beside_its_array_is_found(
                 gpu_checks.check_averages(cupy, "float32", (1,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_checks_of_selection_hold_on_the_stand_in(cupy: ModuleType, dtype: str) -> None:
     gpu_checks.check_topk(cupy, "special", dtype, [(5001, (0, 1, 70, 5001))])

@@ -62,6 +62,7 @@ def test_every_kernel_compiles_and_keeps_its_values_in_registers(
     assert max(made.registers.values()) * THREADS * 3 <= 65536
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), [(12, 70), (12, 90), (13, 100)])
 def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
     every_kernel: dict[tuple[int, int], Built], release: int, architecture: int

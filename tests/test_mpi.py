@@ -75,6 +75,7 @@ def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[st
         assert (one[name]["rank"], name in one[name]["text"]) == (rank, True)
 
 
+@pytest.mark.thorough
 def test_an_argument_that_does_not_fit_ends_the_collective_on_all_ranks(
     mistakes: list[dict[str, Any]],
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_communicator_that_failed_says_so_in_later_calls(mistakes: list[dict[s
     assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_makes_no_call_is_named_by_the_others(mistakes: list[dict[str, Any]]) -> None:
     if "leaves early" not in mistakes[0]:
         pytest.skip("without shared memory nobody can tell it from a rank that stalls")

@@ -31,6 +31,7 @@ DGX = topoplan.load("dgx-1v")
 PAIR = topoplan.cluster([topoplan.Server(DGX, [0, 1, 2], count=2)], nic_gbps=100, nics=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tcp", "shared", "mpi", "torch"])
 def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path: Path) -> None:
     """Half as long again as the timeout; then one error for all, a collective, and one that ranks disagree about."""

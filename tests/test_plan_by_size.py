@@ -63,6 +63,7 @@ def test_dgx2_allreduce_is_one_hop_at_every_size(choices: dict[tuple[str, str], 
     assert fast == pytest.approx(LAUNCH + 2 * ALPHA, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum(choices: dict[tuple[str, str], Choice]) -> None:
     """Two hops up and two down for a word; the optimal trees at 1 GB, 600/7 GB/s."""
     plans = choices["dgx-1v", "allreduce"].plans
@@ -78,6 +79,7 @@ def test_rings_win_in_the_middle_of_four_v100(choices: dict[tuple[str, str], Cho
     assert names == ["one-hop", "nvlink ring", "trees"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_pick_is_the_least_of_all_candidates(
     choices: dict[tuple[str, str], Choice], case: tuple[str, str]

@@ -76,6 +76,7 @@ def test_every_selection_kernel_compiles_for_the_other_architectures(architectur
     assert not any(made.spilled.values())
 
 
+@pytest.mark.thorough
 def test_kernels_that_read_all_data_do_so_in_vectors_of_16_bytes(
     every_kernel: dict[tuple[int, int], Built],
 ) -> None:

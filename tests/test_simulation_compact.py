@@ -76,6 +76,7 @@ def test_sixteen_servers_planned_and_written_out() -> None:
         assert one.bottleneck == other.bottleneck
 
 
+@pytest.mark.thorough
 def test_rings_across_servers_take_the_same_time_compact_and_whole() -> None:
     """Several rings share routes inside a server, and so wires that start copies."""
     ring = topoplan.ring(topoplan.nvswitch_cluster(5))

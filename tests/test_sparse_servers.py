@@ -58,6 +58,7 @@ def test_at_density_one_every_exchange_is_the_dense_allreduce_bit_for_bit(gpus: 
                 assert not any(kept["residual"].any() for kept in comm.sparse_state()[key])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpus", [(3, 5), (4, 1, 8)], ids=str)
 def test_nothing_is_lost_in_a_hundred_steps(gpus: tuple[int, ...]) -> None:
     with Communicator(topoplan.plan(servers_of(gpus))) as comm:
