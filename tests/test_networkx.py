@@ -150,3 +150,9 @@ def test_one_gpu_has_a_tree_without_edges() -> None:
     """Nothing moves."""
     trees = topoplan.plan(DGX, "broadcast", gpus=[3]).to_networkx()
     assert [(list(tree), tree.number_of_edges()) for tree in trees] == [(["gpu3"], 0)]
+
+
+def test_a_node_is_what_the_graph_calls_it_whatever_its_attribute_says() -> None:
+    graph = topoplan.load("dgx-1v").to_networkx()
+    graph.nodes["gpu0"]["name"] = "first"
+    assert topoplan.load(graph) == topoplan.load("dgx-1v")

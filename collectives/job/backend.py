@@ -35,7 +35,8 @@ def open_for_plan(
     plan : Plan, SizePlans, Topology, str, path or None
         As `plan_of` takes it; None where ranks compute without GPUs.
     timeout : float
-        Seconds that a rank waits for the others, the making of the plan included.
+        Seconds that a rank waits for the others; where the ranks agree on a plan, as long as one of them makes it.
+        A machine given as ``plan`` is planned on by every rank before they meet.
 
     Raises
     ------

@@ -144,13 +144,17 @@ class HookState:
             backend = backend_of(self._own or self.group, gather, timeout=timeout, shared=shared)
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
+            steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
+            in_step = (
+                steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
+            )
+            narrow = None if compress is None else NARROW[compress]
+            buckets = BucketExchange(in_step, numbers, narrow=narrow)
+            self.buckets = (
+                buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets, comm)
+            )
+            log_start(comm, how, self.mode)
             on_error.pop_all()
-        steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
-        in_step = steps if isinstance(steps, GradientExchange) else GradientExchange(comm, how, self.recorder)
-        narrow = None if compress is None else NARROW[compress]
-        buckets = BucketExchange(in_step, numbers, narrow=narrow)
-        self.buckets = buckets if isinstance(steps, GradientExchange) else ModeExchange(steps, buckets, comm)
-        log_start(comm, how, self.mode)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.

@@ -137,8 +137,9 @@ class ModeExchange:
         """
         exchange = self._exchange
         if isinstance(exchange, StaleExchange) and self._parameters:
-            movers = dict.fromkeys(self._movers[one] for one in self._parameters if one in self._movers)
-            optimisers = [found for one in movers if (found := one()) is not None]
+            # by identity: a reference to an optimiser that is gone cannot be hashed
+            movers = {id(one): one for key, one in self._movers.items() if key in self._parameters}
+            optimisers = [found for one in movers.values() if (found := one()) is not None]
             if step is None and (not movers or len(optimisers) < len(movers)):
                 raise UsageError(
                     f"gradients that came late in {exchange.mode} are still to be used, and there is no optimiser of "
@@ -155,9 +156,11 @@ class ModeExchange:
     def close(self) -> None:
         """Leave."""
         self._leave()
-        self._remind()
-        if isinstance(self._exchange, StaleExchange):
-            self._exchange.close()
+        try:
+            if isinstance(self._exchange, StaleExchange):
+                self._exchange.close()
+        finally:
+            self._remind()
 
     def _stepped(self, optimiser: torch.optim.Optimizer) -> None:
         """An optimiser of this process has stepped."""

@@ -48,7 +48,7 @@ class GradientSynchronizer:
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
     plan : Plan, SizePlans, str, path or Topology, optional
         One, its file, or the machine whose GPUs the ranks are, also by its name in the library. None lets the ranks of
-        mpi and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without GPUs.
+        mpi, shared and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without GPUs.
     backend : str or Backend
         One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
@@ -60,7 +60,7 @@ class GradientSynchronizer:
     mode : BSP, SSP, ASP, LocalSGD or str, optional
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     timeout : float
-        Seconds that a rank waits for the others, when a plan is made too.
+        Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     name : str
         Of the recorder.
 
@@ -154,8 +154,8 @@ class GradientSynchronizer:
         BackendError
             Another rank failed.
         """
-        self._check_heard()
         with self._refusing():
+            self._check_heard()
             if self._exchange.given:
                 raise UsageError("gradients of this step were given with ready already; end it with wait")
             listed = self._shapes.lists(gradients, "gradient")
@@ -182,8 +182,8 @@ class GradientSynchronizer:
         UsageError, BackendError
             As `step`.
         """
-        self._check_heard()
         with self._refusing():
+            self._check_heard()
             arrays = self._shapes.one(index, gradient, "gradient")
             if index in self._exchange.given:
                 raise UsageError(f"gradient {index} was given already; give each once, then call wait")
@@ -264,6 +264,9 @@ class GradientSynchronizer:
             rest = self._exchange.rest(self._steps.finish())
             if use is not None:
                 use(rest)
+            if parameters is None:
+                # nobody goes on before all have what came late: a gradient of the next step would be taken for one
+                self.communicator.all_reduce(max(rest, key=lambda one: one.size).reshape(-1)[:1] + 0)
         if parameters is not None and not isinstance(self.mode, BSP):
             self._average(parameters)
         return rest if use is None else None
@@ -361,7 +364,7 @@ class GradientSynchronizer:
         """Whether `after_step` was called in the step before, where it has something to do."""
         if isinstance(self._steps, LocalExchange) and self._heard != self.recorder.step:
             raise UsageError(
-                f"training step {self.recorder.step}: {self.mode} averages parameters when it is told that they have "
+                f"{self.mode} averages parameters when it is told that they have "
                 "moved, and it was not told in the step before; call after_step(parameters) in every step"
             )
         self._apart = True

@@ -64,7 +64,7 @@ def object_of_graph(graph: object) -> dict[str, object]:
     return {
         **head,
         "format": FORMAT,
-        "devices": [{"name": name, **_attributes(known)} for name, known in graph.nodes(data=True)],
+        "devices": [{**_attributes(known), "name": name} for name, known in graph.nodes(data=True)],
         "links": [
             {"src": src, "dst": dst, **_attributes(known, without="position")} for src, dst, known in edges
         ],

@@ -40,6 +40,8 @@ class LeastLoaded:
         self._fabric = fabric
         self._routes = Routes(fabric)
         self._load = [Fraction(0)] * len(fabric.links)
+        self._share = Fraction(0)
+        self._room: list[Fraction] = []
 
     def joined(self, tail: int, head: int) -> bool:
         """True where a route leads from one rank to the other without passing a third."""
@@ -65,15 +67,24 @@ class LeastLoaded:
                 "through another GPU; use a schedule without that hop, or other channels"
             )
         if not self._fabric.lists_every_route:
-            room = [c / (load + share) for c, load in zip(self._fabric.capacity, self._load, strict=True)]
+            room = self._room_for(share)
             searched = [self._routes.widest(*pair, room) for pair in pairs if self.joined(*pair)]
             choices = [self._fabric.arc(links) for links in searched if links is not None]
         best = min(choices, key=lambda arc: (self._fullest(arc, share), arc.hops))
         for number in best.links:
             self._load[number] += share
+            if self._room:
+                self._room[number] = self._fabric.capacity[number] / (self._load[number] + self._share)
         if down:
             return Edge(best.tail, child, best.route, best.channel)
         return Edge(best.head, child, best.route[::-1], best.channel)
+
+    def _room_for(self, share: Fraction) -> list[Fraction]:
+        """What is left of every link's capacity for another share; kept for the next edge, which often has as much."""
+        if share != self._share or not self._room:
+            loads = zip(self._fabric.capacity, self._load, strict=True)
+            self._share, self._room = share, [capacity / (load + share) for capacity, load in loads]
+        return self._room
 
     def _fullest(self, arc: Arc, share: Fraction) -> Fraction:
         return max((self._load[number] + share) / self._fabric.capacity[number] for number in arc.links)
