@@ -25,7 +25,7 @@ Gather = Callable[[str], list[str]]
 FORMAT = "topoplan.job/1"
 
 BEAT_SECONDS = 0.2
-"""Seconds between two words of a rank that is busy: less than any timeout."""
+"""Seconds between two words of a rank that is busy; a timeout should be a few times as long."""
 
 KINDS: dict[str, Callable[[str], TopoplanError]] = {
     kind.__name__: kind for kind in (InfeasibleError, PlanError, ProbeError, TopologyError, UsageError)

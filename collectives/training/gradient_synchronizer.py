@@ -48,7 +48,8 @@ class GradientSynchronizer:
         What gradients are for: their shapes and dtypes. Also empty arrays, and several dtypes.
     plan : Plan, SizePlans, str, path or Topology, optional
         One, its file, or the machine whose GPUs the ranks are, also by its name in the library. None lets the ranks of
-        mpi, shared and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without GPUs.
+        mpi, shared and tcp agree on one (`collectives.job.plan`): the processes as they lie on their hosts, without
+        GPUs.
     backend : str or Backend
         One that is given stays open where no synchronizer can be made with it; `close` closes either.
     bucket_bytes : int
