@@ -53,18 +53,20 @@ def place_in_job(environment: Mapping[str, str], backend: str) -> PlaceInJob:
             f"{'is' if len(missing) == 1 else 'are'} not set; start the ranks with topoplan bench, torchrun or "
             "another launcher that sets them"
         )
-    rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
-    return PlaceInJob(rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or _master(environment))
+    rank, size = (number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    return PlaceInJob(rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or master_of(environment))
 
 
-def _master(environment: Mapping[str, str]) -> str:
-    port = _number(environment, "MASTER_PORT")
+def master_of(environment: Mapping[str, str]) -> str:
+    """The address that ``MASTER_ADDR`` and ``MASTER_PORT`` give, or the next port where torchrun's store has that."""
+    port = number_of(environment, "MASTER_PORT")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         port += 1
     return str(Address(environment["MASTER_ADDR"], port))
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def number_of(environment: Mapping[str, str], name: str) -> int:
+    """The whole number that a variable holds; UsageError where it holds another text."""
     text = environment[name]
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{name} is {text!r}; set it to a whole number")

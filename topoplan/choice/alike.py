@@ -12,13 +12,8 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import METHODS, plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
-from topoplan.schedules.double_binary_tree import double_binary_tree
-from topoplan.schedules.lowest_tree import lowest_tree
-from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.rings.ring import RING_KINDS, ring
-
-SCHEDULES = {"double binary tree": double_binary_tree, "lowest tree": lowest_tree, "one-hop": one_hop}
-"""The schedules that are named as methods, but for rings, which know no choice of channels."""
 
 
 def plan_alike(given: Plan | SizePlans, collective: str, *, root: int | None = None) -> Plan | SizePlans:
@@ -59,10 +54,11 @@ def plan_alike(given: Plan | SizePlans, collective: str, *, root: int | None = N
         if given.method == "ring":
             kind = given.schedule.removesuffix(" ring")
             return ring(topology, collective, root=root, kind=kind if kind in RING_KINDS else "auto")
-        if given.method in SCHEDULES:
-            return SCHEDULES[given.method](topology, collective, root=root, channels=channels)
         if given.method in METHODS and given.method != "exact":
             return plan(topology, collective, root=root, method=given.method, channels=channels)
+        for schedule in SCHEDULES.values():
+            if schedule.method == given.method:
+                return schedule.make(topology, collective, root=root, channels=channels)
     except (InfeasibleError, UsageError):
         pass  # this collective has no such schedule here
     return plan(topology, collective, root=root, channels=channels, order=given.order)

@@ -57,6 +57,8 @@ class Schedule:
         Arguments as those of `topoplan.plan`. Where a machine turns out not to have it, InfeasibleError says why.
     words : str
         What it is called in messages, as in "no …: GPU 0 has no wire to GPU 5"; the name if empty.
+    method : str
+        What the plans that it makes say of it, by which `topoplan.choice.alike` finds it again; ``words`` if empty.
     collectives : tuple of str
         Those that it is defined for.
     over : tuple of str
@@ -74,6 +76,7 @@ class Schedule:
     name: str
     make: Make
     words: str = ""
+    method: str = ""
     collectives: tuple[str, ...] = COLLECTIVES
     over: tuple[str, ...] = ()
     servers: int = 1
@@ -84,6 +87,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if not self.words:
             object.__setattr__(self, "words", self.name)
+        if not self.method:
+            object.__setattr__(self, "method", self.words)
 
     def fits(self, trees: Plan) -> bool:
         """Whether the machine of packed trees has what it needs, for their collective and over their channels."""
@@ -125,6 +130,7 @@ _KNOWN = (
         THREE_PHASE,
         three_phase,
         words="three phases",
+        method=THREE_PHASE,
         over=ONE_FABRIC,
         servers=2,
         most_ranks=None,
@@ -140,7 +146,9 @@ _KNOWN = (
     ),
     Schedule("lowest-tree", lowest_tree, words="lowest tree"),
     Schedule("ring", _rings(), column="ring"),
-    Schedule("relay-ring", _rings("relay"), words="relay rings", over=("nvlink",), column="relay"),
+    Schedule(
+        "relay-ring", _rings("relay"), words="relay rings", method="ring", over=("nvlink",), column="relay"
+    ),
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}

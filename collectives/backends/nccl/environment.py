@@ -1,10 +1,9 @@
 """The nccl back end of a process that was started by a launcher, which tells it its place in the environment.
 
 ``RANK`` and ``WORLD_SIZE``, and where the ranks meet: ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``), or
-``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them; where torchrun's own store listens at that port
-(``TORCHELASTIC_USE_AGENT_STORE``) the next one is taken. Under mpiexec without these the ranks are MPI's. The GPU is
-number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where ``LOCAL_WORLD_SIZE`` says that the
-host has more processes than GPUs, they share them.
+``MASTER_ADDR`` and ``MASTER_PORT`` (see `collectives.peers.place_in_job`). Under mpiexec without these the ranks are
+MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where
+``LOCAL_WORLD_SIZE`` says that the host has more processes than GPUs, they share them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
+from collectives.peers.place_in_job import master_of, number_of
 from topoplan.errors import UsageError
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -83,18 +83,8 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, 
             f"{'is' if len(missing) == 1 else 'are'} not set; start the ranks with topoplan bench, torchrun, mpiexec "
             "or another launcher that sets them"
         )
-    if not address:
-        port = _number(environment, "MASTER_PORT")
-        port += environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        address = f"{environment['MASTER_ADDR']}:{port}"
-    rank = _number(environment, "RANK")
-    local = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
-    processes = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
-    return TcpWorld(address, rank, _number(environment, "WORLD_SIZE"), timeout=timeout), local, processes
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{name} is {text!r}; set it to a whole number")
-    return int(text)
+    address = address or master_of(environment)
+    rank = number_of(environment, "RANK")
+    local = number_of(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+    processes = number_of(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
+    return TcpWorld(address, rank, number_of(environment, "WORLD_SIZE"), timeout=timeout), local, processes
