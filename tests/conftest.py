@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
-from fake_machine.fixtures import fake_here as fake_here
-from fake_machine.fixtures import fake_host as fake_host
-from fake_machine.fixtures import fake_nvml as fake_nvml
-from listings import FABRICS, MACHINES
 
+from tests.support.checkout import ROOT, Run
+from tests.support.fake_machine.fixtures import fake_here as fake_here
+from tests.support.fake_machine.fixtures import fake_host as fake_host
+from tests.support.fake_machine.fixtures import fake_nvml as fake_nvml
+from tests.support.listings import FABRICS, MACHINES
 from topoplan.cli.main import main
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them the processes that they start
@@ -26,10 +27,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("random", print_blob=True)
 hypothesis.settings.load_profile("fixed")
-
-ROOT = Path(__file__).resolve().parents[1]
-
-Run = Callable[..., tuple[int, str, str]]
 
 WITH_JOBS = (
     "test_gradient_synchronizer_jobs",
@@ -44,7 +41,8 @@ WITH_JOBS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let `xdist_group` be a marker where pytest-xdist is not installed too."""
+    """Let `xdist_group` be a marker where pytest-xdist is not installed too; processes find this checkout."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     config.addinivalue_line("markers", "xdist_group(name): tests of a name run in one process")
 
 

@@ -28,7 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.checkout import ROOT
+
 RESULT = "gpu_report result: "
 """How the line begins in which a row's process tells what it has found."""
 
@@ -189,7 +190,7 @@ def run_row(
 ) -> Outcome:
     """Run a row in a process group of its own, which has ended when this returns."""
     environment = {**os.environ, **(extra or {}), "PYTHONUNBUFFERED": "1"}
-    places = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
+    places = [str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     started = time.monotonic()
     with tempfile.TemporaryFile() as printed:
@@ -403,7 +404,7 @@ def main(
     parser.add_argument("--row", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if rows is None:
-        from tests.gpu_rows import ROWS as rows
+        from tests.support.gpu_rows import ROWS as rows
     if asked.row is not None:
         be_row(next(row for row in rows if row.name == asked.row))
         return 0

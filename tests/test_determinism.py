@@ -6,17 +6,16 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.checkout import ROOT
 
 PROGRAM = """
 import hashlib, sys
 import topoplan
 from topoplan import Server, cluster, load, nvswitch_cluster, plan, without_devices, without_gpus
-from irregular_fabrics import irregular, mi250
+from tests.support.irregular_fabrics import irregular, mi250
 
 dgx = load("dgx-1v")
 def cluster_in_pieces():
@@ -45,7 +44,7 @@ for name, make in made.items():
 def digests(seed: int) -> str:
     environment = os.environ | {
         "PYTHONHASHSEED": str(seed),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": str(ROOT),
     }
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False

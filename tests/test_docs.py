@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import topoplan
+from tests.support.checkout import ROOT
 from topoplan.formats.matrix import relation_matrix
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")

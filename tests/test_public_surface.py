@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
+from tests.support.checkout import ROOT
 from topoplan.choice import candidates, choose_by_size
 from topoplan.cli.main import main
 from topoplan.compare import allocation_classes, compare, compare_all
@@ -20,7 +21,6 @@ from topoplan.export import export_machine
 from topoplan.plot.machine import draw_topology
 from topoplan.topology import Topology, TopologyLike, as_topology
 
-ROOT = Path(__file__).resolve().parents[1]
 NAME = "v100x4"
 MACHINE = topoplan.load(NAME)
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"

@@ -25,7 +25,7 @@ from collectives.backends.loopback_gpu.program import program_of
 from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
 from tests.gpu_report import last_line
-from tests.nccl_rank import start
+from tests.jobs.nccl_rank import start
 from topoplan.errors import UsageError
 
 RUNS = 20

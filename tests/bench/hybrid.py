@@ -13,7 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import topoplan
-from tests.known_answers import blink_figure
+from tests.support.known_answers import blink_figure
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import channel_split

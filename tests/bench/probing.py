@@ -1,6 +1,6 @@
 """Every fake machine probed by ``topoplan probe``: what is found, what is warned of, and the AllReduce that it allows.
 
-The genuine nvidia-ml-py asks a library of our own that answers like the driver (see ``tests/fake_machine``).
+The genuine nvidia-ml-py asks a library of our own that answers like the driver (see ``tests/support/fake_machine``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 import topoplan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from fake_machine import MACHINES, build_libraries, install
-from fake_machine.install import FakeHost
-from fake_machine.library import compiler
+from tests.support.fake_machine.install import FakeHost, install
+from tests.support.fake_machine.library import build_libraries, compiler
+from tests.support.fake_machine.machines import MACHINES
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import topoplan
 from collectives.testbed.outcome import Outcome
 from collectives.testbed.run import run_testbed
-from tests.small_machines import tailed_triangle, thin_cycle
+from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.units import format_size
 
 SIZES = (16 << 20, 64 << 20)

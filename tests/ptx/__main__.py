@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from .cases import cases, outcome
-from .kernels import JOINS, SELECTIONS, program, read_all
-from .mutants import MUTANT_SEEDS, SEEDS, found, mutants, reason
+from tests.ptx.cases import cases, outcome
+from tests.ptx.kernels import JOINS, SELECTIONS, program, read_all
+from tests.ptx.mutants import MUTANT_SEEDS, SEEDS, found, mutants, reason
 
 KINDS = ("race", "outside of every array", "not aligned", "read of memory that nobody has written", "result")
 

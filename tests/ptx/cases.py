@@ -18,11 +18,10 @@ from collectives.kernels.feedback_source import GIVEN
 from collectives.kernels.selection_launching import BINS, STATE, digits
 from collectives.kernels.selection_source import KEY_BITS
 from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, work_of
-from tests.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
-from tests.selection_data import drawn, key_of, reference
-
-from .machine import KernelFault, Memory, run
-from .text import Program
+from tests.ptx.machine import KernelFault, Memory, run
+from tests.ptx.text import Program
+from tests.support.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
+from tests.support.selection_data import drawn, key_of, reference
 
 Array = NDArray[Any]
 

@@ -11,10 +11,9 @@ from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.compiler import compile_source
 from collectives.kernels.feedback_source import FEEDBACK_LINES
 from collectives.kernels.selection_source import selection_kernel_names, selection_source
+from tests.ptx.machine import read
+from tests.ptx.text import Program
 from topoplan.errors import UsageError
-
-from .machine import read
-from .text import Program
 
 JOINS = kernel_names()
 SELECTIONS = (*selection_kernel_names(), *FEEDBACK_LINES)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from .text import GAP, INSTRUCTION, Names, Program, programs
+from tests.ptx.text import GAP, INSTRUCTION, Names, Program, programs
 
 Array = NDArray[Any]
 

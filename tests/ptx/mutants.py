@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .cases import Case, outcome
-from .machine import FIRST, LAST
-from .text import Kind, Program
+from tests.ptx.cases import Case, outcome
+from tests.ptx.machine import FIRST, LAST
+from tests.ptx.text import Kind, Program
 
 SURVIVORS = (
     (

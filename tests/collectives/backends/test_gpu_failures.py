@@ -1,0 +1,397 @@
+"""What the GPU back ends refuse, and how they end when a rank, a GPU or NCCL fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.nccl.backend import NcclBackend
+from collectives.backends.nccl.environment import from_environment
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.rendezvous import Rendezvous
+from tests.support.fake_streams import Machine
+from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import machine as machine
+from tests.support.gpu_ranks import on_every_rank, outcome
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import BackendError, UsageError
+
+
+def test_arrays_that_do_not_fit_are_refused(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 2
+    plan = forest_plan(2, "allreduce", "star")
+    good = [cupy.zeros(4, dtype=np.float32) for _ in range(2)]
+    with cupy.cuda.Device(1):
+        far = cupy.zeros(4, dtype=np.float32)
+    with Communicator(plan, "loopback-gpu") as comm:
+        for bad, message in [
+            (np.zeros(4, dtype=np.float32), "rank 1 has a ndarray instead of a CuPy array.* cupy.asarray"),
+            (far, "rank 1 has an array on GPU 1 and its back end is on GPU 0"),
+            (cupy.zeros(4, dtype="datetime64[s]"), "rank 1 has dtype datetime64.*cannot be moved"),
+            (odd_address(cupy), "rank 1 has an array at address .* no multiple of its element's 4 bytes"),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                comm.all_reduce([good[0], bad])
+        with pytest.raises(UsageError, match="'sum' is not defined for bool"):
+            comm.all_reduce([cupy.zeros(4, dtype=bool)] * 2)
+        with pytest.raises(UsageError, match="out arrays of rank 0 and rank 1 share memory"):
+            comm.all_reduce(good, out=[good[0], good[0]])
+
+
+def odd_address(cupy: ModuleType) -> Any:
+    line = cupy.zeros(17, dtype=np.uint8)
+    return type(line)(line.host[1:].view(np.float32), 0)
+
+
+def test_ranks_that_mean_different_things_refuse_before_anything_moves(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "star")
+    results = on_every_rank(
+        cupy, plan, lambda comm, rank: comm.all_reduce(cupy.zeros(5 if rank == 2 else 4, dtype=np.float32))
+    )
+    assert all(isinstance(result, BackendError) for result in results)
+    assert "count 5 instead of 4" in str(results[0])
+    assert machine.launches == 0
+
+    results = on_every_rank(
+        cupy,
+        plan,
+        lambda comm, rank: comm.all_reduce(np.zeros(4) if rank == 2 else cupy.zeros(4, dtype=np.float32)),
+    )
+    assert isinstance(results[2], UsageError)
+    assert all("refused the collective: rank 2 has a ndarray" in str(result) for result in results[:2])
+
+
+def test_back_ends_with_different_settings_refuse(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 2
+    results = on_every_rank(
+        cupy,
+        forest_plan(2, "allreduce", "star"),
+        lambda comm, rank: comm.all_reduce(cupy.zeros(4, dtype=np.float32)),
+        step_bytes=[1000, 1001],
+    )
+    assert all("settings" in str(error) and "alike on all ranks" in str(error) for error in results)
+
+
+def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 4
+    plan = forest_plan(4, "allreduce", "chain")
+    release = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> None:
+        if rank == 2:
+            release.wait(10)
+            return
+        try:
+            comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+        finally:
+            release.set()
+
+    results = on_every_rank(cupy, plan, task, timeout=0.5)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], BackendError)
+        assert results[rank].peer == 2
+        assert "which has not called this collective" in str(results[rank])
+
+
+def test_a_gpu_that_stands_still_ends_the_collective_on_every_rank_and_names_the_step(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    """Rank 3's stream hangs in front of its messages; results stay what they were."""
+    machine.gpus = 4
+    plan = forest_plan(4, "allreduce", "chain")
+    outs: list[Any] = [None] * 4
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, outs[rank] = cupy.asarray(np.ones(600, np.float32)), cupy.zeros(600, dtype=np.float32)
+        comm.all_reduce(given)
+        if rank == 3:
+            stuck = cupy.cuda.Stream(non_blocking=True)
+            stuck.do(lambda: False)
+            with stuck:
+                return comm.all_reduce(given, out=outs[rank])
+        return comm.all_reduce(given, out=outs[rank])
+
+    results = on_every_rank(cupy, plan, task, timeout=0.5, step_bytes=300)
+    assert all(isinstance(result, BackendError) for result in results), results
+    assert len({str(result) for result in results}) == 1
+    assert results[0].step is not None
+    assert results[0].peer is not None
+    assert "waited 0.5 s for rank" in str(results[0])
+    with machine.lock:
+        for stream in machine.streams:
+            stream.queue.clear()
+    assert not any(out.get().any() for out in outs)
+
+
+def test_an_error_of_nccl_ends_the_collective_on_every_rank(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "chain")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        if rank == 0:
+            stuck = cupy.cuda.Stream(non_blocking=True)
+            stuck.do(lambda: False)
+            with stuck:
+                threading.Timer(0.3, lambda: setattr(machine, "async_error", "remote process gone")).start()
+                return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+        return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+
+    results = on_every_rank(cupy, plan, task)
+    assert all(isinstance(result, BackendError) for result in results)
+    assert all("NCCL reports remote process" in str(result) for result in results)
+
+
+def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 2
+    plan = forest_plan(2, "allreduce", "star")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        with pytest.raises(BackendError):
+            comm.all_reduce(cupy.zeros(4 + rank, dtype=np.float32))
+        return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+
+    results = on_every_rank(cupy, plan, task)
+    assert all("failed in an earlier collective" in str(result) for result in results)
+
+
+# ---- with graphs: NCCL frees a communicator only when they are gone
+
+BINDINGS = ("nccl4py", "cupy")
+
+
+def with_a_graph(comm: Communicator, cupy: ModuleType) -> Any:
+    """Run until the collective is replayed as a graph; what it runs on."""
+    given, out = cupy.zeros(600, dtype=np.float32), cupy.zeros(600, dtype=np.float32)
+    for _ in range(4):
+        comm.all_reduce(given, out=out)
+    return given, out
+
+
+def farewells() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl")]
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_a_refusal_after_a_graph_reaches_every_rank_at_once(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    machine.gpus = 3
+    seconds = [0.0] * 3
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = with_a_graph(comm, cupy)
+        started = time.monotonic()
+        try:
+            comm.all_reduce(np.zeros(600, dtype=np.float32) if rank == 1 else given, out=out)
+        finally:
+            seconds[rank] = time.monotonic() - started
+
+    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings)
+    assert machine.graph_launches > 0, results
+    assert isinstance(results[1], UsageError)
+    assert all("refused the collective: rank 1 has a ndarray" in str(results[rank]) for rank in (0, 2))
+    assert max(seconds) < 5
+    assert farewells() == []
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_a_rank_that_goes_after_a_graph_is_named_by_the_others_at_once(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    machine.gpus = 3
+    seconds = [0.0] * 3
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = with_a_graph(comm, cupy)
+        if rank == 2:
+            raise RuntimeError("this rank dies")
+        started = time.monotonic()
+        try:
+            comm.all_reduce(given, out=out)
+        finally:
+            seconds[rank] = time.monotonic() - started
+
+    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings)
+    assert all(isinstance(results[rank], BackendError) and results[rank].peer == 2 for rank in (0, 1))
+    assert max(seconds) < 5
+    assert farewells() == []
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_a_failure_inside_a_collective_that_is_replayed_ends_on_every_rank(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "chain")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = with_a_graph(comm, cupy)
+        if rank == 0:
+            stuck = cupy.cuda.Stream(non_blocking=True)
+            stuck.do(lambda: False)
+            with stuck:
+                return comm.all_reduce(given, out=out)
+        return comm.all_reduce(given, out=out)
+
+    results = on_every_rank(cupy, plan, task, timeout=0.5, bindings=bindings)
+    assert all("waited 0.5 s for rank" in str(result) for result in results), results
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_closing_after_a_graph_takes_no_time_and_leaves_no_thread(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    machine.gpus = 3
+    seconds = [0.0] * 3
+
+    def task(comm: Communicator, rank: int) -> Any:
+        with_a_graph(comm, cupy)
+        started = time.monotonic()
+        comm.close()
+        seconds[rank] = time.monotonic() - started
+
+    outcome(on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings))
+    assert machine.graph_launches > 0
+    assert max(seconds) < 1
+    assert farewells() == []
+
+
+# ---- errors of the GPU and of NCCL
+
+
+def test_an_error_of_the_gpu_is_told_at_once_by_the_rank_that_met_it(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    """CuPy's events are never done after an illegal address, and so nobody would say which rank it was."""
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "chain")
+    started = time.monotonic()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        broken = cupy.cuda.Stream(non_blocking=True)
+        if rank == 1:
+            broken.do(lambda: setattr(machine, "fault", 700))
+        with broken:
+            return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+
+    results = on_every_rank(cupy, plan, task, timeout=30.0)
+    assert all(isinstance(result, BackendError) for result in results)
+    assert any("the GPU failed: CUDARuntimeError('cudaError 700')" in str(result) for result in results)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_a_state_of_nccl_that_cupy_has_no_name_for_is_an_error_like_others(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    machine.gpus = 2
+
+    def task(comm: Communicator, rank: int) -> Any:
+        if rank == 0:
+            stuck = cupy.cuda.Stream(non_blocking=True)
+            stuck.do(lambda: False)
+            with stuck:
+                threading.Timer(0.2, lambda: setattr(machine, "async_error", "NCCL_ERROR_TIMEOUT")).start()
+                return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+        return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+
+    results = on_every_rank(cupy, forest_plan(2, "allreduce", "chain"), task, bindings=bindings)
+    assert all("NCCL reports" in str(result) for result in results)
+
+
+@pytest.mark.parametrize("bindings", BINDINGS)
+def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_without_end(
+    machine: Machine, cupy: ModuleType, bindings: str
+) -> None:
+    """Rank 2 never comes to its first message, so the others cannot connect to it."""
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "star", root=2)
+    release = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        if rank == 2:
+            lanes: Any = comm._open().backend._lanes  # type: ignore[attr-defined]
+            run = lanes.run
+            lanes.run = lambda *arguments: (release.wait(20), run(*arguments))
+        try:
+            return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
+        finally:
+            release.set()
+
+    results = on_every_rank(cupy, plan, task, timeout=0.5, bindings=bindings)
+    assert all(isinstance(result, BackendError) for result in results), results
+    beside = [misuse for misuse in machine.misuses if "beside" in misuse]
+    assert bool(beside) == (bindings == "cupy")
+    machine.misuses.clear()
+
+
+# ---- how a process finds its place
+
+
+def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus = 2
+    with Rendezvous("127.0.0.1:0", 1) as meeting:
+        place = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "3",
+            "LOCAL_WORLD_SIZE": "4",
+            "TOPOPLAN_RENDEZVOUS": meeting.address,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
+                patch.setenv(name, "")
+                patch.delenv(name)
+            backend = from_environment(environment=place)
+            assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+            assert os.environ["NCCL_MAX_CTAS"] == "4"
+        assert (backend.rank, backend.size, backend.arrays.device) == (0, 1, 1)
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set; start the ranks with topoplan bench"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "MASTER_PORT is not set"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "1", "TOPOPLAN_RENDEZVOUS": "a:1"},
+            "RANK is 'x'; set it to a whole number",
+        ),
+        ({"RANK": "2", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a:1"}, "rank 2 of 2 does not exist"),
+    ],
+)
+def test_a_place_that_makes_no_sense_is_refused(
+    cupy: ModuleType, place: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        from_environment(environment=place)
+
+
+def test_settings_that_make_no_sense_are_refused(cupy: ModuleType) -> None:
+    with Rendezvous("127.0.0.1:0", 1) as meeting:
+        world = TcpWorld(meeting.address, 0, 1)
+        with pytest.raises(UsageError, match="lanes 'rings' are unknown; use 'steps' or 'trees'"):
+            NcclBackend(cupy, world, lanes="rings")
+        with pytest.raises(UsageError, match="0 ranks per GPU"):
+            NcclBackend(cupy, world, ranks_per_gpu=0)
+        world.close()
+
+
+def test_a_machine_without_gpus_is_named(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 0
+    with pytest.raises(UsageError, match=r"the loopback-gpu back end finds no GPU; .* CUDA_VISIBLE_DEVICES"):
+        Communicator(forest_plan(2, "allreduce", "star"), "loopback-gpu")

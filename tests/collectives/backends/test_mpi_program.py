@@ -1,0 +1,245 @@
+"""Programs of the mpi back end, run here one operation at a time in every order that their waits allow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from collectives import lower
+from collectives.backends.backend import Call, RankArrays
+from collectives.backends.loopback.backend import Loopback
+from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Message, Program
+from collectives.backends.shared.placement import Placement
+from collectives.backends.shared.program import program_of
+from collectives.backends.shared.result_blocks import result_blocks
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.signature import Signature
+from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
+from topoplan.plans.plan import COLLECTIVES, Plan
+
+Array = NDArray[Any]
+
+
+class Rank:
+    """One rank's memories and how far it has come."""
+
+    def __init__(self, program: Program, source: Array, result: Array, shared: Array) -> None:
+        self.program = program
+        self.done = 0
+        self.taken = False
+        self.result = result
+        scratch = np.full(program.scratch_elements, np.nan)
+        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch}
+        self.open = [number for number, message in enumerate(program.arriving) if message.first]
+        self.arrived: set[int] = set()
+        self.sent: dict[int, Array] = {}
+        self.left: set[int] = set()
+
+
+class Machine:
+    """All ranks, advanced in an order that a generator of random numbers chooses."""
+
+    def __init__(self, ranks: Sequence[Rank], chooser: random.Random) -> None:
+        self.ranks = ranks
+        self.chooser = chooser
+
+    def run(self) -> None:
+        """Advance until nothing can; every rank must then be done."""
+        while moves := [(rank, None) for rank in range(len(self.ranks)) if self.ready(rank)] + [
+            (rank, number) for rank in range(len(self.ranks)) for number in self.deliverable(rank)
+        ]:
+            rank, number = self.chooser.choice(moves)
+            if number is None:
+                self.step(rank)
+            else:
+                self.deliver(rank, number)
+        for rank in self.ranks:
+            assert rank.taken, "the ranks wait for each other"
+            assert len(rank.left) == len(rank.program.leaving), "a message was never received"
+
+    def ready(self, number: int) -> bool:
+        rank = self.ranks[number]
+        if rank.done == len(rank.program.operations):
+            complete = all(self.ranks[other].done >= least for other, least, _ in rank.program.complete)
+            return complete and len(rank.left) == len(rank.program.leaving) and not rank.taken
+        operation = rank.program.operations[rank.done]
+        return (
+            all(self.ranks[other].done >= least for other, least in operation.waits)
+            and rank.left.issuperset(operation.unsent)
+            and (operation.target < 0 or operation.message < 0 or operation.message in rank.arrived)
+        )
+
+    def step(self, number: int) -> None:
+        rank = self.ranks[number]
+        if rank.done == len(rank.program.operations):
+            for origin, elements in rank.program.parts:
+                rank.result[elements] = rank.memories[SHARED][origin]
+            rank.taken = True
+            return
+        one = rank.program.operations[rank.done]
+        arriving = rank.memories[one.arriving][one.arriving_elements]
+        if one.target < 0:
+            rank.sent[one.message] = arriving
+        else:
+            if one.own >= 0:
+                arriving = rank.memories[one.own][one.own_elements] + arriving
+            rank.memories[one.target][one.target_elements] = arriving
+            if one.message >= 0:
+                following = rank.program.arriving[one.message].following
+                rank.open += [following] if following >= 0 else []
+        rank.done += 1
+
+    def deliverable(self, number: int) -> list[int]:
+        """Messages that MPI may move now: the first of each stream that is sent and awaited."""
+        found: dict[tuple[int, int], int] = {}
+        for sent in sorted(self.ranks[number].sent):
+            message = self.ranks[number].program.leaving[sent]
+            found.setdefault((message.peer, message.stream), sent)
+        return [sent for sent in found.values() if self.awaited(number, sent) is not None]
+
+    def awaited(self, number: int, sent: int) -> int | None:
+        message = self.ranks[number].program.leaving[sent]
+        receiver = self.ranks[message.peer]
+        for place in receiver.open:
+            expected = receiver.program.arriving[place]
+            if (expected.peer, expected.stream) == (number, message.stream):
+                return place
+        return None
+
+    def deliver(self, number: int, sent: int) -> None:
+        place = self.awaited(number, sent)
+        assert place is not None
+        receiver = self.ranks[self.ranks[number].program.leaving[sent].peer]
+        expected: Message = receiver.program.arriving[place]
+        assert expected.row == self.ranks[number].program.leaving[sent].row
+        receiver.memories[SCRATCH][expected.scratch] = self.ranks[number].sent.pop(sent)
+        receiver.open.remove(place)
+        receiver.arrived.add(place)
+        self.ranks[number].left.add(sent)
+
+
+def outcome(
+    plan: Plan, table: TransferTable, hosts: Sequence[int], seed: int
+) -> tuple[list[Array], list[Array]]:
+    """The results of the programs and of loopback."""
+    size = len(hosts)
+    generator = np.random.default_rng(seed)
+    about = Signature(0, "", size, plan.collective, plan.root, None, "float64", table.count, 1)
+    blocks = result_blocks(about, size)
+    part = table.count // size
+    givens = [
+        (rank * part, (rank + 1) * part) if plan.collective == "allgather" else (0, table.count)
+        for rank in range(size)
+    ]
+    sources = [generator.standard_normal(stop - start) for start, stop in givens]
+    results = [[np.full(stop - start, np.nan) for start, stop in blocks] for _ in range(2)]
+    ranks = []
+    shared: dict[int, Array] = {}
+    for rank in range(size):
+        program = program_of(
+            table,
+            Placement(rank, tuple(hosts), (0,) * size),
+            given=givens[rank],
+            blocks=blocks,
+            itemsize=8,
+        )
+        slots = shared.setdefault(hosts[rank], np.full(program.shared_elements, np.nan))
+        assert len(slots) == program.shared_elements, "all ranks of a host agree on the slots"
+        ranks.append(Rank(program, sources[rank], results[0][rank], slots))
+    Machine(ranks, random.Random(seed)).run()
+    op = "sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else None
+    memory = tuple(
+        RankArrays(rank, givens[rank], sources[rank], blocks[rank], results[1][rank]) for rank in range(size)
+    )
+    Loopback(size).run(Call(plan, table, about, op, "float64", 8, memory))
+    for rank, start, stop in table.kept():
+        for chosen in results:
+            low, high = (
+                max(start, blocks[rank][0], givens[rank][0]),
+                min(stop, blocks[rank][1], givens[rank][1]),
+            )
+            if low < high:
+                from_source = slice(low - givens[rank][0], high - givens[rank][0])
+                chosen[rank][low - blocks[rank][0] : high - blocks[rank][0]] = sources[rank][from_source]
+    return results[0], results[1]
+
+
+def hosts_of(form: str, size: int) -> list[int]:
+    return {
+        "shared": [0] * size,
+        "messages": list(range(size)),
+        "mixed": [rank // 2 for rank in range(size)],
+        "scattered": [rank % 2 for rank in range(size)],
+    }[form]
+
+
+@pytest.mark.parametrize("form", ["shared", "messages", "mixed", "scattered"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_any_order_of_operations_gives_the_result_of_loopback(shape: str, collective: str, form: str) -> None:
+    plan = forest_plan(5, collective, shape)
+    table = lower(plan, 5 * 373, chunk_elements=64)
+    for seed in range(3):
+        ours, wanted = outcome(plan, table, hosts_of(form, 5), seed)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    servers=st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) > 1),
+    count=st.integers(1, 960),
+    chunk=st.integers(1, 320),
+    seed=st.integers(0, 1000),
+)
+def test_three_phases_run_on_any_division_into_hosts(
+    servers: list[int], count: int, chunk: int, seed: int
+) -> None:
+    size = sum(servers)
+    first = np.cumsum([0, *servers])
+    plan = three_phase_plan([list(range(a, b)) for a, b in itertools.pairwise(first)])
+    hosts = [random.Random(seed + rank).randrange(3) for rank in range(size)]
+    ours, wanted = outcome(plan, lower(plan, count, chunk_elements=chunk), hosts, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+def test_shared_memory_grows_only_by_the_buffer() -> None:
+    plan = forest_plan(8, "allreduce", "binary")
+    slots = set()
+    for count in (800_000, 3_200_000):
+        table = lower(plan, count, chunk_elements=1000)
+        program = program_of(
+            table,
+            Placement(0, (0,) * 8, (0,) * 8),
+            given=(0, count),
+            blocks=((0, count),) * 8,
+            itemsize=4,
+        )
+        slots.add(program.shared_elements - count)
+    assert len(slots) == 1
+
+
+def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
+    plan = forest_plan(8, "broadcast", "binary")
+    table = lower(plan, 4096, chunk_elements=64)
+    programs = [
+        program_of(
+            table,
+            Placement(rank, (0,) * 8, (0,) * 8),
+            given=(0, 4096),
+            blocks=((0, 4096),) * 8,
+            itemsize=4,
+        )
+        for rank in range(8)
+    ]
+    for rank, program in enumerate(programs):
+        root = rank == plan.root
+        assert len(program.operations) == (len(set(table.start.tolist())) if root else 0)
+        assert program.parts == (() if root else ((slice(0, 4096), slice(0, 4096)),))

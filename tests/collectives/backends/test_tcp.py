@@ -1,0 +1,393 @@
+"""The tcp back end: the same results as loopback, bit for bit, and one clear error on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import topoplan
+from collectives import Communicator, lower
+from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.order import orders
+from collectives.backends.tcp.pacing import link_rates
+from collectives.backends.tcp.sockets import PACING
+from collectives.peers.rendezvous import Rendezvous
+from collectives.reduction import DTYPE_KINDS
+from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
+from tests.support.tcp_jobs import (
+    SIZES,
+    all_results,
+    backends_in_threads,
+    call,
+    given_to,
+    in_processes,
+    in_threads,
+    seal,
+)
+from topoplan.errors import BackendError, UsageError
+from topoplan.plans.plan import COLLECTIVES, Edge, Plan, Shard, Stage
+
+Array = NDArray[Any]
+
+
+def on_loopback(plan: Plan, arrays: list[Array], chunk_bytes: int = 1 << 16, **options: Any) -> list[Any]:
+    with Communicator(plan, chunk_bytes=chunk_bytes) as comm:
+        results: list[Any] = call(comm, plan.collective, arrays, **options)
+    return results
+
+
+def seals(results: list[Any]) -> list[str | None]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [seal(result) for result in results]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("size", "shape"), [(2, "star"), (3, "chain"), (5, "star"), (8, "binary")])
+def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
+    size: int, shape: str, tmp_path: Path
+) -> None:
+    plans = [forest_plan(size, collective, shape) for collective in COLLECTIVES]
+    found = in_processes(size, all_results, plans, str(tmp_path))
+    for number, plan in enumerate(plans):
+        for place, count in enumerate(SIZES):
+            arrays = [given_to(rank, size, plan.collective, count) for rank in range(size)]
+            expected = seals(on_loopback(plan, arrays, 50000))
+            assert [one[number][place] for one in found] == expected
+
+
+@pytest.mark.parametrize("size", [4, 6, 7])
+def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path: Path) -> None:
+    machine = topoplan.load("dgx-1v")
+    plans = [
+        topoplan.plan(machine, "allreduce", gpus=range(size)),
+        topoplan.ring(machine, "allgather", gpus=range(size)),
+    ]
+    found = in_processes(size, all_results, plans, str(tmp_path))
+    for number, plan in enumerate(plans):
+        arrays = [given_to(rank, size, plan.collective, SIZES[-1]) for rank in range(size)]
+        assert [one[number][-1] for one in found] == seals(on_loopback(plan, arrays, 50000))
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from(COLLECTIVES),
+    st.sampled_from(sorted(SHAPES)),
+    st.integers(0, 1600),
+    st.sampled_from([1, 200, 1600, 1 << 20]),
+    st.sampled_from([1, 64, 4 << 20]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_size_chunk_and_window_gives_the_bits_of_loopback(
+    size: int, collective: str, shape: str, count: int, chunk_bytes: int, flight_bytes: int
+) -> None:
+    plan = forest_plan(size, collective, shape, root=size - 1)
+    arrays = [given_to(rank, size, collective, count) for rank in range(size)]
+    results = in_threads(
+        plan,
+        lambda comm, rank: call(comm, collective, arrays[rank]),
+        chunk_bytes=chunk_bytes,
+        flight_bytes=flight_bytes,
+    )
+    assert seals(results) == seals(on_loopback(plan, arrays, chunk_bytes))
+
+
+@pytest.mark.parametrize("servers", [[[0, 1], [2, 3]], [[0, 1, 2], [3, 4, 5, 6, 7]], [[0], [1, 2, 3]]])
+def test_three_phases_with_narrow_windows_give_the_bits_of_loopback(servers: list[list[int]]) -> None:
+    plan = three_phase_plan(servers)
+    arrays = [given_to(rank, len(plan.ranks), "allreduce", 5003) for rank in range(len(plan.ranks))]
+    results = in_threads(
+        plan, lambda comm, rank: comm.all_reduce(arrays[rank]), chunk_bytes=256, flight_bytes=1
+    )
+    assert seals(results) == seals(on_loopback(plan, arrays))
+
+
+DTYPES = ("bool", "int8", "uint8", "int64", "uint32", "float16", ">f4", "float64", "complex64")
+
+
+def test_all_dtypes_and_reductions_give_the_bits_of_loopback() -> None:
+    plan = forest_plan(4, "reduce_scatter", "binary")
+    assert {np.dtype(dtype).kind for dtype in DTYPES} == set(DTYPE_KINDS)
+    cases = [
+        (dtype, op)
+        for dtype in DTYPES
+        for op in ("sum", "prod", "min", "max", "avg")
+        if not (dtype == "bool" and op not in ("min", "max"))
+        and not (dtype == "complex64" and op in ("min", "max"))
+    ]
+    arrays = {
+        dtype: [given_to(rank, 4, "reduce_scatter", 644, dtype) for rank in range(4)] for dtype in DTYPES
+    }
+    found = in_threads(
+        plan,
+        lambda comm, rank: [seal(comm.reduce_scatter(arrays[dtype][rank], op=op)) for dtype, op in cases],
+        chunk_bytes=24,
+    )
+    with Communicator(plan) as comm:
+        for number, (dtype, op) in enumerate(cases):
+            assert [one[number] for one in found] == seals(comm.reduce_scatter(arrays[dtype], op=op))
+
+
+def test_results_in_place_in_strides_and_in_the_background_come_in_order() -> None:
+    plan = forest_plan(3, "allreduce", "star")
+
+    def body(comm: Communicator, rank: int) -> list[float]:
+        same, wide = np.full(1000, rank + 1.0), np.zeros((1000, 2))
+        first = comm.all_reduce(same, out=same, async_op=True)
+        second = comm.all_reduce(np.full(1000, 2.0 * rank), out=wide[:, 1], async_op=True)
+        third = comm.broadcast(np.full(3, rank), root=2)
+        assert first.wait() is same
+        assert first.done()
+        return [*np.unique(same), *np.unique(second.wait()), *np.unique(wide), *np.unique(third)]
+
+    assert in_threads(plan, body) == [[6.0, 6.0, 0.0, 6.0, 2.0]] * 3
+
+
+def test_the_largest_value_is_known_everywhere_between_collectives() -> None:
+    plan = forest_plan(3, "allreduce", "chain")
+
+    def body(backend: TcpBackend, rank: int) -> list[float]:
+        with Communicator(plan, backend) as comm:
+            return [backend.largest(rank / 4), float(comm.all_reduce(np.ones(1))[0]), backend.largest(-rank)]
+
+    assert backends_in_threads(3, body) == [[0.5, 3.0, 0.0]] * 3
+
+
+def other_plan(comm: Communicator, rank: int) -> Array:
+    return comm.all_reduce(np.zeros(64))
+
+
+MISMATCHES: list[tuple[str, Callable[[Communicator, int], Any]]] = [
+    ("count", lambda comm, rank: comm.all_reduce(np.zeros(8 + (rank == 2)))),
+    ("count", lambda comm, rank: comm.all_reduce(np.zeros(100 * (rank == 2)))),
+    ("dtype", lambda comm, rank: comm.all_reduce(np.zeros(8, "f4" if rank == 2 else "f8"))),
+    ("op", lambda comm, rank: comm.all_reduce(np.zeros(8), op="max" if rank == 2 else "sum")),
+    ("root", lambda comm, rank: comm.broadcast(np.zeros(8), root=int(rank == 2))),
+    ("collective", lambda comm, rank: call(comm, ("allgather", "allreduce")[rank == 2], np.zeros(8))),
+]
+
+
+@pytest.mark.parametrize(("field", "body"), MISMATCHES)
+def test_ranks_that_do_not_agree_all_say_in_what(
+    field: str, body: Callable[[Communicator, int], Any]
+) -> None:
+    errors = in_threads(forest_plan(4, "allreduce", "chain"), body)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, BackendError)
+        assert field in str(error)
+        assert error.rank == rank
+        assert (error.peer == 2) != (rank == 2)
+
+
+def test_different_plans_or_chunks_are_refused_on_every_rank() -> None:
+    plans = [forest_plan(3, "allreduce", shape) for shape in ("star", "chain", "star")]
+    for errors, field in (
+        (in_threads(plans, other_plan), "plan"),
+        (in_threads(plans[0], other_plan, chunk_bytes=[256, 256, 512]), "chunk"),
+    ):
+        assert all(isinstance(error, BackendError) and f"{field} " in str(error) for error in errors)
+
+
+def test_a_rank_whose_argument_does_not_fit_tells_the_others_why() -> None:
+    errors = in_threads(
+        forest_plan(4, "allreduce", "star"),
+        lambda comm, rank: comm.all_reduce([1.0, 2.0] if rank == 1 else np.zeros(2)),
+    )
+    assert isinstance(errors[1], UsageError)
+    for rank in (0, 2, 3):
+        assert isinstance(errors[rank], BackendError)
+        assert "rank 1 has a list instead of a numpy array" in str(errors[rank])
+        assert (errors[rank].rank, errors[rank].peer) == (rank, 1)
+
+
+def test_after_a_failure_every_call_is_an_error_and_nothing_is_left_running() -> None:
+    before = set(threading.enumerate())
+
+    def body(comm: Communicator, rank: int) -> str:
+        out = np.full(4, -1.0)
+        with pytest.raises(BackendError):
+            comm.all_reduce(np.zeros(4 + rank), out=out if rank == 0 else None)
+        assert (out == -1).all()
+        with pytest.raises(BackendError, match="make a new one"):
+            comm.all_reduce(np.zeros(4))
+        return "ended"
+
+    assert in_threads(forest_plan(3, "allreduce", "star"), body) == ["ended"] * 3
+    assert set(threading.enumerate()) == before
+
+
+def test_a_rank_that_closes_before_the_others_are_done_is_named() -> None:
+    errors = in_threads(
+        forest_plan(3, "allreduce", "star"),
+        lambda comm, rank: "closed" if rank == 1 else comm.all_reduce(np.zeros(5)),
+    )
+    assert errors[1] == "closed"
+    for rank in (0, 2):
+        assert isinstance(errors[rank], BackendError)
+        assert errors[rank].peer == 1
+        assert "rank 1 has closed its communicator" in str(errors[rank])
+
+
+def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:
+    done = threading.Event()
+
+    def body(comm: Communicator, rank: int) -> Any:
+        if rank == 2:
+            return done.wait(20)
+        try:
+            return comm.all_reduce(np.zeros(5))
+        finally:
+            done.set()
+
+    errors = in_threads(forest_plan(4, "allreduce", "chain"), body, timeout=0.4)
+    assert errors[2] is True
+    for rank in (0, 1, 3):
+        assert isinstance(errors[rank], BackendError)
+        assert errors[rank].peer == 2
+        assert "has not called this collective" in str(errors[rank])
+
+
+def test_links_of_a_wires_file_leave_from_and_reach_its_addresses(tmp_path: Path) -> None:
+    plan = forest_plan(3, "broadcast", "chain", root=0)
+    wire = {"source": 0, "destination": 1, "channel": "nvlink", "from": "127.0.1.1", "to": "127.0.1.2"}
+    path = tmp_path / "wires.json"
+    path.write_text(json.dumps({"format": "topoplan.wires/1", "wires": [wire]}))
+
+    def body(backend: TcpBackend, rank: int) -> dict[Any, tuple[str, str]]:
+        with Communicator(plan, backend) as comm:
+            assert comm.broadcast(np.arange(5) * (rank == 0)).tolist() == [0, 1, 2, 3, 4]
+            return {
+                queue: (link.connection.getsockname()[0], link.connection.getpeername()[0])
+                for queue, link in backend._network.outgoing.items()
+            }
+
+    assert backends_in_threads(3, body, wires=path) == [
+        {(0, 1, "nvlink"): ("127.0.1.1", "127.0.1.2")},
+        {(1, 2, "nvlink"): ("127.0.0.1", "127.0.0.1")},
+        {},
+    ]
+
+
+def test_a_plan_with_two_routes_between_two_ranks_uses_the_wire_of_each(tmp_path: Path) -> None:
+    """As relaying rings do: GPU 1 sends to GPU 0 directly, and over GPU 2."""
+    edges = [
+        (Edge(1, 0, ("gpu1", "gpu0"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "nvlink")),
+        (Edge(1, 0, ("gpu1", "gpu2", "gpu0"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "nvlink")),
+    ]
+    shards = [Shard(Fraction(1, 2), (Stage("broadcast", 1, tree),)) for tree in edges]
+    plan = plan_of(3, "broadcast", shards, root=1)
+    wires = [
+        {"source": 1, "destination": 0, "channel": "nvlink", "from": f, "to": t, "route": route}
+        for f, t, route in (
+            ("127.0.1.1", "127.0.1.2", ["gpu1", "gpu2", "gpu0"]),
+            ("127.0.2.1", "127.0.2.2", ["gpu1", "gpu0"]),
+        )
+    ]
+    path = tmp_path / "wires.json"
+    path.write_text(json.dumps({"format": "topoplan.wires/1", "wires": wires}))
+
+    def body(backend: TcpBackend, rank: int) -> dict[Any, str]:
+        with Communicator(plan, backend) as comm:
+            assert comm.broadcast(np.arange(1000) * (rank == 1)).tolist() == list(range(1000))
+            links = backend._network.outgoing
+            return {queue: link.connection.getpeername()[0] for queue, link in links.items()}
+
+    found = backends_in_threads(3, body, wires=path)
+    assert found[1] == {(1, 0, "nvlink"): "127.0.1.2", (1, 0, "nvlink#1"): "127.0.2.2"}
+
+
+BAD_WIRES = [
+    ("{", "is not JSON"),
+    ('{"format": "topoplan.plan/1"}', "its format must be 'topoplan.wires/1'"),
+    ('{"format": "topoplan.wires/1"}', "wires is no list"),
+    ([7], "wire 0 is no object"),
+    ([{"source": 0, "destination": 0}], "joins rank 0 to itself"),
+    ([{"source": -1}], "source -1; give a rank"),
+    ([{"source": 0, "destination": 1}], "channel None"),
+    (
+        [{"source": 0, "destination": 1, "channel": "nvlink", "from": "here"}],
+        "from 'here'; give an IP address",
+    ),
+    (
+        [{"source": 0, "destination": 1, "channel": "nvlink", "from": "::1", "to": "::1"}] * 2,
+        "repeats the link",
+    ),
+    (
+        [{"source": 0, "destination": 1, "channel": "nvlink", "from": "::1", "to": "::1", "route": "gpu0"}],
+        "route 'gpu0'; give a list of devices",
+    ),
+    (
+        [{"source": 1, "destination": 0, "channel": "nvlink", "from": "::1", "to": "192.0.2.1"}],
+        "cannot listen at",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_WIRES)
+def test_a_wrong_wires_file_is_refused(content: str | list[Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wires.json"
+    text = (
+        content if isinstance(content, str) else json.dumps({"format": "topoplan.wires/1", "wires": content})
+    )
+    path.write_text(text)
+    with Rendezvous("127.0.0.1:0", 1) as meeting, pytest.raises(UsageError, match=message):
+        TcpBackend(0, 1, rendezvous=meeting.address, wires=path)
+
+
+def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_result() -> None:
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2, 3])
+    rates = link_rates(plan)
+
+    def body(backend: TcpBackend, rank: int) -> dict[Any, int]:
+        with Communicator(plan, backend) as comm:
+            assert comm.all_reduce(np.ones(1007))[1006] == 4
+            links = backend._network.outgoing
+            return {
+                queue: link.connection.getsockopt(socket.SOL_SOCKET, PACING) for queue, link in links.items()
+            }
+
+    found = {queue: pace for one in backends_in_threads(4, body, pace=1e-3) for queue, pace in one.items()}
+    assert found == {queue: round(rate * 1e-3) for queue, rate in rates.items()}
+    assert set(rates.values()) == {25e9, 50e9}
+
+
+@pytest.mark.parametrize("collective", ["reduce", "reduce_scatter", "allreduce"])
+def test_partial_sums_are_kept_only_where_a_rank_gets_no_result(collective: str) -> None:
+    plan = forest_plan(6, collective, "chain")
+    for order in orders(lower(plan, 9600, chunk_elements=160), collective, plan.root):
+        stream = order.stream
+        gets = collective == "allreduce" or stream.destination == (plan.root or stream.shard)
+        if plan.root is not None:
+            gets = stream.destination == plan.root
+        assert (order.slots > 0) == (not gets)
+        assert order.slots <= 3
+
+
+def test_a_forked_child_that_ends_does_not_close_the_communicator_of_its_parent() -> None:
+    plan = forest_plan(2, "allreduce", "star")
+
+    def body(backend: TcpBackend, rank: int) -> list[int]:
+        with Communicator(plan, backend) as comm:
+            comm.all_reduce(np.ones(1))
+            child = os.fork()
+            if child == 0:
+                backend.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            total: list[int] = comm.all_reduce(np.arange(3)).tolist()
+            return total
+
+    assert backends_in_threads(2, body) == [[0, 2, 4]] * 2

@@ -1,0 +1,216 @@
+"""The sparse allreduce on GPUs that this processor plays: results and residuals have the bits of numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from collectives import Communicator
+from collectives.wire import WireFormat
+from tests.support.fake_streams import Machine
+from tests.support.gpu_ranks import on_every_rank, outcome
+from tests.support.selection_on_cpu import Launches, install_selection
+from tests.support.sparse_steps import (
+    EXCHANGES,
+    TWO_SERVERS,
+    Step,
+    mixed_steps,
+    steps_of,
+    steps_of_each,
+    taken,
+)
+from topoplan.errors import BackendError, UsageError
+
+Array = NDArray[Any]
+Fake = tuple[Any, Launches]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(gpus=len(TWO_SERVERS.ranks))
+
+
+@pytest.fixture
+def fake(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return install_selection(monkeypatch, machine)
+
+
+def wanted(steps: list[Step]) -> Any:
+    with Communicator(TWO_SERVERS) as comm:
+        return taken(comm, steps, lambda array: array, lambda array: array)
+
+
+def on_one_gpu(cupy: Any, steps: list[Step]) -> Any:
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        return taken(comm, steps, cupy.asarray, lambda array: array.get())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, momentum: float) -> None:
+    steps = steps_of_each(momentum=momentum)
+    assert on_one_gpu(fake[0], steps) == wanted(steps)
+
+
+@pytest.mark.parametrize("values", ["as given", "float16", "fixed8"])
+def test_wire_formats_have_the_same_bits_on_a_gpu(fake: Fake, values: Any) -> None:
+    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3))
+    assert on_one_gpu(fake[0], steps) == wanted(steps)
+
+
+def test_other_dtypes_and_a_change_of_exchange_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
+    steps = [*mixed_steps("float16"), *mixed_steps("float64")]
+    assert on_one_gpu(fake[0], steps) == wanted(steps)
+
+
+def test_gradients_of_few_elements_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
+    steps = [step for size in (0, 1, 3) for step in steps_of_each(count=2, size=size)]
+    assert on_one_gpu(fake[0], steps) == wanted(steps)
+
+
+def test_ranks_with_a_gpu_each_have_the_bits_of_numpy_arrays(fake: Fake) -> None:
+    cupy, _ = fake
+    steps = mixed_steps("float32")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        return taken(comm, steps, cupy.asarray, lambda array: array.get())
+
+    found = outcome(on_every_rank(cupy, TWO_SERVERS, task))
+    results, kept = wanted(steps)
+    for rank, (own, own_kept) in enumerate(found):
+        assert own == [[step[rank]] for step in results]
+        assert own_kept == [[one[rank]] for one in kept]
+
+
+def test_bfloat16_is_kept_in_float32_and_rounded_once_on_a_gpu(fake: Fake) -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own").bfloat16
+    cupy, _ = fake
+    with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
+        for step in mixed_steps():
+            given = [gradient.astype(bfloat16) for gradient in step.gradients]
+            results = one.sparse_all_reduce(
+                [cupy.asarray(gradient) for gradient in given], density=0.3, exchange=step.exchange
+            )
+            wanted = other.sparse_all_reduce(
+                [gradient.astype(np.float32) for gradient in given], density=0.3, exchange=step.exchange
+            )
+            for found, total in zip(results, wanted, strict=True):
+                assert found.dtype == bfloat16
+                assert found.get().tobytes() == total.astype(bfloat16).tobytes()
+
+
+def test_gradients_and_messages_stay_on_the_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy, launches = fake
+    fetched = []
+    get: Callable[[Any], Array] = cupy.ndarray.get
+
+    def counted(array: Any) -> Array:
+        fetched.append(array.nbytes)
+        return get(array)
+
+    monkeypatch.setattr(cupy.ndarray, "get", counted)
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        for step in steps_of_each(("dense", "pairs", "servers")):
+            given = [cupy.asarray(one) for one in step.gradients]
+            comm.sparse_all_reduce(given, exchange=step.exchange, density=step.density, key=step.key)
+    assert max(fetched) <= 40, "the state of a selection and single numbers"
+    assert any(name.startswith("feedback") for name in launches.names)
+
+
+def test_a_nan_is_named_and_changes_nothing_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    first, second = (step.gradients for step in steps_of("pairs", count=2))
+    second[2][[17, 400]] = np.nan
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        comm.sparse_all_reduce([cupy.asarray(one) for one in first], density=0.01, exchange="pairs")
+        before = comm.sparse_state()[""]
+        for exchange in EXCHANGES:
+            with pytest.raises(UsageError, match="element 17 of the gradient is NaN, on rank 2"):
+                comm.sparse_all_reduce([cupy.asarray(one) for one in second], density=0.01, exchange=exchange)
+        for one, other in zip(before, comm.sparse_state()[""], strict=True):
+            assert np.array_equal(one["residual"], other["residual"])
+
+
+def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    first, second = (step.gradients for step in steps_of("tree", count=2))
+    with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
+        one.sparse_all_reduce(first, density=0.02, exchange="tree")
+        state = one.sparse_state()
+        for exchange in EXCHANGES:
+            for comm in (one, other):
+                comm.restore_sparse_state(state)
+            given = [cupy.asarray(gradient) for gradient in second]
+            results = other.sparse_all_reduce(given, density=0.02, exchange=exchange)
+            again = one.sparse_all_reduce(second, density=0.02, exchange=exchange)
+            assert [result.get().tobytes() for result in results] == [result.tobytes() for result in again]
+
+
+def test_results_go_where_they_are_asked_to_with_fewer_bits(fake: Fake) -> None:
+    cupy, _ = fake
+    (step,) = steps_of("pairs", count=1, dtype="float16")
+    with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
+        given = [cupy.asarray(one) for one in step.gradients]
+        rooms = [cupy.zeros((step.gradients[0].size, 2), dtype=np.float16) for _ in given]
+        out = [room[:, 1] for room in rooms]
+        results = comm.sparse_all_reduce(given, density=0.05, op="avg", exchange="servers", out=out)
+        fresh = comm.sparse_all_reduce(given, density=0.05, op="avg", exchange="servers", key="other")
+        assert all(a is b for a, b in zip(results, out, strict=True))
+        assert all(np.array_equal(a.get(), b.get()) for a, b in zip(out, fresh, strict=True))
+        assert not any(room.get()[:, 0].any() for room in rooms)
+
+
+def test_values_beyond_the_wire_are_sent_in_parts_and_infinities_refused_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values="float16"))
+    for step in steps:
+        step.gradients[1][7] = 1e6
+    assert on_one_gpu(cupy, steps) == wanted(steps)
+    steps[0].gradients[2][9] = -np.inf
+    given = [cupy.asarray(one) for one in steps[0].gradients]
+    with (
+        Communicator(TWO_SERVERS, "loopback-gpu") as comm,
+        pytest.raises(UsageError, match="element 9 of the gradient is infinite, on rank 2"),
+    ):
+        comm.sparse_all_reduce(given, density=0.1, exchange="tree", wire=WireFormat(values="fixed16"))
+
+
+def test_calls_in_the_background_follow_one_another_on_a_gpu(fake: Fake) -> None:
+    cupy, _ = fake
+    steps = mixed_steps()
+    with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
+        handles = [
+            one.sparse_all_reduce(
+                [cupy.asarray(gradient) for gradient in step.gradients],
+                density=0.05,
+                exchange=step.exchange,
+                async_op=True,
+            )
+            for step in steps
+        ]
+        for step, handle in zip(steps, handles, strict=True):
+            total = other.sparse_all_reduce(step.gradients, density=0.05, exchange=step.exchange)
+            assert [found.get().tobytes() for found in handle.wait()] == [line.tobytes() for line in total]
+
+
+@pytest.mark.parametrize("exchange", ["pairs", "dense", "balanced"])
+def test_gpus_that_are_let_down_keep_what_was_not_summed(fake: Fake, exchange: str) -> None:
+    cupy, _ = fake
+    first, second = (
+        [np.round(gradient * 50) for gradient in step.gradients] for step in steps_of("pairs", count=2)
+    )
+
+    def task(comm: Communicator, rank: int) -> tuple[Array, Array]:
+        comm.sparse_all_reduce(cupy.asarray(first[rank]), density=0.05, exchange="tree")
+        before = comm.sparse_state()[""][0]["residual"]
+        with pytest.raises(BackendError, match="the peer runs another collective"):
+            comm.sparse_all_reduce(
+                cupy.asarray(second[rank]), density=0.06 if rank == 1 else 0.05, exchange=exchange
+            )
+        return before + second[rank], comm.sparse_state()[""][0]["residual"]
+
+    for wanted, kept in outcome(on_every_rank(cupy, TWO_SERVERS, task)):
+        assert np.array_equal(wanted, kept)

@@ -1,0 +1,244 @@
+"""Synchronisation modes: the clock rule, mailboxes, and gradients that come late but are never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives.arrays.numpy_arrays import NumpyArrays
+from collectives.staleness.mailbox import Mailbox
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, may_begin, mode_of
+from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.stale_average import StaleExchange
+from collectives.training.recorder import Recorder
+from tests.support.checkout import ROOT
+from topoplan.errors import BackendError, UsageError
+
+
+class Meeting:
+    """An allgather of texts among threads."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._texts: list[str] = [""] * size
+
+    def gather(self, rank: int, text: str) -> list[str]:
+        self._texts[rank] = text
+        self._barrier.wait()
+        found = list(self._texts)
+        self._barrier.wait()
+        return found
+
+
+def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float = 10.0) -> list[Any]:
+    """Run a function for every rank with a mailbox of its own; results, or what was raised."""
+    meeting = Meeting(size)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            box = Mailbox(lambda text: meeting.gather(rank, text), rank=rank, size=size, timeout=timeout)
+            try:
+                results[rank] = work(rank, box)
+            finally:
+                box.close()
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def stale(box: Mailbox, mode: SSP | ASP) -> StaleExchange:
+    return StaleExchange(box, NumpyArrays(), mode, Recorder("test", ranks=box.size))
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5), st.data())
+def test_no_order_of_steps_that_the_rule_allows_takes_clocks_further_apart_than_the_bound_and_one(
+    clocks: list[int], bound: int, data: st.DataObject
+) -> None:
+    clocks = [0] * len(clocks)
+    for _ in range(30):
+        able = [
+            rank
+            for rank in range(len(clocks))
+            if may_begin(clocks[rank], clocks[:rank] + clocks[rank + 1 :], bound)
+        ]
+        assert able
+        clocks[data.draw(st.sampled_from(able))] += 1
+        assert max(clocks) - min(clocks) <= bound + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("bsp", BSP()), ("SSP:3", SSP(3)), ("asp", ASP()), ("local:4", LocalSGD(4)), (None, BSP())],
+)
+def test_a_mode_may_be_named(name: str | None, mode: Mode) -> None:
+    assert mode_of(name) == mode == mode_of(mode)
+
+
+@pytest.mark.parametrize("name", ["ssp", "ssp:", "ssp:-1", "bsp:1", "local:x", "gossip", "", SSP, 2], ids=str)
+def test_what_names_no_mode_is_refused_with_the_names_that_do(name: object) -> None:
+    with pytest.raises(
+        UsageError, match=r"is no synchronisation mode; give .*'bsp', 'ssp:2', 'asp', 'local:8'"
+    ):
+        mode_of(name)
+
+
+def test_modes_are_told_apart_by_their_bounds() -> None:
+    assert [mode.bound for mode in (BSP(), SSP(3), ASP(), LocalSGD(4))] == [0, 3, None, 3]
+    assert [step for step in range(9) if LocalSGD(4).averages_after(step)] == [3, 7]
+    for wrong in (lambda: SSP(-1), lambda: LocalSGD(0), lambda: SSP(1.5)):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="must be a whole number"):
+            wrong()
+    with pytest.raises(UsageError, match=r"a factor of 0.5"):
+        Straggler(0, 0.5, 0, 1)
+
+
+@pytest.mark.parametrize("mode", [SSP(0), SSP(2), ASP()], ids=str)
+def test_every_gradient_is_used_once_by_every_rank_and_clocks_stay_together(mode: SSP | ASP) -> None:
+    steps, size = 25, 3
+    straggler = Straggler(rank=1, factor=3, first=5, last=12)
+
+    def train(rank: int, box: Mailbox) -> tuple[Any, int]:
+        exchange = stale(box, mode)
+        used = {"a": np.zeros(7), "b": np.zeros((2, 3))}
+        generator = np.random.default_rng(rank)
+        for step in range(steps):
+            straggler.hold_up(rank, step, 0.002)
+            for key, total in used.items():
+                gradient = generator.integers(-9, 10, total.shape).astype(np.float64) * size
+                total += exchange.start(key, gradient).wait()
+            exchange.end_step()
+        for key, rest in exchange.finish().items():
+            used[key] += rest
+        return used, box.farthest
+
+    results = in_threads(size, train)
+    given = {"a": np.zeros(7), "b": np.zeros((2, 3))}
+    for rank in range(size):
+        generator = np.random.default_rng(rank)
+        for _ in range(steps):
+            for total in given.values():
+                total += generator.integers(-9, 10, total.shape)
+    for used, farthest in results:
+        assert all(np.array_equal(used[key], given[key]) for key in given)
+        if mode.bound is not None:
+            assert farthest <= mode.bound
+
+
+def test_a_slow_rank_is_sent_sums_and_not_a_queue() -> None:
+    """While rank 1 sleeps, what waits for it on rank 0 is one array for the key, however many were posted."""
+
+    def work(rank: int, box: Mailbox) -> Any:
+        if rank == 0:
+            for _ in range(200):
+                box.post("w", np.ones(1000))
+            box.tick()
+            most = max(sender.waiting for sender in box._senders.values())
+            box.drain()
+            return most
+        total = np.zeros(1000)
+        arrays = 0
+        while box.clocks()[0] < 1:
+            time.sleep(0.05)
+            arrived = box.take("w")
+            if arrived is not None:
+                total += arrived
+                arrays += 1
+        rest = box.drain().get("w", 0)
+        return (total + rest)[0], arrays
+
+    most, (total, arrays) = in_threads(2, work)
+    assert most <= 1
+    assert total == 200
+    assert arrays < 200
+
+
+def test_a_rank_that_stands_still_is_named_after_the_timeout() -> None:
+    def work(rank: int, box: Mailbox) -> None:
+        if rank == 0:
+            box.tick()
+            box.tick()
+            box.wait_to_begin(1)
+        time.sleep(1.0)
+
+    error, *_ = in_threads(2, work, timeout=0.3)
+    assert isinstance(error, BackendError)
+    assert (error.rank, error.peer, error.step) == (0, 1, 2)
+    assert "waited 0.3 s for rank 1, whose clock stands at 0" in str(error)
+
+
+def test_whole_numbers_are_refused() -> None:
+    def work(rank: int, box: Mailbox) -> None:
+        stale(box, ASP()).start("w", np.arange(3))
+
+    assert all("gradients of int64" in str(error) for error in in_threads(2, work))
+
+
+def test_survivors_of_a_killed_rank_say_which_it_was(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np
+from collectives.staleness.mailbox import Mailbox
+rank, size, folder = int(sys.argv[1]), 3, sys.argv[2]
+calls = 0
+def gather(text):
+    global calls
+    calls += 1
+    with open(f"{{folder}}/{{calls}}.{{rank}}.part", "w") as file:
+        file.write(text)
+    os.replace(f"{{folder}}/{{calls}}.{{rank}}.part", f"{{folder}}/{{calls}}.{{rank}}")
+    names = [f"{{folder}}/{{calls}}.{{peer}}" for peer in range(size)]
+    while not all(os.path.exists(name) for name in names):
+        time.sleep(0.01)
+    return [open(name).read() for name in names]
+box = Mailbox(gather, rank=rank, size=size, timeout=20)
+print("met", flush=True)
+try:
+    while True:
+        box.wait_to_begin(2)
+        box.post("w", np.ones(1000))
+        box.take("w")
+        box.tick()
+        time.sleep(0.005)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+    os._exit(3)
+"""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "met\n"
+        time.sleep(0.2)
+        os.kill(jobs[1].pid, signal.SIGKILL)
+        told = [jobs[rank].communicate(timeout=20)[0] for rank in (0, 2)]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    for rank, text in zip((0, 2), told, strict=True):
+        assert text.startswith(f"BackendError rank {rank}, peer 1, step "), text

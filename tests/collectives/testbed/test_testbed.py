@@ -1,0 +1,362 @@
+"""The network of shaped links: what is built for a plan, and one plan that runs on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator
+from collectives.benchmark import METHODS
+from collectives.testbed import sandbox
+from collectives.testbed.commands import WITH_HEADERS, commands
+from collectives.testbed.flows import crossed_links, plan_flows
+from collectives.testbed.network import Network, lay_out, wires_file
+from collectives.testbed.outcome import Measurement, Outcome
+from collectives.testbed.pattern_data import expected, given
+from collectives.testbed.scaling import largest_scale, slowed_plan
+from tests.support.hand_plans import forest_plan
+from tests.support.small_machines import tailed_triangle, thin_cycle
+from topoplan.cli import main
+from topoplan.errors import PlanError, UsageError
+from topoplan.formats.topology_json import dump_topology_json
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
+
+DGX = topoplan.load("dgx-1v")
+SCALE = 0.0005
+
+needs_namespaces = pytest.mark.skipif(bool(sandbox.refusal()), reason=sandbox.refusal())
+
+
+def over_nics() -> Plan:
+    pair = [topoplan.Server(DGX, [0, 1], count=2)]
+    return topoplan.three_phase(topoplan.cluster(pair, nic_gbps=100, nics=1))
+
+
+PLANS = {
+    "direct": lambda: topoplan.plan(DGX, gpus=[1, 4, 5, 7]),
+    "relayed": lambda: topoplan.ring(DGX, gpus=[1, 4, 5, 7], kind="relay"),
+    "pcie": lambda: topoplan.ring(DGX, gpus=[1, 4, 5, 7], kind="pcie"),
+    "nics": over_nics,
+    "nvswitch": lambda: topoplan.plan(topoplan.load("dgx-2"), gpus=[0, 1, 2]),
+    "one way": lambda: topoplan.plan(DGX, "broadcast", gpus=[0, 1, 2]),
+}
+
+
+@pytest.fixture(params=PLANS, ids=str)
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return PLANS[request.param]()
+
+
+def network_of(plan: Plan) -> Network:
+    return lay_out(crossed_links(plan), plan.topology.links, SCALE)
+
+
+def test_every_flow_of_a_stage_runs_as_its_data_does() -> None:
+    """Reduce edges are crossed from child to parent, broadcast edges from parent to child."""
+    plan = forest_plan(4, "allreduce", "chain")
+    up = {(e.child, e.parent) for shard in plan.shards for e in shard.stages[0].edges}
+    down = {(e.parent, e.child) for shard in plan.shards for e in shard.stages[1].edges}
+    assert {(flow.source, flow.destination) for flow in plan_flows(plan)} == up | down
+
+
+def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
+    """GPUs 0 and 5 of a DGX-1V have no NVLink between them."""
+    made = topoplan.plan(DGX, "broadcast", gpus=[0, 1, 5])
+    stage = Stage(
+        "broadcast", 0, (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"), Edge(0, 2, ("gpu0", "gpu5"), "nvlink"))
+    )
+    wrong = replace(made, shards=(Shard(Fraction(1), (stage,)),))
+    with pytest.raises(
+        PlanError, match="shard 0, stage 0, rank 2: the route gpu0-gpu5 crosses gpu0->gpu5, where"
+    ):
+        crossed_links(wrong)
+
+
+def test_a_relaying_ring_has_one_flow_for_each_route() -> None:
+    """GPUs 1 and 4 hang on two paths, and the mix of relaying rings uses both."""
+    flows = plan_flows(PLANS["relayed"]())
+    assert len(flows) > len({(flow.source, flow.destination) for flow in flows})
+
+
+def test_rates_are_bandwidths_times_the_scale(plan: Plan) -> None:
+    """Every direction of a cable that is a link is shaped to it."""
+    bandwidth = {(link.src, link.dst, link.channel): link.bandwidth for link in plan.topology.links}
+    for cable in network_of(plan).cables:
+        for ends, rate in zip((cable.ends, cable.ends[::-1]), cable.rates, strict=True):
+            wanted = bandwidth.get((*ends, cable.channel))
+            assert rate == (None if wanted is None else round(wanted * SCALE * 8e9))
+
+
+def test_addresses_are_used_once(plan: Plan) -> None:
+    network = network_of(plan)
+    addresses = [
+        address for part in (network.cables, network.wires) for one in part for address in one.addresses
+    ]
+    assert len(addresses) == len(set(addresses))
+
+
+def test_routes_lead_every_wire_along_its_route_and_back(plan: Plan) -> None:
+    """Followed hop by hop through the tables that the commands fill."""
+    network = network_of(plan)
+    lines = commands(network)
+    tables = {
+        name: dict(re.findall(r"route add (\S+)/32 via (\S+) ", "\n".join(inside)))
+        for name, inside in lines.inside.items()
+    }
+    holder = {
+        address: name
+        for name, inside in lines.inside.items()
+        for address in re.findall(r"address add (\S+)/3[12] ", "\n".join(inside))
+    }
+    for wire in network.wires:
+        there = [network.namespace(device) for device in wire.flow.route]
+        for (start, end), path in zip(
+            (wire.addresses, wire.addresses[::-1]), (there, there[::-1]), strict=True
+        ):
+            walked = [holder[start]]
+            while walked[-1] != holder[end]:
+                walked.append(holder[tables[walked[-1]][end]])
+            assert walked == path
+
+
+def test_every_direction_of_every_link_is_shaped_where_it_is_sent(plan: Plan) -> None:
+    network = network_of(plan)
+    shaped = {
+        (name, interface, round(int(rate) / WITH_HEADERS))
+        for name, lines in commands(network).shape.items()
+        for interface, rate in re.findall(r"dev (\S+) root tbf rate (\d+)bit ", "\n".join(lines))
+    }
+    wanted = {
+        (network.namespace(end), cable.interface, rate)
+        for cable in network.cables
+        for end, rate in zip(cable.ends, cable.rates, strict=True)
+        if rate is not None
+    }
+    assert shaped == wanted
+
+
+def test_two_schedules_share_the_cables_that_both_cross() -> None:
+    """One network for trees and ring, with wires for each."""
+    plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring(DGX, gpus=[0, 1, 2])]
+    flows = [crossed_links(plan) for plan in plans]
+    network = lay_out({**flows[0], **flows[1]}, plans[0].topology.links, SCALE)
+    assert len(network.cables) == 3
+    for part in flows:
+        wires = wires_file(network, part)["wires"]
+        assert isinstance(wires, list)
+        assert [(w["source"], w["destination"], tuple(w["route"])) for w in wires] == [
+            (flow.source, flow.destination, flow.route) for flow in sorted(part)
+        ]
+
+
+def test_the_slowed_machine_has_the_same_rates_times_the_scale(plan: Plan) -> None:
+    """Also by the verifier, which recomputes them from the links."""
+    slowed = slowed_plan(plan, SCALE)
+    assert slowed.rate == pytest.approx(plan.rate * SCALE)
+    assert topoplan.verify(slowed).rate == pytest.approx(plan.rate * SCALE)
+
+
+def test_the_default_scale_bounds_the_traffic_and_not_the_wiring() -> None:
+    """Behind a thin NIC most of the NVLinks rest, so they may be fast."""
+    behind = over_nics()
+    assert largest_scale([behind]) > 2 * largest_scale([topoplan.plan(DGX)])
+    assert largest_scale([behind, topoplan.plan(DGX)]) == largest_scale([topoplan.plan(DGX)])
+
+
+def test_data_tells_where_a_chunk_belongs() -> None:
+    """No two chunks of a buffer hold the same."""
+    data = given(3, 1 << 18).reshape(-1, 1 << 12)
+    assert len(np.unique(data, axis=0)) == len(data)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "reduce", "allgather", "reduce_scatter"])
+def test_what_ranks_must_get_is_what_loopback_gives(collective: str) -> None:
+    plan = topoplan.plan(DGX, collective, gpus=[0, 1, 2])
+    each = 20001 if collective == "allgather" else 30000
+    with Communicator(plan) as communicator:
+        got = getattr(communicator, METHODS[collective])([given(rank, each) for rank in range(3)])
+    for rank in range(3):
+        wanted = expected(collective, plan.root, rank=rank, ranks=3, count=each)
+        assert (got[rank] is None) if wanted is None else np.array_equal(got[rank], wanted)
+
+
+def test_gains_are_over_the_schedules_that_are_rings_whatever_their_names() -> None:
+    rows = tuple(
+        Measurement(name, 1000, 1.0, predicted, (seconds,), 0)
+        for name, predicted, seconds in (("spring", 2.0, 3.0), ("loop", 4.0, 6.0))
+    )
+    (gain,) = Outcome(1.0, 1, (), rows, rings=("loop",)).gains()
+    assert (gain.schedule, gain.rival, gain.predicted, gain.measured) == ("spring", "loop", 2.0, 2.0)
+
+
+def test_switches_that_add_are_refused() -> None:
+    """A forwarding namespace cannot do what the plan counts on."""
+    machine = topoplan.load("dgx-2")
+    adding = tuple(
+        replace(d, reduce=True, multicast=True) if d.kind == "nvswitch" else d for d in machine.devices
+    )
+    plan = topoplan.plan(replace(machine, devices=adding), gpus=[0, 1, 2])
+    with pytest.raises(UsageError, match=r"nvswitch0 copies or adds .* leave multicast and reduce out"):
+        crossed_links(plan)
+
+
+def test_links_too_slow_to_shape_are_refused() -> None:
+    with pytest.raises(UsageError, match="gpu0->gpu1 would run at 200 bit/s"):
+        lay_out(crossed_links(topoplan.plan(DGX, gpus=[0, 1])), DGX.links, 1e-9)
+
+
+def machine_file(folder: Path, machine: topoplan.Topology) -> str:
+    path = folder / "machine.json"
+    path.write_text(dump_topology_json(machine), encoding="utf-8")
+    return str(path)
+
+
+@needs_namespaces
+def test_trees_and_a_relaying_ring_run_on_real_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every element is right, and no run is faster than its links allow but for what their buckets hold."""
+    path = machine_file(tmp_path, tailed_triangle())
+    options = ["--sizes", "1MB,4MB", "--gbit-per-link", "0.2", "--runs", "1", "--json"]
+    assert main(["testbed", path, *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(row["schedule"], row["nbytes"]) for row in shown["rows"]] == [
+        (schedule, nbytes) for schedule in ("trees", "relay ring") for nbytes in (1 << 20, 4 << 20)
+    ]
+    for row in shown["rows"]:
+        assert row["wrong"] == 0
+        assert row["seconds"] > row["line_seconds"] / 2
+    for link in shown["links"]:
+        assert 0 < link["measured"] < 1.5 * link["shaped"]
+
+
+@needs_namespaces
+def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here an allgather from a plan file, whose columns are a table."""
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan(DGX, "allgather", gpus=[0, 1, 2]).to_json(), encoding="utf-8")
+    assert main(["testbed", str(path), "--schedules", "trees", "--sizes", "1MB", "--runs", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "# allgather on dgx-1v, 3 GPUs (gpu0 gpu1 gpu2)"
+    assert re.split("  +", shown[2]) == [
+        *("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
+    ]
+    assert shown[3].split()[:2] == ["trees", "1MB"]
+    assert shown[3].split()[-1] == "0"
+
+
+@pytest.mark.thorough
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        (lambda command, ranks: os.kill(command.pid, signal.SIGINT), 130, "topoplan testbed: interrupted"),
+        (lambda command, ranks: os.kill(command.pid, signal.SIGKILL), -9, ""),
+        (
+            lambda command, ranks: os.kill(ranks[2], signal.SIGKILL),
+            1,
+            "topoplan testbed: error: a rank failed: .*",
+        ),
+    ],
+    ids=["interrupted", "killed", "rank killed"],
+)
+def test_nothing_is_left_behind(
+    tmp_path: Path, end: Callable[[subprocess.Popen[str], list[int]], None], status: int, said: str
+) -> None:
+    """Every process of the test bed is gone soon after, and with the first of them its namespaces and mounts."""
+    marker = f"TESTBED_MARKER={tmp_path}"
+    command = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "topoplan", "testbed", machine_file(tmp_path, thin_cycle())),
+            *("--gbit-per-link", "0.01", "--sizes", "64MB"),
+        ],
+        env=os.environ | dict([marker.split("=")]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        ranks = wait_for(
+            lambda: sorted(marked(marker, "collectives.testbed.rank")), lambda pids: len(pids) == 4
+        )
+        end(command, ranks)
+        _, shown = command.communicate(timeout=30)
+        wait_for(lambda: marked(marker, ""), lambda pids: not pids)
+    finally:
+        command.kill()
+    assert command.returncode == status
+    assert re.fullmatch(said, shown.strip())
+
+
+def wait_for(look: Callable[[], list[int]], enough: Callable[[list[int]], bool]) -> list[int]:
+    deadline = time.monotonic() + 30
+    while not enough(found := look()):
+        assert time.monotonic() < deadline, f"still {found} after 30 s"
+        time.sleep(0.05)
+    return found
+
+
+def marked(marker: str, word: str) -> list[int]:
+    """Processes with this in their environment and that word on their command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() not in (process / "environ").read_bytes().split(b"\0"):
+                continue
+            if word.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -> None:
+    """Here one whose unshare is not allowed to do it."""
+    denied = tmp_path / "unshare"
+    denied.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    denied.chmod(0o755)
+    command = [sys.executable, "-m", "topoplan", "testbed", "dgx-1v", "--gpus", "0,1"]
+    for tool in ("ip", "tc", "mount"):
+        (tmp_path / tool).symlink_to("/bin/true")
+    done = subprocess.run(
+        command, env=os.environ | {"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "topoplan testbed: error: this machine does not let users build networks: "
+        "unshare: unshare failed: Operation not permitted\n"
+    )
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dgx-1v", "--schedules", "trees,rings"], "schedule 'rings' is unknown; use some of trees, ring,"),
+        (["dgx-1v", "--gpus", "3"], "one GPU moves nothing; choose at least two"),
+        (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and there are"),
+        (["dgx-1v", "--scale", "0"], "'0' is no number above zero"),
+        (["dgx-1v", "--runs", "-1"], "'-1' is no whole number from 1 to 1000"),
+        (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["testbed", *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert said in shown

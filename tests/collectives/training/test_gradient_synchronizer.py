@@ -1,0 +1,413 @@
+"""GradientSynchronizer with all ranks in one process: exact averages, residuals, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import topoplan
+from collectives import GradientSynchronizer, LocalSGD
+from collectives.backends.loopback.backend import Loopback
+from collectives.backends.loopback_gpu.backend import LoopbackGpu
+from collectives.training.buckets import Gradient, buckets_of
+from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import machine as machine
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
+
+Arrays = list[list[NDArray[Any]]]
+
+RANKS = 4
+PLAN = forest_plan(RANKS, "allreduce", "chain")
+
+SHAPES: list[tuple[tuple[int, ...], str]] = [
+    ((3, 5), "float32"),
+    ((), "float64"),
+    ((0, 4), "float32"),
+    ((7,), "int64"),
+    ((300, 1000), "float32"),
+    ((2, 1, 3), "float32"),
+    ((0,), "int32"),
+    ((11,), "float64"),
+    ((13, 2), "int64"),
+]
+"""Ragged, of four dtypes, some without elements, one larger than the others together."""
+
+
+def whole_numbers(seed: int, shapes: list[tuple[tuple[int, ...], str]] = SHAPES) -> Arrays:
+    """Gradients of every rank whose averages are whole numbers in every dtype."""
+    random = np.random.default_rng(seed)
+    drawn = [[random.integers(-999, 999, shape) * RANKS for shape, _ in shapes] for _ in range(RANKS)]
+    return [[np.array(one, dtype) for one, (_, dtype) in zip(rank, shapes, strict=True)] for rank in drawn]
+
+
+def means(gradients: Arrays) -> list[NDArray[Any]]:
+    """What every rank must get, by numpy."""
+    return [
+        np.mean(np.stack(one).astype(np.float64), axis=0).astype(one[0].dtype)
+        for one in zip(*gradients, strict=True)
+    ]
+
+
+class Watched(Loopback):
+    """Counts how often it is closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        """See `Loopback.close`."""
+        self.closed += 1
+        super().close()
+
+
+def made(parameters: Arrays, **options: Any) -> GradientSynchronizer:
+    return GradientSynchronizer(parameters, PLAN, backend="loopback", **options)
+
+
+def assert_averages(found: Arrays, expected: list[NDArray[Any]]) -> None:
+    assert len(found) == RANKS
+    for rank in found:
+        for one, right in zip(rank, expected, strict=True):
+            assert (one.shape, one.dtype) == (right.shape, right.dtype)
+            assert np.array_equal(one, right)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 5000, 25 << 20])
+def test_averages_are_numpys_mean_exactly(bucket_bytes: int) -> None:
+    """New arrays, arrays of the caller, and the gradients themselves; the gradients are else unchanged."""
+    gradients = whole_numbers(0)
+    expected, before = means(gradients), [[one.copy() for one in rank] for rank in gradients]
+    with made(gradients, bucket_bytes=bucket_bytes) as synchronizer:
+        fresh = synchronizer.step(gradients)
+        assert_averages(fresh, expected)
+        out = [[np.ones_like(one) for one in rank] for rank in gradients]
+        given = synchronizer.step(gradients, out=out)
+        assert_averages(given, expected)
+        assert all(
+            a is b for one, other in zip(given, out, strict=True) for a, b in zip(one, other, strict=True)
+        )
+        for rank, kept in zip(gradients, before, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(rank, kept, strict=True))
+        synchronizer.step(gradients, out=gradients)
+        assert_averages(gradients, expected)
+        assert synchronizer.recorder.step == 3
+        exchanged = synchronizer.recorder.exchanges()
+    assert len(exchanged) == 3 * len(synchronizer.buckets)
+    assert_averages(fresh, expected)
+
+
+def test_arrays_that_are_not_contiguous_are_read_and_written_where_they_lie() -> None:
+    shapes = [((40, 3), "float64"), ((5, 6), "float64"), ((4,), "float64")]
+    whole = whole_numbers(1, shapes)
+    gradients = [[np.asfortranarray(rank[0]), rank[1].T.copy().T, rank[2]] for rank in whole]
+    out = [[np.zeros((40, 6))[:, ::2], np.zeros((6, 5)).T, np.zeros(8)[::2]] for _ in range(RANKS)]
+    with made(gradients, bucket_bytes=40 * 3 * 8) as synchronizer:
+        assert [bucket.members for bucket in synchronizer.buckets] == [(2, 1), (0,)]
+        assert_averages(synchronizer.step(gradients, out=out), means(whole))
+
+
+def test_gradients_may_come_one_by_one_in_any_order() -> None:
+    gradients = whole_numbers(2)
+    with made(gradients, bucket_bytes=64) as synchronizer:
+        for seed in range(3):
+            for index in np.random.default_rng(seed).permutation(len(SHAPES)).tolist():
+                synchronizer.ready(index, [rank[index] for rank in gradients])
+            out = None if seed else [[np.empty_like(one) for one in rank] for rank in gradients]
+            assert_averages(synchronizer.wait(out=out), means(gradients))
+
+
+def test_a_full_bucket_starts_before_the_other_gradients_are_there() -> None:
+    gradients = whole_numbers(3)
+    with made(gradients, bucket_bytes=64) as synchronizer:
+        last = synchronizer.buckets[0].members
+        for index in last:
+            synchronizer.ready(index, [rank[index] for rank in gradients])
+        deadline = time.monotonic() + 20
+        while not synchronizer.recorder.exchanges() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [one.key for one in synchronizer.recorder.exchanges()] == ["bucket 0"]
+        for index in set(range(len(SHAPES))) - set(last):
+            synchronizer.ready(index, [rank[index] for rank in gradients])
+        assert_averages(synchronizer.wait(), means(gradients))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "float64"])), max_size=30),
+    st.integers(1, 200),
+)
+def test_buckets_hold_every_element_once_and_keep_to_their_size(
+    drawn: list[tuple[int, str]], bucket_bytes: int
+) -> None:
+    gradients = [Gradient(size, dtype, np.dtype(dtype).itemsize) for size, dtype in drawn]
+    buckets = buckets_of(gradients, bucket_bytes=bucket_bytes)
+    members = [index for bucket in buckets for index in bucket.members]
+    assert sorted(members) == [index for index, one in enumerate(gradients) if one.size]
+    for bucket in buckets:
+        assert {gradients[index].dtype for index in bucket.members} == {bucket.dtype}
+        assert list(bucket.members) == sorted(bucket.members, reverse=True)
+        assert np.diff(bucket.borders).tolist() == [gradients[index].size for index in bucket.members]
+        assert len(bucket.members) == 1 or bucket.nbytes <= bucket_bytes
+    complete = [bucket.members[-1] for bucket in buckets]
+    assert complete == sorted(complete, reverse=True)
+    for one, two in pairwise(buckets):
+        if {one.dtype} == {bucket.dtype for bucket in buckets}:
+            first = gradients[two.members[0]]
+            assert one.nbytes + first.size * first.itemsize > bucket_bytes
+
+
+SPARSE = [((50, 20), "float64"), ((3,), "float64"), ((400,), "float64")]
+
+
+def sparse(parameters: Arrays, **options: Any) -> GradientSynchronizer:
+    told = {"density": 0.02, "bucket_bytes": 4000, **options}
+    return made(parameters, **told)
+
+
+@pytest.mark.parametrize("exchange", ["pairs", "auto"])
+def test_what_sparse_steps_do_not_give_is_kept(exchange: str) -> None:
+    """Over 20 steps: averages times ranks, and what all residuals hold, are all gradients together, exactly."""
+    total = [np.zeros(shape) for shape, _ in SPARSE]
+    given = [np.zeros(shape) for shape, _ in SPARSE]
+    with sparse(whole_numbers(0, SPARSE), exchange=exchange) as synchronizer:
+        for step in range(20):
+            gradients = whole_numbers(step, SPARSE)
+            averages = synchronizer.step(gradients)
+            for index, one in enumerate(zip(*gradients, strict=True)):
+                total[index] += np.sum(one, axis=0)
+                given[index] += RANKS * averages[0][index]
+            assert all(np.array_equal(a, b) for a, b in zip(averages[0], averages[3], strict=True))
+        residuals = synchronizer.state_dict()["residuals"]
+        for bucket in synchronizer.buckets:
+            kept = np.sum([one["residual"] for one in residuals[f"bucket {bucket.number}"]], axis=0)
+            assert kept.any() or exchange == "auto"
+            for position, index in enumerate(bucket.members):
+                part = kept[bucket.borders[position] : bucket.borders[position + 1]]
+                assert np.array_equal(given[index] + part.reshape(given[index].shape), total[index])
+
+
+def densities(step: int) -> float:
+    return 0.5 ** min(step + 1, 5)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "exchange": "pairs"}, {"density": densities}])
+def test_a_restored_state_goes_on_bit_for_bit(options: dict[str, Any]) -> None:
+    """Ten steps, a checkpoint through pickle, ten more in a new synchronizer: as twenty in one."""
+    random = np.random.default_rng(7)
+    steps = [
+        [[random.standard_normal(shape) for shape, _ in SPARSE] for _ in range(RANKS)] for _ in range(20)
+    ]
+    with sparse(steps[0], **options) as synchronizer:
+        straight = [synchronizer.step(one) for one in steps]
+    with sparse(steps[0], **options) as synchronizer:
+        broken = [synchronizer.step(one) for one in steps[:10]]
+        saved = pickle.dumps(synchronizer.state_dict())
+        synchronizer.step(steps[10])
+    with sparse(steps[0], **options) as synchronizer:
+        synchronizer.load_state_dict(pickle.loads(saved))
+        assert synchronizer.recorder.step == 10
+        broken += [synchronizer.step(one) for one in steps[10:]]
+    assert pickle.dumps(straight) == pickle.dumps(broken)
+
+
+def test_a_state_of_another_model_or_size_is_refused() -> None:
+    with sparse(whole_numbers(0, SPARSE)) as synchronizer:
+        synchronizer.step(whole_numbers(0, SPARSE))
+        state = synchronizer.state_dict()
+    with sparse(whole_numbers(0, SPARSE), bucket_bytes=100) as other:
+        with pytest.raises(UsageError, match="saved with layout"):
+            other.load_state_dict(state)
+        with pytest.raises(UsageError, match="saved with ranks 8, and here it is 4"):
+            other.load_state_dict({**state, "ranks": 8})
+        with pytest.raises(UsageError, match="saved with format None"):
+            other.load_state_dict({})
+        other.ready(0, [rank[0] for rank in whole_numbers(0, SPARSE)])
+        with pytest.raises(UsageError, match="the step is not over"):
+            other.state_dict()
+
+
+MISFITS: dict[str, tuple[Any, str]] = {
+    "too few": (lambda one: one[:-1], "rank 2 gives 8 gradients for 9 parameters"),
+    "too many": (lambda one: [*one, one[0]], "rank 2 gives 10 gradients for 9 parameters"),
+    "another shape": (
+        lambda one: [one[0].T, *one[1:]],
+        r"rank 2: gradient 0 has shape \(5, 3\) and its parameter \(3, 5\)",
+    ),
+    "another dtype": (
+        lambda one: [one[0].astype("float64"), *one[1:]],
+        "rank 2: gradient 0 has dtype float64 and its parameter float32",
+    ),
+    "none": (
+        lambda one: [None, *one[1:]],
+        "rank 2 has a NoneType instead of a numpy array as its gradient 0",
+    ),
+    "no list": (lambda one: one[0], "rank 2 gives a ndarray; give a list of gradients"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_gradients_that_do_not_fit_are_refused_before_anything_moves(name: str) -> None:
+    change, text = MISFITS[name]
+    gradients = whole_numbers(4)
+    wrong = [change(one) if rank == 2 else one for rank, one in enumerate(gradients)]
+    out = [[np.full_like(one, 5) for one in rank] for rank in gradients]
+    with made(gradients) as synchronizer:
+        with pytest.raises(UsageError, match=f"training step 0: {text}"):
+            synchronizer.step(wrong, out=out)
+        assert all((one == 5).all() for rank in out for one in rank)
+        assert synchronizer.recorder.exchanges() == []
+        wrong_out = [change(one) if rank == 2 else one for rank, one in enumerate(out)]
+        with pytest.raises(UsageError, match=text.replace("gradient", "out array")):
+            synchronizer.step(gradients, out=wrong_out)
+        assert_averages(synchronizer.step(gradients), means(gradients))
+
+
+def test_calls_out_of_turn_are_refused() -> None:
+    gradients = whole_numbers(5)
+    columns = [[rank[index] for rank in gradients] for index in range(len(SHAPES))]
+    gradients[1][4].flags.writeable = False
+    with made(gradients) as synchronizer:
+        with pytest.raises(UsageError, match="there is no gradient 9; count from 0 to 8"):
+            synchronizer.ready(9, columns[0])
+        with pytest.raises(UsageError, match="gradient 0 must be a list of 4 arrays"):
+            synchronizer.ready(0, columns[0][0])
+        synchronizer.ready(8, columns[8])
+        with pytest.raises(UsageError, match="gradient 8 was given already"):
+            synchronizer.ready(8, columns[8])
+        with pytest.raises(UsageError, match="were given with ready already"):
+            synchronizer.step(gradients)
+        with pytest.raises(UsageError, match="not given in this step: gradient 0, 1, 2, 3, 4, 5, 6, 7;"):
+            synchronizer.wait()
+        for index in range(8):
+            synchronizer.ready(index, columns[index])
+        assert_averages(synchronizer.wait(), means(gradients))
+        with pytest.raises(UsageError, match="rank 1: out array 4 cannot be written"):
+            synchronizer.step(gradients, out=gradients)
+    with pytest.raises(UsageError, match="the communicator is closed"):
+        synchronizer.step(gradients)
+
+
+def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
+    gradients = whole_numbers(6)
+    with pytest.raises(UsageError, match="gradients of int64 cannot be made sparse"):
+        made(gradients, density=0.1)
+    with pytest.raises(UsageError, match=r"momentum 0\.9 is for sparse gradients"):
+        made(gradients, momentum=0.9)
+    with pytest.raises(UsageError, match="buckets of 0 bytes hold nothing"):
+        made(gradients, bucket_bytes=0)
+    with pytest.raises(UsageError, match="there is no parameter"):
+        made([[]] * RANKS)
+    with pytest.raises(UsageError, match="rank 3 gives 8 parameters for 9"):
+        made([*gradients[:3], gradients[3][:-1]])
+    with pytest.raises(UsageError, match="this process holds 4 ranks"):
+        made(gradients[:2])
+    with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
+        GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
+    given = Watched(RANKS)
+    with pytest.raises(UsageError, match="there is no parameter"):
+        GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
+    assert given.closed == 0, "it is the caller's"
+    no_plan: Any = 7
+    with pytest.raises(UsageError, match="a int is no plan"):
+        GradientSynchronizer(gradients, no_plan, backend="loopback")
+    with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
+        GradientSynchronizer(gradients, "nowhere.json", backend="loopback")
+    with pytest.raises(UsageError, match=r"mode 'local' is no synchronisation mode"):
+        made(gradients, mode="local")
+
+
+def test_a_plan_may_be_named_by_its_file_or_its_machine_and_a_mode_by_its_name(tmp_path: Path) -> None:
+    gradients = whole_numbers(6)
+    file = tmp_path / "plan.json"
+    file.write_text(PLAN.to_json(), encoding="utf-8")
+    for plan in (file, str(file), "v100x4", topoplan.load("v100x4")):
+        with GradientSynchronizer(gradients, plan, backend="loopback", mode="local:8") as synchronizer:
+            assert synchronizer.mode == LocalSGD(8)
+            found = synchronizer.communicator.plan.topology.name
+            assert found == ("v100x4" if plan not in (file, str(file)) else PLAN.topology.name)
+
+
+def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:
+    for backend in ("loopback", Loopback(4)):
+        with pytest.raises(UsageError, match="loopback holds all ranks in this process"):
+            GradientSynchronizer(whole_numbers(0), backend=backend)
+
+
+def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with_the_same_ones() -> None:
+    """Seven steps of LocalSGD(3); without `after_step` the second step is refused, and nothing of it has moved."""
+    shapes = [((3, 2), "float64"), ((5,), "float64")]
+    weights = [[np.zeros(shape) for shape, _ in shapes] for _ in range(RANKS)]
+    given = [np.zeros(shape) for shape, _ in shapes]
+    with made(weights, mode=LocalSGD(3)) as synchronizer:
+        for step in range(7):
+            gradients = whole_numbers(step, shapes)
+            given = [total + one for total, one in zip(given, means(gradients), strict=True)]
+            for mine, averages in zip(weights, synchronizer.step(gradients), strict=True):
+                for weight, average in zip(mine, averages, strict=True):
+                    weight += average
+            if step == 6:
+                with pytest.raises(
+                    UsageError, match=r"training step 7: .*call after_step\(parameters\) in every step"
+                ):
+                    synchronizer.step(gradients)
+                with pytest.raises(UsageError, match=r"call after_step\(parameters\) in every step"):
+                    synchronizer.ready(0, [rank[0] for rank in gradients])
+            synchronizer.after_step(weights)
+        assert not np.array_equal(weights[0][0], weights[1][0])
+        with pytest.raises(
+            UsageError, match=r"each rank has parameters of its own after LocalSGD\(every=3\)"
+        ):
+            synchronizer.finish()
+        assert synchronizer.finish(weights) is None
+        assert_averages(weights, given)
+        assert synchronizer.finish() is None
+
+
+def test_nan_in_sparse_gradients_names_step_bucket_and_rank_and_the_next_step_goes_on() -> None:
+    gradients = whole_numbers(8, SPARSE)
+    bad = [[one.copy() for one in rank] for rank in gradients]
+    bad[2][0][0, 7] = np.nan
+    with sparse(gradients) as synchronizer:
+        synchronizer.step(gradients)
+        with pytest.raises(
+            UsageError, match=r"training step 1, bucket 1 of 2: element 7 .* is NaN, on rank 2"
+        ):
+            synchronizer.step(bad)
+        found = synchronizer.step(gradients)
+        assert all(np.isfinite(one).all() for one in found[0])
+
+
+def test_arrays_of_a_gpu_stay_there(cupy: ModuleType) -> None:
+    """On the stand-in for CuPy, whose arrays differ from numpy's."""
+    shapes = [one for one in SHAPES if one[1] != "int32"]
+    gradients = whole_numbers(9, shapes)
+    placed = [[cupy.asarray(one) for one in rank] for rank in gradients]
+    backend = LoopbackGpu(cupy, RANKS)
+    with GradientSynchronizer(placed, PLAN, backend=backend, bucket_bytes=200) as synchronizer:
+        found = synchronizer.step(placed)
+        assert all(isinstance(one, cupy.ndarray) for rank in found for one in rank)
+        assert_averages([[one.get() for one in rank] for rank in found], means(gradients))
+        synchronizer.step(placed, out=placed)
+    assert_averages([[one.get() for one in rank] for rank in placed], means(gradients))
+
+
+def test_the_public_name_is_loaded_when_it_is_asked_for() -> None:
+    code = (
+        "import sys, collectives; early = [name in sys.modules for name in "
+        "('collectives.training', 'numba', 'torch', 'cupy', 'mpi4py')]; "
+        "assert 'GradientSynchronizer' in dir(collectives); collectives.GradientSynchronizer; "
+        "sys.exit(any(early) or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,311 @@
+"""One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
+
+Its place comes from the environment (see `collectives.backends.nccl.environment`); ``RANKS_PER_GPU``, ``LANES``,
+``OVERLAP``, ``GRAPHS`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that ends well has
+printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and replayed, and say in
+how many seconds the error came; the communicator is unusable behind them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+import topoplan
+from collectives import Communicator
+from collectives.backends.nccl.environment import from_environment
+from tests.support.checkout import ROOT
+from topoplan.errors import TopoplanError
+
+COUNTS = (0, 7, 1000003)
+ROUNDS = 4
+"""The first call runs step by step, the second is captured, the rest are replayed."""
+
+
+def start(
+    ranks: int, task: str, *, port: int, timeout: float = 120.0, **settings: object
+) -> tuple[bool, str]:
+    """Start all ranks on this machine; whether all ended well, and what they printed."""
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        **{name.upper(): str(value) for name, value in settings.items()},
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.jobs.nccl_rank", task],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    end = time.monotonic() + timeout
+    texts = []
+    for process in processes:
+        try:
+            texts.append(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            texts.append(process.communicate()[0] + "killed: it took too long\n")
+    return all(process.returncode == 0 for process in processes), "".join(texts)
+
+
+def refused_by_nccl(text: str) -> str | None:
+    """The line in which NCCL says that it does not put several ranks on one GPU, where there is one.
+
+    Examples
+    --------
+    >>> refused_by_nccl("RuntimeError: NCCL_ERROR_INVALID_USAGE\\nMultiple Ranks are using the same GPU 0\\n")
+    'Multiple Ranks are using the same GPU 0'
+    >>> refused_by_nccl("AttributeError: module 'cupy.cuda' has no attribute 'nccl'")
+    """
+    told = ("NCCL refuses", "Multiple Ranks are using the same GPU", "Duplicate GPU detected")
+    return next((line.strip() for line in text.splitlines() if any(one in line for one in told)), None)
+
+
+def main() -> None:
+    """Be one rank."""
+    options: dict[str, Any] = {
+        "lanes": os.environ.get("LANES", "steps"),
+        "overlap": os.environ.get("OVERLAP", "1") == "1",
+        "graphs": os.environ.get("GRAPHS", "1") == "1",
+    }
+    if os.environ.get("RANKS_PER_GPU"):
+        options["ranks_per_gpu"] = int(os.environ["RANKS_PER_GPU"])
+    backend = from_environment(timeout=30.0, **options)
+    gpus = list(range(backend.size))
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=gpus)
+    comm = Communicator(plan, backend, chunk_bytes=int(os.environ.get("CHUNK", 1 << 20)), timeout=30.0)
+    try:
+        for task in sys.argv[1].split(","):
+            TASKS[task](comm, backend.rank)
+    finally:
+        comm.close()
+
+
+def say(text: str) -> None:
+    """Print a line at once and as a whole."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def methods(comm: Communicator) -> dict[str, Callable[..., Any]]:
+    """The five collectives by their names in plans."""
+    return {
+        "allreduce": comm.all_reduce,
+        "broadcast": comm.broadcast,
+        "reduce": comm.reduce,
+        "allgather": comm.all_gather,
+        "reduce_scatter": comm.reduce_scatter,
+    }
+
+
+def check(comm: Communicator, rank: int, counts: tuple[int, ...] = COUNTS) -> None:
+    """Every collective has the bits of the loopback on numpy arrays, over and over, and so as a graph too."""
+    import cupy
+
+    with Communicator(comm.plan) as reference:
+        for name, method in methods(comm).items():
+            plain = methods(reference)[name]
+            for count in counts:
+                size = -(-count // comm.size) * comm.size
+                generator = np.random.default_rng(count)
+                rounds = [
+                    [generator.standard_normal(size).astype(np.float32) for _ in range(comm.size)]
+                    for _ in range(ROUNDS)
+                ]
+                given, out = cupy.zeros(size, dtype=np.float32), None
+                for arrays in rounds:
+                    if size:  # of nothing nobody would wait for the copy, and the array goes
+                        given.set(arrays[rank])
+                    out = method(given, out=out)
+                    wanted = plain(arrays)[rank]
+                    assert (out is None) == (wanted is None)
+                    if out is not None:
+                        assert out.get().tobytes() == wanted.tobytes(), f"{name} of {count} differs"
+    say(f"rank {rank}: check: ok")
+
+
+def sparse(comm: Communicator, rank: int, size: int = 300_007) -> None:
+    """The sparse allreduce by each exchange has the bits of numpy arrays, three steps with their residuals."""
+    import cupy
+
+    with Communicator(comm.plan) as reference:
+        for exchange in ("dense", "pairs", "tree", "balanced"):
+            how: dict[str, Any] = {"density": 0.01, "exchange": exchange, "key": exchange}
+            for step in range(3):
+                generator = np.random.default_rng(step)
+                arrays = [generator.standard_normal(size).astype(np.float32) for _ in range(comm.size)]
+                found = comm.sparse_all_reduce(cupy.asarray(arrays[rank]), **how)
+                wanted = reference.sparse_all_reduce(arrays, **how)[rank]
+                assert found.get().tobytes() == wanted.tobytes(), f"{exchange}, step {step} differs"
+    say(f"rank {rank}: sparse: ok")
+
+
+def allreduce(comm: Communicator, rank: int, count: int = 1 << 24) -> None:
+    """Sums are those of ncclAllReduce: of integers the same, of floats within the bound of another order."""
+    import cupy
+
+    with _rival(cupy, comm, rank) as rival:
+        _compare(cupy, comm, rank, rival, count)
+
+
+def _compare(cupy: Any, comm: Communicator, rank: int, rival: Callable[[Any], Any], count: int) -> None:
+    generator = np.random.default_rng(rank)
+    whole = cupy.asarray(generator.integers(-(2**31), 2**31, count, dtype=np.int32))
+    line = generator.standard_normal(count).astype(np.float32)
+    given = cupy.asarray(line)
+    assert comm.all_reduce(whole).get().tobytes() == rival(whole).get().tobytes(), "sums of int32 differ"
+    found, other = comm.all_reduce(given).get(), rival(given).get()
+    most = comm.all_reduce(cupy.asarray(np.abs(line))).get()
+    bound = 2 * comm.size * np.finfo(np.float32).eps * most
+    assert (np.abs(found - other) <= bound).all(), "sums of float32 differ by more than their order explains"
+    out = cupy.empty(given.shape, dtype=given.dtype)
+    own, theirs = (_median(call) for call in (lambda: comm.all_reduce(given, out=out), lambda: rival(given)))
+    if rank == 0:
+        say(
+            f"rank 0: allreduce: int32 as ncclAllReduce, float32 within rounding; {count >> 18} MB in {own * 1e3:.2f} "
+            f"ms, {own / theirs:.2f} times ncclAllReduce's {theirs * 1e3:.2f} ms"
+        )
+
+
+@contextmanager
+def _rival(cupy: Any, comm: Communicator, rank: int) -> Iterator[Callable[[Any], Any]]:
+    """NCCL's own allreduce of an array among the same ranks, ended when it returns."""
+    from collectives.backends.nccl.library import ID_BYTES, find_library
+
+    library = find_library(cupy)
+    said = np.zeros(ID_BYTES, dtype=np.uint8)
+    if rank == 0:
+        said = np.frombuffer(library.unique_id(), dtype=np.uint8)
+    unique_id = comm.broadcast(cupy.asarray(said), root=0).get().tobytes()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    if library.name == "nccl4py":
+        core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
+        made = core.Communicator.init(comm.size, rank, core.UniqueId.from_bytes(unique_id))
+        numbers = {"int32": int(core.INT32), "float32": int(core.FLOAT32)}
+
+        def queue(given: Any, out: Any) -> None:
+            kind, handle = numbers[given.dtype.name], bindings.Comm(made.ptr)
+            bindings.all_reduce(
+                given.data.ptr, out.data.ptr, given.size, kind, int(core.SUM), handle, stream.ptr
+            )
+    else:
+        nccl = import_module("cupy.cuda.nccl")
+        made = nccl.NcclCommunicator(comm.size, unique_id, rank)
+        numbers = {"int32": nccl.NCCL_INT32, "float32": nccl.NCCL_FLOAT32}
+
+        def queue(given: Any, out: Any) -> None:
+            kind = numbers[given.dtype.name]
+            made.allReduce(given.data.ptr, out.data.ptr, given.size, kind, nccl.NCCL_SUM, stream.ptr)
+
+    def reduced(given: Any) -> Any:
+        out = cupy.empty(given.shape, dtype=given.dtype)
+        cupy.cuda.get_current_stream().synchronize()
+        queue(given, out)
+        stream.synchronize()
+        return out
+
+    yield reduced
+    made.destroy()
+
+
+def measure(comm: Communicator, rank: int) -> None:
+    """Rank 0 prints lines of megabytes and seconds of an allreduce."""
+    import cupy
+
+    for megabytes in (1, 16, 256):
+        given = cupy.full(megabytes << 18, rank + 1, dtype=np.float32)
+        out = cupy.empty(given.shape, dtype=given.dtype)
+        seconds = _median(lambda given=given, out=out: comm.all_reduce(given, out=out))
+        if rank == 0:
+            say(f"{megabytes} {seconds}")
+
+
+def _median(call: Callable[[], object], runs: int = 10) -> float:
+    seconds = []
+    for _ in range(3 + runs):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[3:])
+
+
+def refuse(comm: Communicator, rank: int) -> None:
+    """The last rank passes an array that does not fit, after a graph was replayed; every rank raises."""
+    given, out = _replayed(comm)
+    wrong = np.zeros(given.size, dtype=np.float32) if rank == comm.size - 1 else given
+    _raises("refuse", rank, lambda: comm.all_reduce(wrong, out=out))
+
+
+def die(comm: Communicator, rank: int) -> None:
+    """The last rank kills itself after a graph was replayed; every other rank raises."""
+    given, out = _replayed(comm)
+    if rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _raises("die", rank, lambda: comm.all_reduce(given, out=out))
+
+
+def close(comm: Communicator, rank: int) -> None:
+    """Print how long closing takes; behind every other task, since it leaves nothing to use."""
+    started = time.monotonic()
+    comm.close()
+    say(f"rank {rank}: close: {time.monotonic() - started:.3f} s")
+
+
+def graph(comm: Communicator, rank: int) -> None:
+    """Leave a graph that was replayed, for `close` to end with."""
+    _replayed(comm)
+    say(f"rank {rank}: graph: ok")
+
+
+def _replayed(comm: Communicator) -> tuple[Any, Any]:
+    import cupy
+
+    given, out = (cupy.zeros(1 << 20, dtype=np.float32) for _ in range(2))
+    for _ in range(ROUNDS):
+        comm.all_reduce(given, out=out)
+    return given, out
+
+
+def _raises(task: str, rank: int, call: Callable[[], object]) -> None:
+    started = time.monotonic()
+    try:
+        call()
+    except TopoplanError as error:
+        say(f"rank {rank}: {task}: raised after {time.monotonic() - started:.3f} s: {error}")
+        return
+    raise AssertionError(f"rank {rank}: {task}: no error")
+
+
+TASKS: dict[str, Callable[[Communicator, int], None]] = {
+    "check": check,
+    "sparse": sparse,
+    "allreduce": allreduce,
+    "time": measure,
+    "refuse": refuse,
+    "die": die,
+    "graph": graph,
+    "close": close,
+}
+"""What a rank can be told to do."""
+
+
+if __name__ == "__main__":
+    main()

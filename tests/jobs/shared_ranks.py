@@ -1,0 +1,161 @@
+"""One rank of a job of the shared back end: ``python shared_ranks.py WHAT RANK SIZE FOLDER``; prints what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import topoplan
+from collectives import ASP, BSP, SSP, Communicator, GradientSynchronizer, LocalSGD
+from collectives.backends.shared.backend import SharedBackend
+from collectives.staleness.simulated_straggler import Straggler
+from tests.support.file_gather import FileGather
+from tests.support.tcp_jobs import call, given_to, seal
+from topoplan.errors import BackendError
+from topoplan.plans.plan import Plan
+
+COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+
+
+def plan_for(size: int) -> Plan:
+    """Trees of several levels where there are several."""
+    return topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3][:size])
+
+
+def agreement(comm: Communicator, rank: int) -> Any:
+    """Seals of the results of all collectives."""
+    seals = []
+    for collective in COLLECTIVES:
+        for count in (0, 1, 7, 100003):
+            for dtype in ("float32", "int64"):
+                given = given_to(rank, comm.size, collective, count, dtype)
+                seals.append(seal(call(comm, collective, given)))
+    for step in range(3):
+        gradient = np.random.default_rng([rank, step]).standard_normal(5003).astype(np.float32)
+        for exchange in ("pairs", "tree", "balanced"):
+            found = comm.sparse_all_reduce(gradient, density=0.01, exchange=exchange, key=exchange)
+            seals.append(seal(found))
+    return seals
+
+
+def in_place(comm: Communicator, rank: int) -> Any:
+    """Averages of whole numbers into the input itself, again and again."""
+    array = np.full(50_000, rank * 12.0)
+    for _ in range(3):
+        comm.all_reduce(array, op="avg", out=array)
+    return [float(array[0]), float(array[-1])]
+
+
+def killed(comm: Communicator, rank: int) -> Any:
+    """Rank 1 is killed between two collectives."""
+    array = np.ones(1 << 20, np.float32)
+    comm.all_reduce(array)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        comm.all_reduce(array)
+
+
+def stopped(comm: Communicator, rank: int) -> Any:
+    """Rank 1 stops."""
+    array = np.ones(1 << 20, np.float32)
+    comm.all_reduce(array)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        comm.all_reduce(array)
+
+
+def different(comm: Communicator, rank: int) -> Any:
+    """Ranks that mean different collectives."""
+    return comm.all_reduce(np.ones(10 + rank)).tolist()
+
+
+def torch_tensors(comm: Communicator, rank: int) -> Any:
+    """Sums of tensors, bfloat16 too."""
+    import torch
+
+    sums = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.float64):
+        tensor = (torch.arange(1003) % 7 + rank).to(dtype)
+        out = torch.empty_like(tensor)
+        comm.all_reduce(tensor, out=out)
+        gathered = comm.all_gather(tensor[:3])
+        sums.append([str(out.dtype), out.double().sum().item(), gathered.double().tolist()])
+    return sums
+
+
+def trained(comm: Communicator, rank: int) -> Any:
+    """Two parameters of a plain loop in every mode: what they have become."""
+    told = []
+    for mode in (BSP(), SSP(2), ASP(), LocalSGD(3)):
+        with GradientSynchronizer(
+            [np.zeros((3, 2)), np.zeros(5)],
+            comm.plan,
+            backend=SharedBackend(GATHER[0], rank=rank, size=comm.size),
+            bucket_bytes=48,
+            mode=mode,
+        ) as synchronizer:
+            weights = [np.zeros((3, 2)), np.zeros(5)]
+            for step in range(12):
+                Straggler(1, 3, 2, 8).hold_up(rank, step, 0.003)
+                gradients = [np.full((3, 2), float(comm.size * (rank + 1))), np.arange(5.0) * comm.size]
+                for weight, average in zip(weights, synchronizer.step(gradients), strict=True):
+                    weight += average
+                synchronizer.after_step(weights)
+
+            def use(averages: list[Any], weights: list[Any] = weights) -> None:
+                for weight, average in zip(weights, averages, strict=True):
+                    weight += average
+
+            if mode == SSP(2):
+                rest = synchronizer.finish()
+                assert rest is not None
+                use(rest)
+            else:
+                assert synchronizer.finish(weights, use=use) is None
+            told.append([weight.reshape(-1).tolist() for weight in weights])
+    return told
+
+
+GATHER: list[FileGather] = []
+
+WHAT = {
+    one.__name__: one for one in (agreement, trained, in_place, killed, stopped, different, torch_tensors)
+}
+
+
+def main() -> None:
+    """Run one rank and print a JSON line."""
+    what, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    arrays = None
+    if what == "torch_tensors":
+        import torch
+
+        from collectives.arrays.torch_arrays import TorchArrays
+
+        arrays = TorchArrays([torch.device("cpu")])
+    GATHER.append(FileGather(folder, rank, size))
+    backend = SharedBackend(
+        GATHER[0],
+        rank=rank,
+        size=size,
+        timeout=1.0 if what == "stopped" else 20.0,
+        arrays=arrays,
+    )
+    started = time.monotonic()
+    with Communicator(plan_for(size), backend, chunk_bytes=1 << 14) as comm:
+        try:
+            print(json.dumps(WHAT[what](comm, rank)), flush=True)
+        except BackendError as error:
+            print(json.dumps([str(error), time.monotonic() - started]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The mpi back end in processes of its own: results of loopback bit for bit, and errors on every rank."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.mpi import Round, one_round
+
+from collectives.launching.mpiexec import mpiexec_command, run_mpi
+from tests.jobs.mpi_ranks import chosen
+from tests.jobs.torch_ranks import expected
+from tests.support.checkout import ROOT
+from tests.support.sparse_steps import of_each_rank, steps_of_each
+from topoplan.errors import UsageError
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+try:
+    mpiexec_command(1)
+except UsageError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+LIMIT = 100
+"""Seconds after which processes hang."""
+
+
+def ranks(scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of so many processes found in a scenario of `mpi_ranks`."""
+    program = [sys.executable, str(ROOT / "tests" / "jobs" / "mpi_ranks.py"), scenario, str(folder)]
+    done = subprocess.run(
+        mpiexec_command(size, program), capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        ("shared", 8),
+        ("messages", 4),
+        ("mixed", 4),
+        pytest.param("every-shared", 8, marks=pytest.mark.slow),
+        pytest.param("every-mixed", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_path: Path) -> None:
+    found = ranks(f"results {form}", size, tmp_path)
+    listed = chosen(form, size)
+    assert len(listed) > 50
+    for case in listed:
+        assert [one[repr(case)] for one in found[: case.ranks]] == expected(case), case
+    assert [one["sparse"] for one in found[:4]] == of_each_rank(steps_of_each())
+
+
+@pytest.fixture(scope="module", params=["shared", "messages", "mixed"])
+def mistakes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each of four ranks raises for each mistake of `mpi_ranks`."""
+    return ranks(f"mistakes {request.param}", 4, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["count", "dtype", "plan", "op", "chunk"])
+def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[str, Any]], name: str) -> None:
+    for rank, one in enumerate(mistakes):
+        assert one[name]["kind"] == "BackendError"
+        assert (one[name]["rank"], name in one[name]["text"]) == (rank, True)
+
+
+@pytest.mark.thorough
+def test_an_argument_that_does_not_fit_ends_the_collective_on_all_ranks(
+    mistakes: list[dict[str, Any]],
+) -> None:
+    raised = [one["no array"] for one in mistakes]
+    assert [one["kind"] for one in raised] == ["BackendError", "UsageError", "BackendError", "BackendError"]
+    assert all("rank 1 has a list" in one["text"] for one in raised)
+    assert [one.get("peer") for one in raised] == [1, None, 1, 1]
+
+
+def test_a_communicator_that_failed_says_so_in_later_calls(mistakes: list[dict[str, Any]]) -> None:
+    assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
+
+
+@pytest.mark.thorough
+def test_a_rank_that_makes_no_call_is_named_by_the_others(mistakes: list[dict[str, Any]]) -> None:
+    if "leaves early" not in mistakes[0]:
+        pytest.skip("without shared memory nobody can tell it from a rank that stalls")
+    raised = [one["leaves early"] for one in mistakes]
+    assert [one["kind"] for one in raised] == ["BackendError", "nothing", "BackendError", "BackendError"]
+    assert [one.get("peer") for one in raised] == [1, None, 1, 1]
+
+
+def test_a_plan_for_other_ranks_is_refused_on_all(mistakes: list[dict[str, Any]]) -> None:
+    assert all(one["wrong size"]["kind"] == "UsageError" for one in mistakes)
+
+
+def test_a_rank_that_measures_while_others_collect_is_named(mistakes: list[dict[str, Any]]) -> None:
+    assert all(one["measures"]["kind"] == "BackendError" for one in mistakes)
+
+
+def test_failed_communicators_close(mistakes: list[dict[str, Any]]) -> None:
+    closed = [one[name]["kind"] for one in mistakes for name in one if name.endswith(", closing")]
+    assert set(closed) == {"nothing"}
+
+
+def test_host_numbers_must_be_one_for_each_rank(mistakes: list[dict[str, Any]]) -> None:
+    assert all("1 host numbers for 4 ranks" in one["hosts"]["text"] for one in mistakes)
+
+
+def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
+    assert all(one["chunks"]["kind"] == "nothing" for one in mistakes)
+
+
+@pytest.mark.parametrize(
+    ("form", "number"), [("shared", signal.SIGKILL), ("mixed", signal.SIGKILL), ("shared", signal.SIGSTOP)]
+)
+def test_survivors_name_a_rank_that_dies_or_stalls_and_nothing_is_left(
+    form: str, number: signal.Signals
+) -> None:
+    complaints, noticed = one_round(Round(form, victim=2, number=number, delay=0.05))
+    assert complaints == []
+    assert len(noticed) == 3
+
+
+def test_the_exit_status_of_the_processes_is_returned() -> None:
+    program = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size)"
+    assert run_mpi([sys.executable, "-c", program], 3) == 3
+
+
+def test_no_processes_are_refused() -> None:
+    with pytest.raises(UsageError, match="0 processes"):
+        mpiexec_command(0)

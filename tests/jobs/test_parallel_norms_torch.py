@@ -1,0 +1,192 @@
+"""LARS and LAMB for torch: formulas and refusals here, and two real processes whose ranks share the norms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.optimisers import lamb, lars
+from tests.support.checkout import ROOT
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
+
+pytestmark = pytest.mark.thorough
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+RANKS = 2
+STARTER = """
+import sys
+from collectives.launching.start_ranks import start_ranks
+sys.exit(start_ranks("torch", [sys.executable, *sys.argv[1:]], 2))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    program = [
+        sys.executable,
+        "-c",
+        STARTER,
+        str(ROOT / "tests" / "jobs" / "parallel_norms_rank.py"),
+        str(folder),
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def test_owners_walk_the_trajectory_of_one_rank_alone_bit_for_bit(told: list[dict[str, Any]]) -> None:
+    for one in told:
+        assert one["trajectories"] == {
+            f"{method} {dtype}": [True, True, [f"torch.{kept}"]]
+            for method in ("lars", "lamb")
+            for dtype, kept in (("float32", "float32"), ("bfloat16", "float32"))
+        }
+
+
+def test_a_restored_state_goes_on_bit_for_bit_that_of_16_bit_parameters_too(
+    told: list[dict[str, Any]],
+) -> None:
+    for one in told:
+        assert len(one["restored"]) == 4
+        assert all(one["restored"].values()), one["restored"]
+
+
+def test_plain_loops_over_processes_walk_the_trajectory_of_one_alone(told: list[dict[str, Any]]) -> None:
+    assert all(one["plain"] == {"Lars": True, "Lamb": True} for one in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "clause"),
+    [
+        ("layers", "3 instead of 4 layers"),
+        ("settings", "or other sizes or settings"),
+        ("gradients", "instead of"),
+        ("method", "or other sizes or settings"),
+    ],
+)
+def test_ranks_that_differ_are_refused_on_all_of_them_before_anything_moves(
+    told: list[dict[str, Any]], name: str, clause: str
+) -> None:
+    for one in told:
+        kind, message, unmoved = one["disagreements"][name]
+        assert kind == "UsageError"
+        assert message.startswith("rank 1 and rank 0 do not mean the same layers: ")
+        assert clause in message
+        assert unmoved
+        assert one["disagreements"]["none"] is None
+
+
+def test_a_rank_whose_layers_change_later_ends_all_of_them_before_parameters_move(
+    told: list[dict[str, Any]],
+) -> None:
+    for one in told:
+        kind, message, unmoved = one["disagreements"]["later"]
+        assert kind == "BackendError"
+        assert "the peer runs another collective" in message
+        assert unmoved
+
+
+SHAPES = ((8, 3, 3, 3), (8,), (), (0, 4), (50, 7))
+PAIRS: dict[str, Any] = {
+    "lars": (
+        lambda: lars.Lars(0.5, coefficient=0.01, weight_decay=[1e-3] * 4 + [0.0], excluded=[1]),
+        {"lr": 0.5, "coefficient": 0.01, "weight_decay": 1e-3},
+    ),
+    "lamb": (
+        lambda: lamb.Lamb(0.01, weight_decay=[0.02] * 4 + [0.0], excluded=[1]),
+        {"lr": 0.01, "weight_decay": 0.02},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", PAIRS)
+def test_torch_and_numpy_take_the_same_steps_to_rounding(method: str) -> None:
+    from collectives.torch.optimizers import Lamb, Lars
+
+    make, options = PAIRS[method]
+    generator = np.random.default_rng(2)
+    weights = [np.asarray(generator.standard_normal(shape)) for shape in SHAPES]
+    tensors = [torch.nn.Parameter(torch.from_numpy(w.copy())) for w in weights]
+    groups = [
+        {"params": [tensors[0]]},
+        {"params": [tensors[1]], "adapt": False},
+        {"params": tensors[2:4]},
+        {"params": [tensors[4]], "weight_decay": 0.0},
+    ]
+    plain, tensor_wise = make(), {"lars": Lars, "lamb": Lamb}[method](groups, **options)
+    for _ in range(10):
+        gradients = [np.asarray(generator.standard_normal(shape)) for shape in SHAPES]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = torch.from_numpy(gradient)
+        plain.step(weights, gradients)
+        tensor_wise.step()
+    for found, wanted in zip(tensors, weights, strict=True):
+        np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Lars", {"lr": -1.0}, "lr -1.0 is out of range"),
+        ("Lars", {"lr": 0.1, "momentum": 1.0}, "momentum 1.0 or coefficient 0.001 is out of range"),
+        ("Lamb", {"lr": 0.1, "betas": (0.9, 1.5)}, r"betas \(0.9, 1.5\) or eps 1e-06 are out of range"),
+        ("Lamb", {"lr": 0.1, "weight_decay": float("inf")}, "weight_decay inf is out of range"),
+    ],
+)
+def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    from collectives.torch import optimizers
+
+    with pytest.raises(UsageError, match=message):
+        getattr(optimizers, name)([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+def test_a_group_that_is_refused_later_is_not_added() -> None:
+    from collectives.torch.optimizers import Lars
+
+    optimiser = Lars([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(UsageError, match="lr -2"):
+        optimiser.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": -2})
+    assert len(optimiser.param_groups) == 1
+
+
+def test_several_ranks_in_a_process_and_sparse_gradients_are_refused() -> None:
+    from collectives.torch.optimizers import Lamb
+
+    parameter = torch.nn.Parameter(torch.ones(3, 3))
+    with (
+        Communicator(forest_plan(2, "allreduce", "chain")) as comm,
+        pytest.raises(UsageError, match="the loopback back end has several ranks in this process"),
+    ):
+        Lamb([parameter], lr=0.1, communicator=comm)
+    parameter.grad = torch.eye(3).to_sparse()
+    with pytest.raises(UsageError, match=r"has a gradient of layout torch\.sparse_coo"):
+        Lamb([parameter], lr=0.1).step()
+    assert parameter.tolist() == [[1.0] * 3] * 3
+
+
+def test_the_closure_is_called_with_gradients_and_its_loss_returned() -> None:
+    from collectives.torch.optimizers import Lars
+
+    parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimiser = Lars([parameter], lr=1.0, coefficient=0.1)
+
+    def closure() -> Any:
+        optimiser.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimiser.step(closure).item() == 25.0
+    # the gradient is twice the weights, so the rate is 0.1 / 2
+    np.testing.assert_allclose(parameter.tolist(), [2.7, 3.6], rtol=1e-6)

@@ -1,0 +1,187 @@
+"""One rank plans for all: in the same way as the plan that is there, and the others wait as long as it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator
+from collectives.peers.error_rounds import say_when_done
+from collectives.peers.plan_by_one import LONG, packed, plan_by_one, unpacked
+from tests.support.checkout import ROOT
+from tests.support.hand_plans import forest_plan
+from tests.support.tcp_jobs import backends_in_threads, in_threads
+from topoplan.choice.alike import plan_alike
+from topoplan.errors import BackendError, PlanError, TopoplanError, UsageError
+from topoplan.plans.plan import COLLECTIVES, Plan
+
+SCRIPT = Path(__file__).with_name("planning_ranks.py")
+DGX = topoplan.load("dgx-1v")
+PAIR = topoplan.cluster([topoplan.Server(DGX, [0, 1, 2], count=2)], nic_gbps=100, nics=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["tcp", "shared", "mpi", "torch"])
+def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path: Path) -> None:
+    """Half as long again as the timeout; then one error for all, a collective, and one that ranks disagree about."""
+    module = {"mpi": "mpi4py", "torch": "torch"}.get(backend)
+    if module is not None and find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    code = (
+        "import sys; from collectives.launching.start_ranks import start_ranks; "
+        f"sys.exit(start_ranks({backend!r}, [sys.executable, {str(SCRIPT)!r}, {backend!r}, {str(tmp_path)!r}], 3))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert len({one["digest"] for one in told}) == 1, done.stderr
+    assert [one["calls"] for one in told] == [1, 0, 0]
+    assert all(one["seconds"] > 7.4 for one in told)
+    assert {one["error"] for one in told} == {"rank 0: no way leads there"}
+    assert all(one["gathered"] == [0, 0, 1, 1, 2, 2] and one["method"] == "mwu" for one in told)
+    assert all("broadcast" in one["mismatch"] and "reduce_scatter" in one["mismatch"] for one in told)
+    assert all(one["waited"] < 4 for one in told)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        topoplan.plan(DGX, method="mwu"),
+        topoplan.plan(DGX, order="trees"),
+        topoplan.plan(DGX),
+        topoplan.ring(DGX),
+        topoplan.ring(DGX, kind="pcie"),
+        topoplan.plan(PAIR, method="three-phase"),
+        topoplan.one_hop(topoplan.load("dgx-2")),
+        topoplan.lowest_tree(DGX),
+    ],
+    ids=lambda plan: f"{plan.schedule} {plan.method} {plan.order}",
+)
+def test_other_collectives_are_planned_as_the_plan_was(given: Plan) -> None:
+    """From the file too, which tells how: method, kind of ring, channels, and fewest trees first."""
+    read = Plan.from_json(given.to_json())
+    assert read == given
+    for collective in ("broadcast", "allgather"):
+        made = plan_alike(read, collective)
+        assert isinstance(made, Plan)
+        assert (made.method, made.channels, made.order) == (given.method, given.channels, given.order)
+        topoplan.verify(made)
+    with Communicator(read) as comm:
+        assert comm.plan_for("allgather", 1 << 20).method == given.method
+
+
+def test_few_trees_first_is_told_by_the_file_and_nothing_else_changes() -> None:
+    low, few = (topoplan.plan(DGX, "broadcast", order=order) for order in ("height", "trees"))
+    assert '"order"' not in low.to_json()
+    assert '"order": "trees"' in few.to_json()
+    assert plan_alike(few, "broadcast").trees == few.trees < low.trees
+    spoiled = few.to_json().replace('"order": "trees"', '"order": "best"')
+    with pytest.raises(PlanError, match="order must be height or trees, not 'best'"):
+        Plan.from_json(spoiled)
+
+
+def test_a_collective_that_a_schedule_does_not_have_gets_optimal_trees() -> None:
+    tree = topoplan.double_binary_tree(topoplan.load("v100x4"))
+    assert [plan_alike(tree, one).method for one in ("broadcast", "allgather")] == [
+        "double binary tree",
+        "exact",
+    ]
+
+
+def test_every_collective_runs_on_processes_after_one_plan() -> None:
+    """Whatever the plan's own, others are planned by rank 0 alone, and all ranks have the same."""
+
+    def body(comm: Communicator, rank: int) -> list[str]:
+        for collective in COLLECTIVES:
+            method = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(collective, collective)
+            getattr(comm, method)(np.full(6, rank, np.int64))
+        return [comm.plan_for(one, 48).digest for one in ("allreduce", "allgather", "reduce_scatter")]
+
+    found = in_threads(topoplan.plan(DGX, gpus=[0, 1, 2], method="mwu"), body)
+    assert found[0] == found[1] == found[2]
+    assert isinstance(found[0], list)
+
+
+def test_a_rank_that_refuses_is_heard_where_the_others_would_plan() -> None:
+    """At once, and with its reason: the others do not begin to plan."""
+
+    def body(comm: Communicator, rank: int) -> Any:
+        started = time.monotonic()
+        try:
+            comm.all_gather(np.ones(2) if rank != 1 else "no array")  # type: ignore[arg-type]
+        except TopoplanError as error:
+            return type(error), str(error), time.monotonic() - started
+        return None
+
+    found = in_threads(forest_plan(3, "allreduce", "chain"), body)
+    assert [kind for kind, _, _ in found] == [BackendError, UsageError, BackendError]
+    for place in (0, 2):
+        assert "the peer refused the collective: rank 1 has a str" in found[place][1]
+        assert found[place][2] < 5
+
+
+def test_a_planner_that_is_gone_is_named() -> None:
+    """Its connections end while it plans: the others do not wait for ever."""
+
+    def body(backend: Any, rank: int) -> Plan:
+        def leave() -> Plan:
+            backend.close()
+            time.sleep(30)
+            raise AssertionError("too late")
+
+        return plan_by_one(backend.gather_texts, leave, rank=rank)  # type: ignore[return-value]
+
+    found = backends_in_threads(3, body, timeout=2)
+    assert all(isinstance(error, BackendError) for error in found)
+    assert all("rank 0" in str(error) or "peer 0" in str(error) for error in found[1:])
+
+
+def test_an_interrupted_planner_tells_the_others() -> None:
+    """A KeyboardInterrupt stays what it is where it came, and is an error that names the rank elsewhere."""
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    meet = threading.Barrier(2, timeout=20)
+
+    def gather(rank: int, text: str) -> list[str]:
+        texts[rank].append(text)
+        meet.wait()
+        both = [texts[0][-1], texts[1][-1]]
+        meet.wait()
+        return both
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    found: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            say_when_done(lambda text: gather(1, text), lambda: "")
+        except TopoplanError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        say_when_done(lambda text: gather(0, text), interrupted)
+    thread.join(20)
+    assert "rank 0: KeyboardInterrupt" in str(found[0])
+
+
+def test_long_plans_travel_compressed() -> None:
+    text = topoplan.plan(PAIR, "allgather").to_json() * 3
+    assert len(text) > LONG
+    assert len(packed(text)) < len(text) / 3
+    assert unpacked(packed(text)) == text

@@ -1,0 +1,152 @@
+"""The shared back end: processes of one host without MPI give loopback's bits, and fail with a name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.shared.meeting import lock_fence, meet
+from tests.jobs.shared_ranks import COLLECTIVES, plan_for
+from tests.support.checkout import ROOT
+from tests.support.tcp_jobs import call, given_to, seal
+from topoplan.errors import UsageError
+
+
+def job(what: str, size: int, folder: Path) -> list[Any]:
+    """What each rank printed; None for one that printed nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / "tests" / "jobs" / "shared_ranks.py"),
+                what,
+                str(rank),
+                str(size),
+                str(folder),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(size)
+    ]
+    told: list[Any] = [None] * size
+    try:
+        for rank, process in enumerate(ranks):
+            if (what, rank) == ("stopped", 1):
+                continue
+            text, _ = process.communicate(timeout=60)
+            told[rank] = json.loads(text) if text.strip() else None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return told
+
+
+def on_loopback(size: int) -> list[list[str | None]]:
+    """What `shared_ranks.agreement` must see."""
+    seals: list[list[str | None]] = [[] for _ in range(size)]
+    with Communicator(plan_for(size)) as comm:
+        for collective in COLLECTIVES:
+            for count in (0, 1, 7, 100003):
+                for dtype in ("float32", "int64"):
+                    given = [given_to(rank, size, collective, count, dtype) for rank in range(size)]
+                    for rank, result in enumerate(call(comm, collective, given)):
+                        seals[rank].append(seal(result))
+        for step in range(3):
+            gradients = [
+                np.random.default_rng([rank, step]).standard_normal(5003).astype(np.float32)
+                for rank in range(size)
+            ]
+            for exchange in ("pairs", "tree", "balanced"):
+                results = comm.sparse_all_reduce(gradients, density=0.01, exchange=exchange, key=exchange)
+                for rank, result in enumerate(results):
+                    seals[rank].append(seal(result))
+    return seals
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_are_those_of_loopback_bit_for_bit(size: int, tmp_path: Path) -> None:
+    assert job("agreement", size, tmp_path) == on_loopback(size)
+
+
+def test_inputs_may_be_averaged_in_place(tmp_path: Path) -> None:
+    assert job("in_place", 3, tmp_path) == [[12.0, 12.0]] * 3
+
+
+def test_survivors_name_a_rank_that_was_killed(tmp_path: Path) -> None:
+    zero, one, two = job("killed", 3, tmp_path)
+    assert one is None
+    for rank, (text, seconds) in ((0, zero), (2, two)):
+        assert text.startswith(f"rank {rank}, peer 1, step "), text
+        assert "the peer died" in text
+        assert seconds < 10
+
+
+def test_survivors_name_a_rank_that_stands_still_after_the_timeout(tmp_path: Path) -> None:
+    zero, _, two = job("stopped", 3, tmp_path)
+    for rank, (text, _) in ((0, zero), (2, two)):
+        assert text.startswith(f"rank {rank}, peer 1, step "), text
+        assert "is stopped" in text
+
+
+def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> None:
+    for text, _ in job("different", 2, tmp_path):
+        assert "10" in text
+        assert "11" in text
+
+
+def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> None:
+    """Twelve steps of three ranks: each gradient is used once by everyone, however late."""
+    first, second = [12 * (1 + 2 + 3.0)] * 6, [12 * 3 * place for place in range(5)]
+    for told in job("trained", 3, tmp_path):
+        for sums in told[:3]:
+            assert sums == [first, [float(value) for value in second]]
+        # alone each rank uses its own gradients, and parameters are averaged
+        assert told[3] == [[12 * 2 * 3.0] * 6, [float(value) for value in second]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_tensors_on_the_cpu_are_shared_bfloat16_too(tmp_path: Path) -> None:
+    results = job("torch_tensors", 3, tmp_path)
+    expected = sum(value % 7 * 3 + 3 for value in range(1003))
+    for sums in results:
+        assert [name for name, _, _ in sums] == [
+            "torch.float32",
+            "torch.float16",
+            "torch.bfloat16",
+            "torch.int64",
+            "torch.float64",
+        ]
+        assert all(total == expected for _, total, _ in sums)
+        assert all(gathered == [0, 1, 2, 1, 2, 3, 2, 3, 4] for _, _, gathered in sums)
+
+
+def test_ranks_that_cannot_see_the_memory_of_the_first_are_refused_on_all() -> None:
+    def gather(text: str) -> list[str]:
+        if "pid" in text:
+            return [json.dumps({"pid": 2**30, "descriptor": 3, "file": []}), text]
+        return ["", text]
+
+    with pytest.raises(
+        UsageError, match=r"ranks cannot share memory: rank 1 says it cannot see the memory of rank 0"
+    ):
+        meet(gather, rank=1, size=2)
+
+
+def test_a_lock_is_the_fence_where_processors_need_one() -> None:
+    fence = lock_fence()
+    assert fence() is None
+    assert fence() is None

@@ -1,0 +1,345 @@
+"""Torch on GPUs: order of streams, the hook against plain DDP, the process group "topoplan"; with one rank and two.
+
+Every check is a plain function that raises where something is wrong, and `UsageError` where it cannot run here. Those
+that need no stream run on the CPU too, so that they are known to run. ``make test-gpu`` runs them on a GPU, and
+``test_torch_gpu.py RANK FOLDER DEVICE`` is one rank of two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import topoplan
+from collectives import Communicator
+from tests.support.checkout import ROOT
+from topoplan.errors import UsageError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from collectives.sparse.torch_entry_arrays import check_cupy  # noqa: E402
+
+SECONDS = 0.3
+"""That a stream sleeps before it writes what a collective is to read."""
+
+CYCLES = 1.5e9
+"""Of a GPU in a second, about."""
+
+STEPS = 6
+PLAN, PLAN_OF_TWO = (topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=gpus) for gpus in ([0], [0, 1]))
+
+
+@contextmanager
+def job(backend: str, *, rank: int = 0, size: int = 1, folder: str | None = None) -> Iterator[None]:
+    """A process group, of this process alone or of those that meet in a folder."""
+    with tempfile.TemporaryDirectory() as own:
+        store = dist.FileStore(str(Path(folder or own) / f"store of {backend}"), size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def library_of(device: str) -> str:
+    """What serves a kind of device."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def sleep() -> None:
+    """Let the current stream sleep."""
+    torch.cuda._sleep(int(SECONDS * CYCLES))
+
+
+def check_streams() -> None:
+    """Collectives called from any stream read what it has been told to write, and results are there for it."""
+    with job("nccl"), Communicator(PLAN, "torch") as comm:
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        given = [torch.zeros(1 << 20, device="cuda") for _ in streams]
+        torch.cuda.synchronize()
+        results: list[Any] = []
+        for number, (stream, tensor) in enumerate(zip(streams, given, strict=True)):
+            with torch.cuda.stream(stream):
+                sleep()
+                tensor.fill_(number + 1.0)
+                # the last is not in the background, but behind those that are
+                results.append(comm.all_reduce(tensor, async_op=number < 2))
+        for number, (stream, found) in enumerate(zip(streams, results, strict=True)):
+            with torch.cuda.stream(stream):
+                total = found.wait() if number < 2 else found
+                least, most = total.min().item(), total.max().item()
+            if (least, most) != (number + 1.0, number + 1.0):
+                raise AssertionError(f"call {number} gave {least} to {most} instead of {number + 1.0}")
+            results[number] = None
+        for number in range(20):  # memory of dropped results is not given away while a stream still reads it
+            with torch.cuda.stream(streams[0]):
+                total = comm.all_reduce(given[0] + number, async_op=True).wait()
+                sleep() if number % 10 == 0 else None
+                kept = total.clone()
+                del total
+            after = comm.all_reduce(torch.full_like(given[0], -1.0), async_op=True)
+            after.wait()
+            with torch.cuda.stream(streams[0]):
+                if not bool((kept == number + 1.0).all()):
+                    raise AssertionError(f"result {number} was written over while it was read")
+
+
+def trained(device: str, state: Any, *, dtype: Any = None, norm: bool = False) -> list[float]:
+    """Losses of some steps with a hook or with DDP's own allreduce; with a norm over all ranks if asked."""
+    from collectives.torch import topoplan_hook
+
+    torch.manual_seed(5)
+    middle = nn.SyncBatchNorm(300) if norm else nn.Tanh()
+    network = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 300), middle, nn.Linear(300, 5))
+    network.to(device=device, dtype=dtype)
+    model = DistributedDataParallel(network, bucket_cap_mb=0.1)
+    if state is not None:
+        model.register_comm_hook(state, topoplan_hook)
+    losses = []
+    for _ in range(STEPS):
+        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+        given = torch.randn(16, 40, generator=generator).to(device, dtype)
+        loss = (model(given).float() - given[:, :5].float().sin()).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+        losses.append(loss.item())
+    return losses
+
+
+def check_hook(device: str, options: dict[str, Any], *, dtype: Any = None, limit: float = 0.0) -> None:
+    """Training with the hook goes as with plain DDP; losses may differ by so much."""
+    from collectives.torch import HookState
+
+    if "density" in options and device == "cuda":
+        check_cupy()
+    with job(library_of(device)):
+        wanted = trained(device, None, dtype=dtype)
+        state = HookState(PLAN, **options)
+        found = trained(device, state, dtype=dtype)
+        state.close()
+    worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    if not worst <= limit:
+        raise AssertionError(f"losses differ by {worst:.3g} with {options}: {found} instead of {wanted}")
+    if not found[-1] < found[0]:
+        raise AssertionError(f"the loss does not fall: {found}")
+
+
+def check_sparse_hook(device: str, options: dict[str, Any], *, dtype: Any = None) -> None:
+    """With one hundredth of the gradient nothing is lost, and on a GPU no gradient comes to the host."""
+    from collectives.arrays.torch_arrays import TorchArrays
+    from collectives.torch import HookState
+
+    def refused(*_: object) -> Any:
+        raise AssertionError("a gradient came to the host")
+
+    with job(library_of(device)), pytest.MonkeyPatch.context() as patch:
+        if device == "cuda":
+            check_cupy()
+            for name in ("values", "put", "wrapped"):
+                patch.setattr(TorchArrays, name, refused)
+        state = HookState(PLAN, density=0.01, exchange="pairs", **options)
+        losses = trained(device, state, dtype=dtype)
+        if not losses[-1] < losses[0]:
+            raise AssertionError(f"the loss does not fall: {losses}")
+        ones = torch.ones(1000, device=device)
+        with Communicator(PLAN, "torch") as comm:
+            sums = [comm.sparse_all_reduce(ones, density=0.25, exchange="pairs") for _ in range(8)]
+            kept = torch.from_numpy(comm.sparse_state()[""][0]["residual"])
+        if not torch.equal(sum(sums).cpu() + kept, torch.full((1000,), 8.0)):
+            raise AssertionError("what was sent and what is kept are not what was given")
+        saved = state.state_dict()
+        if not saved["residuals"] or any(one.device.type != "cpu" for one in saved["residuals"].values()):
+            raise AssertionError("a checkpoint holds residuals, on the host")
+        state.load_state_dict(saved)
+        state.close()
+
+
+def check_process_group(device: str) -> None:
+    """Unmodified DDP under "topoplan" goes as under torch's own group, and what is not by plan follows what is."""
+    with job(library_of(device)):
+        wanted = trained(device, None)
+    with job("topoplan"):
+        found = trained(device, None)
+        tensor, other = torch.ones(1 << 20, device=device), torch.full((3,), 2.0, device=device)
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.reduce(other, 0)
+        dist.barrier()
+        assert work is not None, "this process is in the group"
+        work.wait()
+        sums = [tensor.sum().item(), other.sum().item()]
+    if found != wanted:
+        raise AssertionError(f"losses {found} instead of {wanted}")
+    if sums != [float(1 << 20), 6.0]:
+        raise AssertionError(f"sums {sums}")
+
+
+def check_two_ranks(device: str) -> None:
+    """A norm in backward beside the hook, and others' collectives beside those of plans, each on a GPU of its own."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        raise UsageError(f"two ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.json"
+        plan.write_text(PLAN_OF_TWO.to_json(), encoding="utf-8")
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        settings = {"PYTHONPATH": path, "TOPOPLAN_PLAN": str(plan), "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(rank), folder, device],
+                env={**os.environ, **settings},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            told = [one.communicate(timeout=150)[1] for one in ranks]
+        finally:
+            for one in ranks:
+                one.kill()
+                one.wait()
+        for rank, one in enumerate(ranks):
+            if one.returncode:
+                raise AssertionError(f"rank {rank} ended with {one.returncode}: {told[rank][-1000:]}")
+
+
+def one_of_two(rank: int, folder: str, device: str) -> None:
+    """What a rank of `check_two_ranks` does."""
+    from collectives.torch import HookState
+
+    norm = device == "cuda"  # on the CPU torch has none
+    if norm:
+        torch.cuda.set_device(rank)
+    with job(library_of(device), rank=rank, size=2, folder=folder):
+        wanted = trained(device, None, norm=norm)
+        state = HookState(PLAN_OF_TWO)
+        found = trained(device, state, norm=norm)
+        state.close()
+    worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    if not worst <= 1e-5:
+        raise AssertionError(f"losses differ by {worst:.3g}: {found} instead of {wanted}")
+    with job("topoplan", rank=rank, size=2, folder=folder):
+        for step in range(20):
+            tensor = torch.full((1 << 18,), rank + 1.0, device=device)
+            other, moved = (
+                torch.full((3,), rank + 1.0, device=device),
+                torch.full((2,), 7.0 * step, device=device),
+            )
+            work = dist.all_reduce(tensor, async_op=True)
+            dist.reduce(other, 0)
+            if rank == 0:
+                dist.send(moved, 1)
+            else:
+                moved.zero_()
+                dist.recv(moved, 0)
+            dist.barrier()
+            assert work is not None, "this process is in the group"
+            work.wait()
+            got = [tensor.unique().tolist(), moved.unique().tolist(), other[0].item() if rank == 0 else 3.0]
+            if got != [[3.0], [7.0 * step], 3.0]:
+                raise AssertionError(f"step {step} gave {got}")
+
+
+def check_bad_input() -> None:
+    """What a tensor must be is said in one line."""
+    with job("nccl"):
+        for make, told in (
+            (lambda: torch.zeros(4, 2, device="cuda").T, "is not contiguous; pass tensor.contiguous()"),
+            (lambda: torch.zeros(4), "is on cpu, and the process group takes tensors on cuda:0"),
+            (lambda: torch.zeros(4, device="cuda:1"), "and this rank works on cuda:0; move it with"),
+        ):
+            if told.startswith("and this") and torch.cuda.device_count() < 2:
+                continue
+            with Communicator(PLAN, "torch") as comm:
+                try:
+                    comm.all_reduce(make())
+                except UsageError as error:
+                    if told not in str(error) or "\n" in str(error):
+                        raise AssertionError(f"{error!s} does not say {told!r}") from None
+                else:
+                    raise AssertionError(f"a tensor that {told!r} should be said of was taken")
+
+
+HOOKS: dict[str, tuple[dict[str, Any], str | None, float]] = {
+    "dense": ({}, None, 0.0),
+    "dense bfloat16": ({}, "bfloat16", 0.0),
+    "in bfloat16": ({"compress": "bfloat16"}, None, 2e-2),
+    "sparse, everything": ({"density": 1.0, "exchange": "pairs"}, None, 0.0),
+}
+"""Options, dtype of the model, and by how much losses may differ."""
+
+
+def dtype_of(name: str | None) -> Any:
+    """torch's dtype of this name, None for none."""
+    return None if name is None else getattr(torch, name)
+
+
+def hook_check(device: str, name: str) -> None:
+    """`check_hook` of one of `HOOKS`."""
+    options, dtype, limit = HOOKS[name]
+    check_hook(device, options, dtype=dtype_of(dtype), limit=limit)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "streams": check_streams,
+    **{f"hook, {name}": lambda name=name: hook_check("cuda", name) for name in HOOKS},  # type: ignore[misc]
+    "hook, a hundredth": lambda: check_sparse_hook("cuda", {}),
+    "hook, a hundredth with momentum": lambda: check_sparse_hook("cuda", {"momentum": 0.5}),
+    "hook, a hundredth of bfloat16": lambda: check_sparse_hook("cuda", {}, dtype=torch.bfloat16),
+    "process group": lambda: check_process_group("cuda"),
+    "bad input": check_bad_input,
+    "two ranks": lambda: check_two_ranks("cuda"),
+}
+"""What is to be checked on a GPU, by its name."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_a_gpu_torch_holds_what_it_holds_on_the_cpu(name: str) -> None:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        pytest.skip("torch finds no GPU, or has no NCCL")
+    if name == "two ranks" and torch.cuda.device_count() < 2:
+        pytest.skip(f"two ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
+    if "hundredth" in name or "sparse" in name:
+        try:
+            check_cupy()
+        except UsageError as error:
+            pytest.skip(str(error))
+    CHECKS[name]()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hook_of_one_rank_trains_as_plain_ddp_does(name: str) -> None:
+    hook_check("cpu", name)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=["plain", "momentum"])
+def test_the_sparse_hook_of_one_rank_loses_nothing(options: dict[str, Any]) -> None:
+    check_sparse_hook("cpu", options)
+
+
+def test_ddp_under_the_process_group_of_one_rank_trains_as_under_torchs() -> None:
+    check_process_group("cpu")
+
+
+@pytest.mark.thorough
+def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold() -> None:
+    check_two_ranks("cpu")
+
+
+if __name__ == "__main__":
+    one_of_two(int(sys.argv[1]), sys.argv[2], sys.argv[3])

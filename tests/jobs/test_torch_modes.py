@@ -1,0 +1,162 @@
+"""DDP in every synchronisation mode, and the loops of docs/training.md, with real processes under torchrun."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkout import ROOT
+
+pytestmark = pytest.mark.thorough
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+
+def torchrun(processes: int, *command: str) -> str:
+    """What a job printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
+    done = subprocess.run(
+        [*launcher, *command], capture_output=True, text=True, timeout=150, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def modes() -> list[dict[str, Any]]:
+    """What each of two ranks saw, by mode."""
+    text = torchrun(2, str(ROOT / "tests" / "jobs" / "torch_mode_ranks.py"))
+    found: list[dict[str, Any]] = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+    return found
+
+
+def test_in_step_ranks_hold_the_same_bits(modes: list[dict[str, Any]]) -> None:
+    first, second = (told["BSP()"] for told in modes)
+    assert first["digest"] == second["digest"]
+    assert first["farthest"] is None
+
+
+@pytest.mark.parametrize("mode", ["SSP(staleness=1)", "ASP()"])
+def test_stale_ranks_have_used_the_same_gradients_in_the_end(modes: list[dict[str, Any]], mode: str) -> None:
+    first, second = (told[mode] for told in modes)
+    assert first["digest"] == second["digest"]
+    assert any(how.startswith(("stale", "asynchronous")) for how in first["how"])
+
+
+def test_no_rank_is_further_ahead_than_the_bound(modes: list[dict[str, Any]]) -> None:
+    """When a step begins; a step later the gap is one more at most."""
+    assert all(told["SSP(staleness=1)"]["farthest"] <= 1 for told in modes)
+
+
+@pytest.mark.parametrize("mode", ["BSP()", "SSP(staleness=1)", "ASP()", "LocalSGD(every=4)"])
+@pytest.mark.parametrize("steps", ["linear", "uneven linear"])
+def test_every_gradient_is_in_the_parameters_of_every_rank_in_the_end(
+    modes: list[dict[str, Any]], mode: str, steps: str
+) -> None:
+    """Whole numbers, exactly; ten steps, which 4 does not divide, and eleven on one of the ranks."""
+    for told in modes:
+        if mode in told[steps]:
+            assert told[steps][mode]["weights"] == told[steps][mode]["right"]
+
+
+@pytest.mark.parametrize("mode", ["BSP()", "SSP(staleness=1)", "ASP()", "LocalSGD(every=4)"])
+def test_finish_leaves_the_same_bits_and_training_that_goes_on_without_it_is_warned_of(
+    modes: list[dict[str, Any]], mode: str
+) -> None:
+    """With Adam, whose moments are each rank's own."""
+    first, second = (told["momentum"][mode] for told in modes)
+    assert first["digests"][0] == second["digests"][0]
+    assert first["digests"][0] != first["digests"][1]
+    for told in (first, second):
+        if mode == "BSP()":
+            assert told["warnings"] == []
+            assert first["digests"][1] == second["digests"][1]
+        else:
+            (warning,) = told["warnings"]
+            assert warning.startswith(f"training in mode {mode} ended without finish")
+
+
+def test_a_loop_without_an_optimiser_says_when_parameters_have_moved(modes: list[dict[str, Any]]) -> None:
+    for told in modes:
+        for mode in ("SSP(staleness=1)", "LocalSGD(every=2)"):
+            assert told["by hand"][mode]["weights"] == told["by hand"][mode]["right"]
+
+
+def test_one_that_does_not_say_so_is_an_error_in_the_second_step(modes: list[dict[str, Any]]) -> None:
+    for told in modes:
+        found = told["by hand"]["LocalSGD(every=3)"]
+        assert found["step"] == 1
+        assert "call state.after_step(model.parameters()) after each update" in found["error"]
+
+
+def test_a_run_that_ends_before_it_was_time_is_averaged_and_reported(modes: list[dict[str, Any]]) -> None:
+    for told in modes:
+        assert told["short"]["weights"] == told["short"]["right"]
+        assert told["short"]["report"].startswith("hook on 2 ranks, 3 steps of ")
+        assert told["short"]["buckets"] == 1
+
+
+def test_where_a_rank_has_fewer_batches_the_others_hear_that_this_may_be_the_cause(
+    modes: list[dict[str, Any]],
+) -> None:
+    first, second = (told["uneven"] for told in modes)
+    assert second is None
+    assert first.startswith("training step 3, bucket 0 of ")
+    assert "peer 1" in first
+    assert "with as many batches on each" in first
+
+
+def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: list[dict[str, Any]]) -> None:
+    first, second = (told["LocalSGD(every=4)"] for told in modes)
+    assert first["averaged"] == second["averaged"]
+    assert len(first["averaged"]) == 3
+    assert first["digest"] == first["averaged"][-1]
+
+
+def test_the_loop_of_the_page_on_training_runs_as_it_stands(tmp_path: Path) -> None:
+    """From the group to its end; only what a user brings is put before it."""
+    blocks = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    (loop,) = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
+    program = tmp_path / "loop.py"
+    brought = (
+        "from torch import nn\nnetwork, loss = nn.Linear(3, 2), nn.functional.mse_loss\n"
+        "import torch\nbatches = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3\n"
+    )
+    program.write_text(brought + loop, encoding="utf-8")
+    assert "hook on 2 ranks, 3 steps of " in torchrun(2, str(program))
+
+
+def test_the_example_trains_and_reports(tmp_path: Path) -> None:
+    out, plot = tmp_path / "told.json", tmp_path / "steps.png"
+    command = [
+        "-m",
+        "collectives.examples.train_cifar_like",
+        "--steps",
+        "40",
+        "--every",
+        "20",
+        "--density",
+        "0.05",
+    ]
+    text = torchrun(2, *command, "--out", str(out), "--plot", str(plot))
+    assert "sparse gradients, BSP(), 2 ranks over shared: " in text
+    assert "hook on 2 ranks, 40 steps of " in text
+    told = json.loads(out.read_text())
+    losses = [loss for _, loss in told["losses"]]
+    assert losses[-1] < losses[0] < math.log(10)
+    assert plot.stat().st_size > 1000

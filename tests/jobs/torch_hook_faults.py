@@ -1,0 +1,84 @@
+"""What goes wrong on purpose in training with the hook, and what every rank hears of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.torch import HookState, topoplan_hook
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import BackendError
+
+TIMEOUT = 2.0
+STEP = 2
+"""In which it goes wrong."""
+
+
+def faults(*, last: Callable[[dict[str, Any]], object]) -> None:
+    """All faults, one after another; ``last`` is told what happened, also where a rank has been killed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    struck = size - 1
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    groups = [dist.new_group() for _ in range(6)]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end us when one of us is killed
+
+    def at(number: int, kind: signal.Signals) -> Callable[[int], None]:
+        return lambda step: os.kill(os.getpid(), kind) if (step, rank) == (STEP, number) else None
+
+    found = {
+        "nan": _told(groups[0], nan=rank == 1, density=0.1),
+        "nan by messages": _told(groups[4], nan=rank == 1, density=0.1, shared=False),
+        "sizes": _told(groups[1], cap=100 if rank == 1 else 0.0002),
+    }
+    found["stalled by messages"] = _told(groups[5], strike=at(struck, signal.SIGSTOP), shared=False)
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(pids[struck], signal.SIGCONT)
+    dist.barrier()
+    found["stalled"] = _told(groups[2], strike=at(struck, signal.SIGSTOP))
+    if rank == 0:
+        time.sleep(0.2)  # the others are to hear of a rank that does not run
+        os.kill(pids[struck], signal.SIGCONT)
+    dist.barrier()
+    found["killed"] = _told(groups[3], strike=at(struck, signal.SIGKILL))
+    last(found)
+
+
+def _told(
+    group: Any,
+    *,
+    nan: bool = False,
+    cap: float = 0.0002,
+    strike: Callable[[int], None] = lambda step: None,
+    **options: Any,
+) -> Any:
+    """What comes out of ``backward``, in which step, and whether the parameters were left as they were."""
+    torch.manual_seed(5)
+    network = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 2))
+    size = dist.get_world_size()
+    state = HookState(forest_plan(size, "allreduce", "chain"), group=group, timeout=TIMEOUT, **options)
+    # where DDP looks for unused parameters, every rank keeps the buckets that it made itself
+    ddp = DistributedDataParallel(
+        network, process_group=group, bucket_cap_mb=cap, find_unused_parameters=True
+    )
+    ddp.register_comm_hook(state, topoplan_hook)
+    try:
+        for step in range(STEP + 2):
+            given = torch.full((3, 5), float("nan") if nan and step == STEP else 1.0)
+            hidden = ddp(given)
+            hidden.register_hook(lambda gradient, step=step: strike(step))
+            hidden.sum().backward()
+    except BackendError as error:
+        return {"error": str(error), "rank": error.rank, "peer": error.peer, "step": step}
+    finally:
+        state.close()
+    return None

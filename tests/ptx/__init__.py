@@ -1,1 +1,0 @@
-"""PTX of kernels, run on this processor with everything checked that a GPU does not tell."""

@@ -1,0 +1,10 @@
+"""Where this checkout lies, and the type of the fixture ``run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Run = Callable[..., tuple[int, str, str]]

@@ -1,0 +1,380 @@
+"""A stand-in for CuPy and GPUs: streams that run late and in any legal order, kernels that really compute.
+
+It stands in for hardware, not for our code. Device memory is host memory, so addresses are real; kernels are run by
+`compiled_kernels`; nothing that is queued on a stream runs before somebody asks whether it is done, and then streams
+advance in an order that the test chooses: whoever forgets to wait for an event reads what is not there yet. Work that
+is captured runs node by node wherever its dependencies allow.
+
+What CUDA refuses is refused: waiting in a capture for what was recorded outside, ending one with work that nobody
+joined, copying from the host meanwhile, streams of another device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives.kernels.compiler import nvrtc_of_cupy
+from tests.ptx.machine import library
+from tests.support.compiled_kernels import launch, widths
+from tests.support.fake_nccl import nccl_faces
+from tests.support.fake_streams import (
+    POISON,
+    Capture,
+    Captured,
+    CUDARuntimeError,
+    GraphRun,
+    Machine,
+    Unit,
+)
+from topoplan.errors import UsageError
+
+NOT_READY, CAPTURED_EVENT = 600, 307
+"""What CUDA answers to a question."""
+
+
+def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
+    """Make ``import cupy`` give the fake; the compiler stays the genuine one."""
+    try:
+        nvrtc_of_cupy()
+    except UsageError as error:
+        pytest.skip(str(error))
+    library()  # ranks that wait for each other have no time to compile it
+    cupy = fake_cupy(machine)
+    for module in (cupy, cupy.cuda, cupy.cuda.runtime, cupy.cuda.function):
+        patch.setitem(sys.modules, module.__name__, module)
+    # like the genuine one `cupy.cuda` has no attribute nccl before that is imported
+    for name, face in nccl_faces(machine, cupy._streams).items():
+        patch.setitem(sys.modules, name, face)
+    return cupy
+
+
+def owner(array: np.ndarray) -> np.ndarray:
+    """The array whose memory this one is part of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def at(address: int, dtype: np.dtype) -> np.ndarray:
+    """An element at an address."""
+    return np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+def fake_cupy(machine: Machine) -> ModuleType:
+    """The module, for one machine."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    runtime = ModuleType("cupy.cuda.runtime")
+
+    class Device:
+        def __init__(self, ordinal: int | None = None) -> None:
+            self.id = machine.device if ordinal is None else int(ordinal)
+            assert 0 <= self.id < machine.gpus, f"no device {self.id}"
+            self.attributes = {"MultiProcessorCount": 2}
+            self.compute_capability = "80"
+
+        def __enter__(self) -> Device:
+            self.before, machine.here.device = machine.device, self.id
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            machine.here.device = self.before
+
+    class Stream:
+        def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+            self.device_id = machine.device
+            self.queue: deque[Unit] = deque()
+            self.capture: Capture | None = None
+            self.ptr = id(self)
+            self.entered: list[tuple[int, Any]] = []
+            with machine.lock:
+                machine.streams.append(self)
+            by_address[self.ptr] = self
+
+        def push(self, make: Callable[[], Unit]) -> None:
+            with machine.lock:
+                if self.capture is not None:
+                    self.capture.add(self, make)
+                else:
+                    self.queue.append(make())
+
+        def do(self, work: Callable[[], bool | None]) -> None:
+            self.push(lambda: Unit(work))
+
+        def wait_event(self, event: Event) -> None:
+            with machine.lock:
+                if event.node is not None:
+                    event.node[0].wait(self, event.node[1])
+                    return
+                if self.capture is not None:
+                    raise CUDARuntimeError("cudaErrorStreamCaptureIsolation")
+                if event.unit is not None:
+                    unit = event.unit
+                    self.queue.append(Unit(lambda: None, after=[unit]))
+
+        def synchronize(self) -> None:
+            if self.capture is not None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+            machine.until(lambda: not self.queue)
+
+        @property
+        def done(self) -> bool:
+            return query_stream(self.ptr) == 0
+
+        def begin_capture(self, mode: int | None = None) -> None:
+            assert self.capture is None
+            self.capture = Capture(self)
+
+        def end_capture(self) -> Graph:
+            assert self.capture is not None
+            ended = self.capture
+            nodes = ended.end()
+            if nodes is None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+            return Graph(ended)
+
+        def __enter__(self) -> Stream:
+            if self.device_id != machine.device:
+                raise CUDARuntimeError("cudaErrorInvalidResourceHandle: the stream is of another device")
+            self.entered.append((threading.get_ident(), currents().get(self.device_id)))
+            currents()[self.device_id] = self
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            place = max(i for i, one in enumerate(self.entered) if one[0] == threading.get_ident())
+            currents()[self.device_id] = self.entered.pop(place)[1]
+
+    class Graph:
+        def __init__(self, capture: Capture) -> None:
+            self.nodes = capture.nodes
+            self.captured = Captured()
+            for user in capture.users:
+                user.holding.add(self.captured)
+
+        def launch(self, stream: Stream | None = None) -> None:
+            machine.graph_launches += 1
+            target = stream or current()
+            assert target.capture is None
+            nodes, captured = self.nodes, self.captured
+            target.push(lambda: GraphRun(nodes, captured))
+
+    class Event:
+        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            self.unit: Unit | None = None
+            self.node: tuple[Capture, list[int]] | None = None
+            self.ptr = id(self)
+            events[self.ptr] = self
+
+        def record(self, stream: Stream | None = None) -> None:
+            target = stream or current()
+            with machine.lock:
+                if target.capture is not None:
+                    self.node = (target.capture, list(target.capture.last[target.ptr]))
+                    return
+                self.node, self.unit = None, Unit(lambda: None)
+                target.queue.append(self.unit)
+
+        @property
+        def done(self) -> bool:
+            return query_event(self.ptr) == 0
+
+        def synchronize(self) -> None:
+            machine.until(lambda: self.unit is None or self.unit.done)
+
+    by_address: dict[int, Stream] = {}
+    events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+    defaults: dict[int, Stream] = {}
+
+    def query_stream(ptr: int) -> int:
+        machine.advance(machine.random.randrange(1, 6))
+        return machine.fault or (NOT_READY if by_address[ptr].queue else 0)
+
+    def query_event(ptr: int) -> int:
+        event = events[ptr]
+        if event.node is not None:
+            return CAPTURED_EVENT
+        machine.advance(machine.random.randrange(1, 6))
+        return machine.fault or (0 if event.unit is None or event.unit.done else NOT_READY)
+
+    def check_status(status: int) -> None:
+        if status:
+            raise CUDARuntimeError(f"cudaError {status}")
+
+    def currents() -> dict[int, Any]:
+        if not hasattr(machine.here, "currents"):
+            machine.here.currents = {}
+        found: dict[int, Any] = machine.here.currents
+        return found
+
+    def current() -> Stream:
+        found = currents().get(machine.device)
+        if found is not None:
+            assert isinstance(found, Stream)
+            return found
+        with machine.lock:
+            if machine.device not in defaults:
+                defaults[machine.device] = Stream()
+            return defaults[machine.device]
+
+    class ndarray:
+        def __init__(self, host: np.ndarray, device: int) -> None:
+            self.host = host
+            self.device = Device(device)
+            self.dtype, self.shape, self.strides = host.dtype, host.shape, host.strides
+            self.size, self.nbytes, self.ndim = host.size, host.nbytes, host.ndim
+            self.flags = host.flags
+            self.data = type("Memory", (), {"ptr": host.ctypes.data})()
+
+        def __getitem__(self, key: Any) -> ndarray:
+            if isinstance(key, ndarray):
+                made = empty(key.shape, self.dtype)
+                current().do(lambda: np.copyto(made.host, self.host[key.host]))
+                return made
+            return ndarray(self.host[key], self.device.id)
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            source = value.host if isinstance(value, ndarray) else np.array(value)
+            target = self.host[key]
+            current().do(lambda: np.copyto(target, source))
+
+        def view(self, dtype: Any) -> ndarray:
+            return ndarray(self.host.view(dtype), self.device.id)
+
+        def reshape(self, *shape: Any) -> ndarray:
+            assert self.host.flags.c_contiguous
+            return ndarray(self.host.reshape(*shape), self.device.id)
+
+        def set(self, array: np.ndarray) -> None:
+            if current().capture is not None:
+                raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
+            assert array.shape == self.shape
+            assert array.dtype == self.dtype
+            lent = weakref.ref(owner(array))
+            place, kind, strides = array.ctypes.data, array.dtype, array.strides
+
+            def copy() -> None:
+                assert lent() is not None, "the host's array was freed before it was copied"
+                source = np.lib.stride_tricks.as_strided(at(place, kind), self.shape, strides)
+                np.copyto(self.host, source)
+
+            current().do(copy)
+
+        def get(self) -> np.ndarray:
+            current().synchronize()
+            return self.host.copy()
+
+    def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        room = np.full(count * kind.itemsize + 512, POISON, dtype=np.uint8)
+        first = -room.ctypes.data % 512
+        machine.kept.append(room)
+        line = room[first : first + count * kind.itemsize].view(kind)
+        return ndarray(line.reshape(shape), machine.device)
+
+    def zeros(shape: Any, dtype: Any = np.float64) -> ndarray:
+        made = empty(shape, dtype)
+        current().do(lambda: made.host.fill(0))
+        return made
+
+    def asarray(array: Any, dtype: Any = None) -> ndarray:
+        if isinstance(array, ndarray):
+            return array
+        host = np.asarray(array, dtype=dtype)
+        made = empty(host.shape, host.dtype)
+        staged = host.copy()
+        current().do(lambda: np.copyto(made.host, staged))
+        return made
+
+    def ascontiguousarray(array: ndarray) -> ndarray:
+        if array.flags.c_contiguous:
+            return array
+        made = empty(array.shape, array.dtype)
+        made[...] = array
+        return made
+
+    def flatnonzero(array: ndarray) -> ndarray:
+        current().synchronize()
+        return asarray(np.flatnonzero(array.host))
+
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            self.code = cubin
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            assert name.encode() in self.code
+            machine.compiled.append(name)
+
+            def call(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+                assert 0 < grid[0] < 2**31
+                values = []
+                for width, argument in zip(widths(name), arguments, strict=True):
+                    if isinstance(argument, ndarray):
+                        assert argument.device.id == machine.device
+                        assert width is ctypes.c_int64
+                        values.append(argument.data.ptr)
+                    else:
+                        assert argument.nbytes == ctypes.sizeof(width)
+                        values.append(int(argument))
+                assert current().device_id == machine.device
+                machine.launches += 1
+                current().do(lambda: launch(name, grid[0], block[0], values))
+
+            return call
+
+    def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        def move() -> None:
+            ctypes.memmove(target, source, nbytes)
+
+        by_address[stream].do(move)
+
+    def pinned(nbytes: int) -> Any:
+        memory = type("Pinned", (ctypes.c_char * nbytes,), {})()
+        memory.ptr = ctypes.addressof(memory)
+        machine.kept.append(memory)
+        return memory
+
+    vars(runtime).update(
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: machine.device,
+        getDeviceCount=lambda: machine.gpus,
+        memcpyAsync=memcpy,
+        memcpyDeviceToHost=2,
+        check_status=check_status,
+        eventQuery=query_event,
+        streamQuery=query_stream,
+    )
+    function = ModuleType("cupy.cuda.function")
+    vars(function).update(Module=Module)
+    vars(cuda).update(
+        function=function,
+        Device=Device,
+        Stream=Stream,
+        Event=Event,
+        get_current_stream=current,
+        alloc_pinned_memory=pinned,
+        runtime=runtime,
+    )
+    vars(cupy).update(
+        cuda=cuda,
+        ndarray=ndarray,
+        empty=empty,
+        zeros=zeros,
+        asarray=asarray,
+        ascontiguousarray=ascontiguousarray,
+        flatnonzero=flatnonzero,
+        _streams=by_address,
+        __version__="14.0.0 (fake)",
+        __spec__=ModuleSpec("cupy", None),
+    )
+    return cupy

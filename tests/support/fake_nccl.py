@@ -1,0 +1,351 @@
+"""A stand-in for NCCL on the fake GPUs, with the faces of both packages that bring it to Python.
+
+Messages of a pair match in the order in which they were issued; a group of a communicator ends when all its messages
+have moved, and the next one of its stream begins then. So what hangs in NCCL hangs here: a group's end until its peers
+have come for the first time (in the blocking face), freeing a communicator while graphs hold messages of it, and
+everything for which a peer is missing. What NCCL forbids is written down in ``machine.misuses``: a call beside another
+thread's on one communicator, and one on a communicator that is not ready.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import count
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.support.fake_streams import Unit
+
+UINT8 = 1
+VERSION = (2, 30, 3)
+
+
+class NcclError(RuntimeError):
+    """As CuPy's, which knows no names for some states: making one of these is a KeyError."""
+
+    def __init__(self, status: str) -> None:
+        if status in ("NCCL_ERROR_IN_PROGRESS", "NCCL_ERROR_TIMEOUT"):
+            raise KeyError(7)
+        super().__init__(status)
+
+
+class NCCLError(Exception):
+    """As nccl4py's."""
+
+
+class NcclInvalid(Exception):
+    """As nccl4py's, for what it finds itself."""
+
+
+class Result(IntEnum):
+    """States of a communicator."""
+
+    Success = 0
+    RemoteError = 6
+    InProgress = 7
+
+
+@dataclass(slots=True)
+class Message:
+    """One side of a transfer."""
+
+    address: int
+    nbytes: int
+    capture: int | None
+    """Which of the communicator's captures it is part of; both sides must be part of the same one."""
+    moved: bool = False
+
+
+@dataclass(slots=True)
+class World:
+    """All communicators of one unique id."""
+
+    size: int
+    here: set[int] = field(default_factory=set)
+    met: set[tuple[str, int, int]] = field(default_factory=set)
+    """Which side of which pair has called, and so can be connected to."""
+    sends: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
+    receives: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
+
+    def match(self) -> None:
+        for pair, sent in self.sends.items():
+            wanted = self.receives.get(pair, deque())
+            while sent and wanted:
+                one, other = sent.popleft(), wanted.popleft()
+                assert one.nbytes == other.nbytes, f"{pair}: {one.nbytes} bytes meet room for {other.nbytes}"
+                assert one.capture == other.capture, f"{pair}: captures {one.capture} and {other.capture}"
+                ctypes.memmove(other.address, one.address, one.nbytes)
+                one.moved = other.moved = True
+
+
+class Comm:
+    """A communicator of one rank, below the faces."""
+
+    def __init__(self, machine: Any, unique_id: bytes, size: int, rank: int) -> None:
+        assert len(unique_id) == 128
+        self.machine, self.rank, self.device = machine, rank, machine.device
+        self.aborted = self.destroyed = False
+        self.captures: list[Any] = []
+        self.holding: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Captured graphs and running launches of them with messages of this communicator."""
+        self.user: int | None = None
+        self.connecting: Callable[[], bool] = self.all_here
+        machine.kept.append(self)
+        with machine.lock:
+            self.world = machine.worlds.setdefault(unique_id, World(size))
+            assert self.world.size == size
+            assert rank not in self.world.here
+            self.world.here.add(rank)
+
+    def all_here(self) -> bool:
+        return len(self.world.here) == self.world.size
+
+    def ready(self) -> bool:
+        return self.aborted or self.connecting()
+
+    def wait_until_ready(self) -> None:
+        while not self.ready():
+            time.sleep(0.0005)
+
+    def begin(self) -> None:
+        """A thread begins to use it."""
+        if self.user not in (None, threading.get_ident()):
+            self.machine.misuses.append(f"rank {self.rank}: a call beside another thread's")
+        self.user = threading.get_ident()
+
+    def end(self) -> None:
+        self.user = None
+
+    def leave(self, word: str) -> None:
+        """Abort or destroy: waits, without looking at anything else, until no graph holds messages of it."""
+        self.begin()
+        setattr(self, word, True)
+        self.end()
+        while len(self.holding):
+            time.sleep(0.0005)
+
+
+class Group(Unit):
+    """The messages of one communicator in one group: a kernel."""
+
+    def __init__(self, comm: Comm, calls: list[tuple[str, int, Message]]) -> None:
+        super().__init__(self.progress)
+        self.comm = comm
+        self.calls = calls
+        self.posted = False
+
+    def progress(self) -> bool:
+        if self.comm.aborted:
+            return True
+        world, rank = self.comm.world, self.comm.rank
+        if not self.posted:
+            self.posted = True
+            for kind, peer, message in self.calls:
+                lanes, pair = (
+                    (world.sends, (rank, peer)) if kind == "send" else (world.receives, (peer, rank))
+                )
+                lanes.setdefault(pair, deque()).append(message)
+        world.match()
+        return all(message.moved for _, _, message in self.calls)
+
+
+class Groups:
+    """What threads have begun with group starts."""
+
+    def __init__(self, machine: Any, streams: Mapping[int, Any]) -> None:
+        self.machine, self.streams = machine, streams
+        self.local = threading.local()
+
+    def start(self) -> None:
+        self.local.depth = getattr(self.local, "depth", 0) + 1
+        if self.local.depth == 1:
+            self.local.calls = {}
+
+    def call(
+        self, comm: Comm, kind: str, address: int, nbytes: int, datatype: int, peer: int, stream: int
+    ) -> None:
+        comm.begin()
+        assert not comm.destroyed
+        assert 0 <= peer < comm.world.size
+        assert datatype == UINT8
+        assert nbytes > 0
+        assert getattr(self.local, "depth", 0), "a message outside a group waits for its peer alone"
+        if not comm.ready():
+            self.machine.misuses.append(f"rank {comm.rank}: a call on a communicator that is not ready")
+        aligned = address % 16 == 0
+        self.machine.message_bytes[aligned] += nbytes
+        self.local.calls.setdefault((comm, stream), []).append((kind, peer, address, nbytes))
+
+    def end(self, *, blocking: bool) -> None:
+        self.local.depth -= 1
+        if self.local.depth:
+            return
+        calls, self.local.calls = self.local.calls, {}
+        for (comm, stream), messages in calls.items():
+            self._queue(comm, stream, messages)
+        for comm, _ in calls:
+            if blocking:
+                comm.wait_until_ready()
+            comm.end()
+
+    def _queue(self, comm: Comm, stream: int, calls: list[tuple[str, int, int, int]]) -> None:
+        assert self.machine.device == comm.device
+        pairs = [(kind, comm.rank, peer) for kind, peer, _, _ in calls]
+        other = {"send": "receive", "receive": "send"}
+        wanted = {(other[kind], peer, rank) for kind, rank, peer in pairs}
+        comm.world.met.update(pairs)
+        comm.connecting = lambda: wanted <= comm.world.met
+        capture = self.streams[stream].capture
+        if capture is not None:
+            capture.users.add(comm)
+            if capture not in comm.captures:
+                comm.captures.append(capture)
+        number = None if capture is None else comm.captures.index(capture)
+
+        def make() -> Unit:
+            return Group(
+                comm, [(kind, peer, Message(address, size, number)) for kind, peer, address, size in calls]
+            )
+
+        self.streams[stream].push(make)
+
+
+def nccl_module(machine: Any, groups: Groups, numbers: Iterator[int]) -> ModuleType:
+    """``cupy.cuda.nccl``: every call blocks until it has done its part."""
+    nccl = ModuleType("cupy.cuda.nccl")
+
+    class NcclCommunicator:
+        def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
+            self._comm = Comm(machine, commId, ndev, rank)
+            self._comm.wait_until_ready()
+
+        def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+            groups.call(self._comm, "send", sendbuf, count, datatype, peer, stream)
+
+        def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+            groups.call(self._comm, "receive", recvbuf, count, datatype, peer, stream)
+
+        def abort(self) -> None:
+            self._comm.leave("aborted")
+
+        def destroy(self) -> None:
+            self._comm.leave("destroyed")
+
+        def check_async_error(self) -> None:
+            if machine.async_error:
+                raise NcclError(machine.async_error)
+
+    vars(nccl).update(
+        available=True,
+        NcclCommunicator=NcclCommunicator,
+        NcclError=NcclError,
+        NCCL_UINT8=UINT8,
+        get_unique_id=lambda: next(numbers).to_bytes(128, "big"),
+        get_version=lambda: 10000 * VERSION[0] + 100 * VERSION[1] + VERSION[2],
+        groupStart=groups.start,
+        groupEnd=lambda: groups.end(blocking=True),
+    )
+    return nccl
+
+
+def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tuple[ModuleType, ModuleType]:
+    """``nccl.core`` and ``nccl.bindings.nccl``: no call waits, communicators tell when they are ready."""
+    core, bindings = ModuleType("nccl.core"), ModuleType("nccl.bindings.nccl")
+    comms: dict[int, Comm] = {}
+
+    class UniqueId:
+        def __init__(self, data: bytes) -> None:
+            self._data = data
+
+        def __bytes__(self) -> bytes:
+            return self._data
+
+        @staticmethod
+        def from_bytes(b: bytes) -> UniqueId:
+            return UniqueId(b)
+
+    class Handle:
+        """As ``nccl.bindings.nccl.Comm``."""
+
+        def __init__(self, ptr: int = 0) -> None:
+            self.comm = comms[ptr]
+
+    class Communicator:
+        def __init__(self, ptr: int | None = None) -> None:
+            self.ptr = ptr or 0
+
+        @classmethod
+        def init(cls, nranks: int, rank: int, unique_id: UniqueId, config: Any = None) -> Communicator:
+            assert config.blocking is False
+            comm = Comm(machine, bytes(unique_id), nranks, rank)
+            comms[id(comm)] = comm
+            return cls(id(comm))
+
+        def abort(self) -> None:
+            self._leave("aborted")
+
+        def destroy(self) -> None:
+            self._leave("destroyed")
+
+        def get_async_error(self) -> Result:
+            if not self.ptr:
+                raise NcclInvalid("Cannot get async error: Communicator not initialized")
+            if machine.async_error:
+                return Result.RemoteError
+            return Result.Success if comms[self.ptr].ready() else Result.InProgress
+
+        def get_last_error(self) -> str:
+            return str(machine.async_error)
+
+        def _leave(self, word: str) -> None:
+            if self.ptr:
+                comms[self.ptr].leave(word)
+                self.ptr = 0
+
+    @contextmanager
+    def group() -> Iterator[None]:
+        groups.start()
+        try:
+            yield
+        finally:
+            groups.end(blocking=False)
+
+    def send(sendbuff: int, count: int, datatype: int, peer: int, comm: Handle, stream: int) -> None:
+        groups.call(comm.comm, "send", sendbuff, count, datatype, peer, stream)
+
+    def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: Handle, stream: int) -> None:
+        groups.call(comm.comm, "receive", recvbuff, count, datatype, peer, stream)
+
+    major, minor, micro = VERSION
+    release = SimpleNamespace(major=major, minor=minor, micro=micro)
+    vars(core).update(
+        Communicator=Communicator,
+        NCCLConfig=lambda *, blocking: SimpleNamespace(blocking=blocking),
+        NcclInvalid=NcclInvalid,
+        UINT8=UINT8,
+        UniqueId=UniqueId,
+        get_error_string=lambda result: {Result.RemoteError: "remote process exited"}[result],
+        get_unique_id=lambda: UniqueId(next(numbers).to_bytes(128, "big")),
+        get_version=lambda: SimpleNamespace(
+            libnccl=SimpleNamespace(version=release, path="/fake/libnccl.so.2")
+        ),
+        group=group,
+    )
+    vars(bindings).update(Comm=Handle, NCCLError=NCCLError, Result=Result, recv=recv, send=send)
+    return core, bindings
+
+
+def nccl_faces(machine: Any, streams: Mapping[int, Any]) -> dict[str, ModuleType]:
+    """The modules of both packages, by name, for one machine."""
+    groups, numbers = Groups(machine, streams), count()
+    core, bindings = nccl4py_modules(machine, groups, numbers)
+    faces = (nccl_module(machine, groups, numbers), core, bindings)
+    return {face.__name__: face for face in faces}

@@ -1,0 +1,87 @@
+"""What the tests of the GPU back ends share: GPUs that this processor plays, and ranks as threads that use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.nccl.backend import NcclBackend
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.rendezvous import Rendezvous
+from tests.support.fake_gpu import install
+from tests.support.fake_streams import Machine
+from topoplan.plans.plan import Plan
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """Some GPUs, on which nothing was done that NCCL forbids."""
+    made = Machine()
+    yield made
+    with made.lock:
+        for stream in made.streams:
+            stream.queue.clear()  # what a test has left standing still
+    assert made.misuses == []
+
+
+@pytest.fixture
+def cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return install(monkeypatch, machine)
+
+
+def floats(
+    ranks: int, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0
+) -> list[np.ndarray]:
+    """Numbers whose sums round, so that another order of additions shows."""
+    generator = np.random.default_rng(seed)
+    arrays = [generator.standard_normal(shape) * 100 for _ in range(ranks)]
+    return [array.astype(dtype) for array in arrays]
+
+
+def on_every_rank(
+    cupy: ModuleType,
+    plan: Plan,
+    task: Callable[[Communicator, int], Any],
+    *,
+    chunk_bytes: int = 256,
+    timeout: float = 10.0,
+    **options: Any,
+) -> list[Any]:
+    """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
+    size = len(plan.ranks)
+    results: list[Any] = [None] * size
+
+    def be(rank: int) -> None:
+        try:
+            with cupy.cuda.Device(rank):
+                world = TcpWorld(meeting.address, rank, size, timeout=timeout)
+                settings = {
+                    name: value[rank] if isinstance(value, list) else value for name, value in options.items()
+                }
+                backend = NcclBackend(cupy, world, timeout=timeout, **settings)
+                with Communicator(plan, backend, chunk_bytes=chunk_bytes, timeout=timeout) as comm:
+                    results[rank] = task(comm, rank)
+        except Exception as error:
+            results[rank] = error
+
+    with Rendezvous("127.0.0.1:0", size) as meeting:
+        threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    return results
+
+
+def outcome(results: list[Any]) -> list[Any]:
+    """The results, where no rank failed."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

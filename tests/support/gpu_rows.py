@@ -1,0 +1,222 @@
+"""The table of `gpu_report`: what each row needs, how long it may take, what it runs; and what the machine is.
+
+Libraries are imported in the rows, so that the table can be made where they are missing.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tests.gpu_report import Facts, Need, Row
+from tests.support import gpu_kernel_rows as kernels
+from tests.support import gpu_rank_rows as ranks
+
+SEVERAL_RANKS = 23003
+"""The first NCCL that puts several ranks on one GPU."""
+
+
+# ---- what rows need
+
+
+def gpu(facts: Facts) -> str | None:
+    return facts.trouble or None
+
+
+def two_gpus(facts: Facts) -> str | None:
+    return "one GPU only" if facts.gpus < 2 else None
+
+
+def library(name: str, remedy: str) -> Need:
+    def need(facts: Facts) -> str | None:
+        return None if name in facts.libraries else f"{name} is not installed: {remedy}"
+
+    return need
+
+
+def tool(name: str) -> Need:
+    def need(facts: Facts) -> str | None:
+        return None if name in facts.tools else f"{name} is not on the PATH nor in CUDA_HOME"
+
+    return need
+
+
+def told(name: str, why: Callable[[Any], str | None]) -> Need:
+    """A need of what the row ``device`` has found; where it has found nothing the row must try."""
+
+    def need(facts: Facts) -> str | None:
+        return why(facts.told[name]) if name in facts.told else None
+
+    return need
+
+
+CUPY = (gpu, library("cupy", 'pip install "topoplan[cuda12]" or "topoplan[cuda13]"'))
+TORCH = (
+    gpu,
+    library("torch", "install the build for this CUDA"),
+    told("torch_cuda", lambda found: None if found is True else f"torch shows no GPU: {found}"),
+)
+NCCL = (*CUPY, told("nccl", lambda found: None if isinstance(found, int) else str(found)))
+SHARED_GPU = (
+    *NCCL,
+    told(
+        "nccl",
+        lambda found: (
+            None
+            if found >= SEVERAL_RANKS
+            else f"NCCL {found} puts one rank on a GPU; 2.30.3 and newer can do more"
+        ),
+    ),
+)
+TORCH_CHECKS = (
+    *TORCH,
+    *(library(name, "the checks of torch are a test module") for name in ("pytest", "hypothesis")),
+)
+
+
+# ---- device and versions
+
+
+def device() -> dict[str, Any]:
+    """What is here; NCCL comes before torch, since the first libnccl that is loaded is everyone's."""
+    found: dict[str, Any] = {"python": platform.python_version(), "numpy": _version("numpy")}
+    lines = []
+    for part in (_hardware, _nccl, _torch):
+        try:
+            lines.append(part(found))
+        except Exception as error:
+            lines.append(f"{part.__name__[1:]}: {type(error).__name__}: {' '.join(str(error).split())}")
+    lines.append(f"numpy {found['numpy']}, python {found['python']}")
+    assert "name" in found, "; ".join(lines)
+    return {"text": "\n".join(lines), **found}
+
+
+def _hardware(found: dict[str, Any]) -> str:
+    from collectives.kernels.compiler import nvrtc_of_cupy
+
+    cupy = kernels.cupy_here()
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(0)
+    name = properties["name"].decode()
+    capability = f"{properties['major']}.{properties['minor']}"
+    peak = kernels.memory_peak(cupy)
+    nvrtc = ".".join(map(str, nvrtc_of_cupy().getVersion()))
+    versions = [_cuda(number) for number in (runtime.driverGetVersion(), runtime.runtimeGetVersion())]
+    found.update(
+        name=name, gpus=runtime.getDeviceCount(), capability=capability, memory=properties["totalGlobalMem"],
+        peak=peak, driver=versions[0], runtime=versions[1], cupy=cupy.__version__, nvrtc=nvrtc,
+    )  # fmt: skip
+    return (
+        f"{found['gpus']} x {name}, compute capability {capability}, {found['memory'] / 2**30:.0f} GiB at "
+        f"{peak:.0f} GB/s\ndriver for CUDA {versions[0]}, runtime {versions[1]}, CuPy {cupy.__version__}, NVRTC {nvrtc}"
+    )
+
+
+def _nccl(found: dict[str, Any]) -> str:
+    from collectives.backends.nccl.library import described, find_library
+    from topoplan.errors import UsageError
+
+    try:
+        library = find_library(kernels.cupy_here())
+    except UsageError as error:
+        found["nccl"] = str(error)
+        return f"NCCL: {error}"
+    found.update(
+        nccl=library.version, nccl_path=library.path, nccl_by=library.name, nccl4py=_version("nccl4py")
+    )
+    return f"NCCL {described(library)}; nccl4py {found['nccl4py']}"
+
+
+def _torch(found: dict[str, Any]) -> str:
+    try:
+        torch: Any = import_module("torch")
+        why = (
+            "without CUDA"
+            if torch.version.cuda is None
+            else f"for CUDA {torch.version.cuda}, as no driver here is"
+        )
+        found["torch_cuda"] = torch.cuda.is_available() or f"torch {torch.__version__} is built {why}"
+    except ImportError as error:
+        found["torch_cuda"] = str(error)
+        return f"torch: {error}"
+    found.update(torch=torch.__version__, torch_runtime=torch.version.cuda)
+    shown = "a GPU" if found["torch_cuda"] is True else "no GPU"
+    return f"torch {torch.__version__} with CUDA {torch.version.cuda}, {shown}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+ALONE = partial(ranks.collectives_of, 1, "check,graph,close", shared=False, timeout=50.0)
+PAIR = partial(ranks.collectives_of, 2, shared=True)
+EACH = partial(ranks.collectives_of, 0, shared=False)
+ON_EACH = (gpu, two_gpus, *NCCL)
+SANITIZER = (*CUPY, tool("compute-sanitizer"))
+
+ROWS: tuple[Row, ...] = (
+    Row("device", device, 60, CUPY),
+    Row("kernels/joins", kernels.joins, 90, CUPY),
+    Row("kernels/averages", kernels.averages_and_copies, 60, CUPY),
+    Row("kernels/selection", kernels.selection, 90, CUPY),
+    Row("kernels/repeated", kernels.repeated_selection, 60, CUPY),
+    Row("kernels/feedback", kernels.feedback, 90, CUPY),
+    Row("bandwidth/joins", kernels.join_bandwidth, 60, CUPY),
+    Row("bandwidth/averages", kernels.average_bandwidth, 60, CUPY),
+    Row("bandwidth/select", kernels.select_bandwidth, 60, CUPY),
+    Row("bandwidth/feedback", kernels.feedback_bandwidth, 60, CUPY),
+    Row("loopback-gpu/graphs", partial(kernels.loopback, True), 60, CUPY),
+    Row("loopback-gpu/steps", partial(kernels.loopback, False), 60, CUPY),
+    Row("loopback-gpu/operations", kernels.operations, 60, CUPY),
+    Row(
+        "loopback-gpu/bfloat16", kernels.bfloat16, 60, (*CUPY, library("ml_dtypes", "pip install ml-dtypes"))
+    ),
+    Row("loopback-gpu/streams", kernels.background, 60, CUPY),
+    Row("loopback-gpu/sparse", kernels.sparse, 60, CUPY),
+    Row("nccl-1/messages", ranks.messages_to_itself, 60, NCCL),
+    Row("nccl-1/abort", ranks.abort_beside_a_graph, 40, NCCL),
+    Row("nccl-1/close", ranks.close_behind_a_graph, 40, NCCL),
+    Row("nccl-1/back-end", ALONE, 60, NCCL),
+    Row("nccl-2/graphs", PAIR, 100, SHARED_GPU, True),
+    Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 100, SHARED_GPU, True),
+    Row("nccl-2/trees", partial(PAIR, "check,close", lanes="trees"), 100, SHARED_GPU, True),
+    Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 100, SHARED_GPU, True),
+    Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 100, SHARED_GPU),
+    Row("nccl-each/graphs", EACH, 100, ON_EACH),
+    Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
+    Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
+    Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 100, ON_EACH),
+    Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 100, ON_EACH),
+    Row("torch/streams", partial(ranks.torch_checks, "streams", "bad input"), 60, TORCH_CHECKS),
+    Row("torch/hook-dense", partial(ranks.torch_checks, "hook, dense*"), 60, TORCH_CHECKS),
+    Row("torch/hook-bfloat16", partial(ranks.torch_checks, "hook, in bfloat16*"), 60, TORCH_CHECKS),
+    Row(
+        "torch/hook-sparse",
+        partial(ranks.torch_checks, "hook, sparse*", "hook, a hundredth*"),
+        60,
+        (*CUPY, *TORCH_CHECKS),
+    ),
+    Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
+    Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
+    Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
+    *(
+        Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))
+        for dtype in ("float32", "float16", "bfloat16", "float64")
+    ),
+    Row("nccl-4/graphs", partial(ranks.collectives_of, 4, "check,graph,close"), 120, SHARED_GPU, True),
+    Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 50.0), 60, SANITIZER),
+    Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 80.0), 90, SANITIZER),
+    Row(ranks.SUBSET, ranks.small_subset, 120, CUPY, listed=False),
+)
+"""All of them, in the order in which they run: what others rest on first, what may take long last."""

@@ -1,0 +1,182 @@
+"""The stand-ins for CuPy and NCCL have only names and signatures that the genuine packages have; no GPU is needed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import topoplan
+from tests.support import fake_cupy as wires
+from tests.support.checkout import ROOT
+from tests.support.fake_gpu import fake_cupy
+from tests.support.fake_nccl import Groups, nccl4py_modules, nccl_faces, nccl_module
+from tests.support.fake_streams import Machine
+
+OWN = {
+    "ndarray": {"host"},
+    "Stream": {"push", "do", "queue", "capture", "entered", "busy_until"},
+    "Event": {"unit", "node", "at"},
+    "Graph": {"nodes", "captured"},
+    "Module": {"code"},
+}
+"""What the stand-ins have beside, by which they are made; tests of ours use it, the product does not."""
+
+MISSING = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from importlib import import_module
+for name in json.loads(sys.argv[1]):
+    import_module(name)
+missing = []
+for name in json.load(sys.stdin):
+    found = sys.modules[name.split(".")[0]]
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, missing)
+    if found is missing:
+        missing.append(name)
+print(json.dumps(missing))
+"""
+
+
+def missing(names: list[str], *modules: str) -> list[str]:
+    """Which of some names the genuine packages lack in a process that has imported just these modules."""
+    command = [sys.executable, "-c", MISSING, json.dumps(modules)]
+    done = subprocess.run(command, input=json.dumps(names), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def public(module: ModuleType) -> list[str]:
+    """The names of a module and of its parts and classes, without those that are the stand-in's own."""
+    found = []
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        found.append(f"{module.__name__}.{name}")
+        if isinstance(value, ModuleType):
+            found += public(value)
+        elif isinstance(value, type) and not issubclass(value, BaseException):
+            own = OWN.get(name, set())
+            found += [
+                f"{module.__name__}.{name}.{word}"
+                for word in vars(value)
+                if word[0] != "_" and word not in own
+            ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def cupy() -> None:
+    pytest.importorskip("cupy", reason="compared with the genuine CuPy: pip install cupy-cuda12x")
+
+
+@pytest.mark.parametrize("which", ["fake_gpu", "fake_cupy"])
+def test_the_fake_cupy_has_no_name_that_cupy_lacks_when_it_has_just_been_imported(
+    cupy: None, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if which == "fake_gpu":
+        made: Any = fake_cupy(Machine())
+    else:
+        made = wires.install(monkeypatch, wires.Machine(topoplan.load("dgx-1v"), [], []))
+    monkeypatch.undo()
+    names = public(made)
+    assert len(names) > 15
+    assert missing(names, "cupy") == []
+
+
+def test_cupy_has_no_nccl_before_it_is_imported(cupy: None) -> None:
+    assert missing(["cupy.cuda.nccl"], "cupy") == ["cupy.cuda.nccl"]
+    assert missing(["cupy.cuda.nccl.available"], "cupy", "cupy.cuda.nccl") == []
+
+
+def test_cupy_has_every_name_of_it_that_the_product_uses(cupy: None) -> None:
+    names = set()
+    for path in (Path(topoplan.__file__).parents[1] / "collectives").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "cupy" in text:
+            names |= {f"cupy.{name}" for name in re.findall(r"\bcupy\.((?:cuda\.)?(?:runtime\.)?\w+)", text)}
+            names |= {f"cupy.cuda.runtime.{name}" for name in re.findall(r"\bruntime\.(\w+)\(", text)}
+    names = {name for name in names if not name.startswith(("cupy.__", "cupy.cuda.nccl"))}
+    assert len(names) > 25
+    assert missing(sorted(names), "cupy") == []
+
+
+def test_the_fake_nccl_of_cupy_has_its_names_and_signatures(cupy: None) -> None:
+    """Read from the text of the library, since it cannot be loaded where libnccl is missing."""
+    found = find_spec("cupy_backends.cuda.libs.nccl")
+    assert found is not None
+    assert found.origin is not None
+    text = Path(found.origin).read_bytes()
+    made = nccl_module(Machine(), Groups(Machine(), {}), count())
+    for name, value in vars(made.NcclCommunicator).items():
+        if not name.startswith("_"):
+            told = re.search(rb"NcclCommunicator\." + name.encode() + rb"\(self,? ?([^)]*)\)", text)
+            assert told is not None, name
+            words = [word.split()[-1].split("=")[0] for word in told[1].decode().split(", ") if word]
+            assert words == list(inspect.signature(value).parameters)[1:], name
+    told = re.search(rb"NcclCommunicator\(int ndev, bytes commId, int rank", text)
+    assert told is not None
+    assert list(inspect.signature(made.NcclCommunicator).parameters) == ["ndev", "commId", "rank"]
+    for name in vars(made):
+        if not name.startswith("_") and name != "available":
+            assert name.encode() in text, name
+
+
+def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
+    core: Any = pytest.importorskip(
+        "nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings"
+    )
+    bindings: Any = pytest.importorskip("nccl.bindings.nccl")
+    made, below = nccl4py_modules(Machine(), Groups(Machine(), {}), count())
+    for name in vars(made):
+        assert name.startswith("_") or hasattr(core, name), name
+    for name in vars(below):
+        assert name.startswith("_") or hasattr(bindings, name), name
+    for name, value in vars(made.Communicator).items():
+        if not name.startswith("__") and name != "_leave":
+            mine = list(inspect.signature(getattr(made.Communicator, name)).parameters)
+            assert mine == list(inspect.signature(getattr(core.Communicator, name)).parameters), name
+        assert name != "ptr" or isinstance(value, property)
+    for name in ("send", "recv"):
+        told = re.search(r"\((.*)\)", getattr(bindings, name).__doc__)
+        assert told is not None
+        words = [word.split()[-1] for word in told[1].split(", ")]
+        assert words == list(inspect.signature(getattr(below, name)).parameters)
+    for state in below.Result:
+        assert bindings.Result[state.name] == state
+    assert core.NCCLConfig(blocking=False).blocking is False
+    assert int(core.UINT8) == made.UINT8
+    assert bytes(core.UniqueId.from_bytes(bytes(range(128)))) == bytes(range(128))
+    assert bindings.Comm(0).handle == 0
+    bindings.check_status(bindings.Result.InProgress)  # no error: the communicator is not ready yet
+
+
+def test_the_fakes_stand_where_the_genuine_modules_are() -> None:
+    assert sorted(nccl_faces(Machine(), {})) == ["cupy.cuda.nccl", "nccl.bindings.nccl", "nccl.core"]
+
+
+def test_with_the_genuine_packages_and_no_gpu_a_bench_over_nccl_gets_as_far_as_the_driver(
+    cupy: None, tmp_path: Path
+) -> None:
+    shown = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
+    if subprocess.run([sys.executable, "-c", shown], capture_output=True, timeout=60).returncode == 0:
+        pytest.skip("there is a GPU")
+    plan = tmp_path / "plan.json"
+    plan.write_text(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7]).to_json())
+    command = [sys.executable, "-m", "topoplan", "bench", str(plan), "--backend", "nccl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "finds no GPU: cudaErrorInsufficientDriver" in done.stderr
+    assert "use a machine with a GPU and its driver" in done.stderr

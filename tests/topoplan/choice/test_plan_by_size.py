@@ -1,0 +1,257 @@
+"""Plans by size: the fastest of all schedules at every size, and where the curves of two of them meet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.checkout import ROOT
+from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
+from topoplan.choice import Choice, candidates, choose_by_size
+from topoplan.choice.envelope import fastest_from, grid_of_sizes
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.plans import verify_all
+from topoplan.simulation.latency import LAUNCH, START_UP
+from topoplan.simulation.table import clock
+from topoplan.topology import Topology
+from topoplan.units import TOLERANCE
+
+ALPHA = START_UP["nvlink"]
+CASES = [
+    *((name, collective) for name in ("dgx-1v", "v100x4", "pcie-x8") for collective in COLLECTIVES),
+    ("dgx-2", "allreduce"),
+    ("dgx-2", "reduce"),
+    ("mi250x", "broadcast"),
+]
+
+
+@pytest.fixture(scope="module")
+def choices() -> dict[tuple[str, str], Choice]:
+    """The choice of every case, from 1 KB to 1 GB."""
+    return {case: choose_by_size(topoplan.load(case[0]), case[1]) for case in CASES}
+
+
+def seconds(choice: Choice, number: int, nbytes: int) -> float:
+    return topoplan.simulate(choice.candidates[number], nbytes=nbytes).seconds
+
+
+def test_dgx2_broadcast_crosses_where_two_lines_meet() -> None:
+    """The root's star takes launch + alpha + 15 D / 150, two levels 2 alpha + D / 150: equal at 150 alpha / 14."""
+    plans = topoplan.plan_by_size(topoplan.load("dgx-2"), "broadcast")
+    assert plans.crossovers == (ceil(150e9 * ALPHA / 14),) == (94286,)
+    assert [(one.plan.height, one.plan.rate) for one in plans.ranges] == [(1, 10.0), (2, 150.0)]
+
+
+@pytest.mark.thorough
+def test_dgx2_allreduce_is_one_hop_at_every_size(choices: dict[tuple[str, str], Choice]) -> None:
+    """Height 1 and 80 GB/s: neither double binary trees nor rings ever win; rings need 8 times as long at 1 KB."""
+    choice = choices["dgx-2", "allreduce"]
+    assert [(one.start, one.stop) for one in choice.plans.ranges] == [(0, None)]
+    assert (choice.plans.at(1024).height, choice.plans.at(1 << 30).rate) == (1, 80.0)
+    ring = next(plan for plan in choice.candidates if plan.schedule == "nvlink ring")
+    slow, fast = (topoplan.simulate(plan, nbytes=1024).seconds for plan in (ring, choice.plans.at(1024)))
+    assert slow == pytest.approx(LAUNCH + 30 * ALPHA, rel=0.01)
+    assert fast == pytest.approx(LAUNCH + 2 * ALPHA, rel=0.01)
+
+
+@pytest.mark.thorough
+def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum(choices: dict[tuple[str, str], Choice]) -> None:
+    """Two hops up and two down for a word; the optimal trees at 1 GB, 600/7 GB/s."""
+    plans = choices["dgx-1v", "allreduce"].plans
+    assert topoplan.simulate(plans, nbytes=4).seconds == pytest.approx(LAUNCH + 4 * ALPHA, rel=1e-3)
+    assert (plans.at(4).trees, plans.at(4).height) == (1, 2)
+    assert topoplan.verify(plans.at(1 << 30)).optimal
+
+
+@pytest.mark.thorough
+def test_rings_win_in_the_middle_of_four_v100(choices: dict[tuple[str, str], Choice]) -> None:
+    """One hop, then rings of 66.7 GB/s whose start-ups run side by side, then two trees of 75 GB/s on one wire each."""
+    names = [one.plan.schedule for one in choices["v100x4", "allreduce"].plans.ranges]
+    assert names == ["one-hop", "nvlink ring", "trees"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_pick_is_the_least_of_all_candidates(
+    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
+) -> None:
+    """At every tested size, by simulations of their own."""
+    choice = choices[case]
+    for nbytes in choice.sizes:
+        least = min(seconds(choice, number, nbytes) for number in range(len(choice.candidates)))
+        assert topoplan.simulate(choice.plans, nbytes=nbytes).seconds <= least * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_curves_meet_at_every_crossover(
+    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
+) -> None:
+    """The plan before is the faster one up to the last byte, the plan after from the first, and both by a hair."""
+    plans = choices[case].plans
+    for before, after in pairwise(plans.ranges):
+        at, last = after.start, after.start - 1
+        old = [topoplan.simulate(before.plan, nbytes=size).seconds for size in (last, at)]
+        new = [topoplan.simulate(after.plan, nbytes=size).seconds for size in (last, at)]
+        assert old[0] <= new[0] * (1 + TOLERANCE)
+        assert new[1] <= old[1] * (1 + TOLERANCE)
+        assert old[1] == pytest.approx(new[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_ranges_cover_every_size_and_neighbours_differ(
+    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
+) -> None:
+    """From 0 without gap or end; each range's plan answers at both its ends; no range repeats the one before."""
+    ranges = choices[case].plans.ranges
+    assert (ranges[0].start, ranges[-1].stop) == (0, None)
+    for before, after in pairwise(ranges):
+        assert before.stop == after.start
+        assert before.plan.shards != after.plan.shards
+    for one in ranges:
+        assert choices[case].plans.at(one.start) is one.plan
+        if one.stop is not None:
+            assert choices[case].plans.at(one.stop - 1) is one.plan
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_all_candidates_carry_the_proof_of_the_optimum(
+    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
+) -> None:
+    """One bound for all, which the optimal trees reach; each is verified with it, and no two are the same forest."""
+    choice = choices[case]
+    best = topoplan.verify(choice.candidates[0])
+    assert best.optimal
+    for plan in choice.candidates:
+        report = topoplan.verify(plan)
+        assert (report.exact_bound, plan.channels) == (best.exact_bound, choice.candidates[0].channels)
+    forests = [plan.shards for plan in choice.candidates]
+    assert all(a != b for i, a in enumerate(forests) for b in forests[:i])
+
+
+def test_no_larger_message_is_faster(choices: dict[tuple[str, str], Choice]) -> None:
+    """Along all ranges time grows with size: changing the plan never costs anything."""
+    for choice in choices.values():
+        time = clock(choice.plans)
+        steps = [time(int(512 * 1.21**i)).seconds for i in range(70)]
+        assert steps == sorted(steps)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=6),
+    st.sets(st.integers(0, 40), min_size=1, max_size=6),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_envelope_of_straight_lines_is_found_exactly(
+    lines: list[tuple[int, int]], sizes: set[int]
+) -> None:
+    """Against trying every byte: lines win over one stretch each, so bisection misses none."""
+    clocks = [lambda n, line=line: float(line[0] + line[1] * n) for line in lines]
+    grid = sorted(sizes)
+    changes = fastest_from(clocks, grid)
+    for nbytes in range(grid[0], grid[-1] + 1):
+        found = next(number for start, number in reversed(changes) if start <= nbytes)
+        least = min(clock(nbytes) for clock in clocks)
+        assert found == next(i for i, clock in enumerate(clocks) if clock(nbytes) <= least * (1 + TOLERANCE))
+    assert all(a[1] != b[1] for a, b in pairwise(changes))
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=8))
+def test_sizes_of_the_grid_double_at_most(sizes: list[int]) -> None:
+    """All named sizes are among them, none lies outside, and no step is longer than a doubling."""
+    tested = grid_of_sizes(sizes)
+    assert set(sizes) <= set(tested)
+    assert (tested[0], tested[-1]) == (min(sizes), max(sizes))
+    assert all(b <= 2 * max(a, 1) for a, b in pairwise(tested))
+
+
+@given(direct_machines(most=4) | switched_machines(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=25, deadline=None)
+def test_plans_by_size_of_random_machines_are_valid(topology: Topology, collective: str) -> None:
+    """Every range verifies; the last byte range is never slower at 1 GB than the optimal trees."""
+    plans = topoplan.plan_by_size(topology, collective)
+    best = topoplan.plan(topology, collective)
+    assert {report.bound for report in verify_all(plans)} == {plans.ranges[0].plan.bound}
+    assert plans.ranges[0].plan.bound <= best.bound
+    for nbytes in (1 << 10, 1 << 30):
+        mine, other = (topoplan.simulate(plan, nbytes=nbytes).seconds for plan in (plans, best))
+        assert mine <= other * (1 + TOLERANCE)
+
+
+def test_nothing_is_claimed_outside_the_sizes() -> None:
+    """Tested at 64 KB and below only, the lowest tree is kept for all larger sizes; a single size has one plan."""
+    dgx = topoplan.load("dgx-1v")
+    assert topoplan.plan_by_size(dgx, sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule == "lowest tree"
+    assert len(topoplan.plan_by_size(dgx, sizes=[1 << 26]).ranges) == 1
+    assert topoplan.plan_by_size(dgx, sizes=[0]).at(0).trees == 1
+
+
+def test_one_gpu_has_one_range() -> None:
+    """Nothing moves, whatever the size."""
+    plans = topoplan.plan_by_size(topoplan.load("dgx-1v"), "reduce", gpus=[4])
+    assert [(one.start, one.stop, one.plan.trees) for one in plans.ranges] == [(0, None, 0)]
+
+
+def test_what_has_no_path_says_so() -> None:
+    """GPUs 0 and 5 have no NVLink between them; over PCIe they are planned, with PCIe rings and one hop."""
+    dgx = topoplan.load("dgx-1v")
+    with pytest.raises(InfeasibleError, match="no NVLink path leads from"):
+        topoplan.plan_by_size(dgx, gpus=[0, 5], channels="nvlink")
+    made, notes = candidates(dgx, gpus=[0, 2, 5], channels="pcie")
+    assert {plan.channels for plan in made} == {("pcie",)}
+    assert "pcie ring" in {plan.schedule for plan in made}
+    assert notes == ()
+
+
+def test_missing_schedules_are_named() -> None:
+    """GPUs 1, 4, 5, 7 have neither one hop nor an NVLink ring; the notes say which and why, without remedies."""
+    _, notes = candidates(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    assert [note.split(":")[0] for note in notes] == ["no one-hop", "no ring"]
+    assert "no NVLink ring exists" in notes[1]
+    assert not any(";" in note for note in notes)
+
+
+@pytest.mark.parametrize("sizes", [[], [-1], [1024, -5]])
+def test_sizes_that_do_not_exist_are_refused(sizes: list[int]) -> None:
+    """None, or below zero."""
+    with pytest.raises(UsageError, match="give at least one, of zero bytes or more"):
+        topoplan.plan_by_size(topoplan.load("v100x4"), sizes=sizes)
+
+
+DIGESTS = """
+import topoplan
+for name, collective in (("dgx-1v", "allreduce"), ("v100x4", "broadcast"), ("pcie-x8", "allgather")):
+    print(topoplan.plan_by_size(topoplan.load(name), collective).digest)
+"""
+
+
+def test_plans_by_size_are_the_same_file_in_every_process() -> None:
+    """Two processes with different hash seeds find the same plans and the same bytes of crossover."""
+    printed = []
+    for seed in ("1", "271828"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(
+            [sys.executable, "-c", DIGESTS], env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(run.stdout.split())
+    assert printed[0] == printed[1]
+    assert len(set(printed[0])) == 3
+
+
+def test_progress_names_what_is_tried() -> None:
+    """A line for each schedule, and one for the timing."""
+    lines: list[str] = []
+    topoplan.plan_by_size(topoplan.load("v100x4"), progress=lines.append)
+    assert [line for line in lines if line.startswith(("one-hop", "lowest", "relay", "timing"))] == [
+        "one-hop …",
+        "lowest tree …",
+        "relay rings …",
+        "timing 6 plans at 21 sizes and where they cross …",
+    ]

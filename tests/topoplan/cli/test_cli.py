@@ -1,0 +1,930 @@
+"""The command line as a contract: what each command prints and writes, and what it says when it is given nonsense."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from collectives.benchmark import count_wrong
+from tests.support.checkout import ROOT
+from tests.support.listings import EACH_MATRIX
+from topoplan.cli.main import COMMANDS, INTERRUPTED, main
+from topoplan.formats.load import library
+from topoplan.plans.plan import COLLECTIVES
+
+PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
+"""The text of nvidia-smi topo -m for two GPUs, which leaves the speed of the links open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, object]:
+        """The one JSON object on stdout; infinity and NaN are not JSON and fail."""
+        value = json.loads(self.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert isinstance(value, dict)
+        return value
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process; an error is one line on stderr, and success leaves stderr empty."""
+
+    def call(*arguments: str, stdin: bytes = b"") -> Answer:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsys.readouterr()
+        status = main(arguments)
+        answer = Answer(status, *capsys.readouterr())
+        assert answer.err.count("\n") == (0 if status == 0 else 1), answer.err
+        return answer
+
+    return call
+
+
+@pytest.fixture
+def refused(run: Run) -> Callable[..., str]:
+    """Run a command that must be refused: exit 2, nothing on stdout; returns the line on stderr."""
+
+    def call(*arguments: str, stdin: bytes = b"") -> str:
+        answer = run(*arguments, stdin=stdin)
+        assert (answer.status, answer.out) == (2, "")
+        return answer.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def plan_text() -> str:
+    """The plan file of Blink's allocation 1, 4, 5, 7."""
+    return topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]).to_json()
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path, plan_text: str) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(plan_text)
+    return path
+
+
+def process(*arguments: str, cwd: Path | None = None, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m topoplan`` as a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "topoplan", *arguments]
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        command, cwd=cwd, env=environment, text=True, timeout=60, **{"capture_output": True, **settings}
+    )
+
+
+class TestContract:
+    """The lines of design.md, section 2."""
+
+    def test_list_names_the_ten_machines(self, run: Run) -> None:
+        """``list`` has one line for each library machine, and --json one object with the same names."""
+        lines = run("list").out.splitlines()
+        machines = run("list", "--json").json["machines"]
+        assert isinstance(machines, list)
+        assert [line.split()[0] for line in lines[1:]] == [one["name"] for one in machines] == list(library())
+
+    @pytest.mark.parametrize("name", library())
+    def test_show_json_is_the_machine(self, run: Run, name: str) -> None:
+        """``show --json`` prints topology JSON that loads as the same machine."""
+        assert topoplan.load(run("show", name, "--json").out) == topoplan.load(name)
+
+    @EACH_MATRIX
+    def test_real_matrices_are_shown_and_planned(self, run: Run, path: Path) -> None:
+        """Every real nvidia-smi matrix is shown, with notes of what was assumed, planned and verified."""
+        shown = run("show", str(path))
+        planned = run("plan", str(path), "-o", "-", "--collective", "broadcast")
+        assert (shown.status, planned.status) == (0, 0)
+        assert "note: " in shown.out
+        assert run("verify", "-", stdin=planned.out.encode()).status == 0
+
+    def test_plan_json_has_the_promised_keys(self, run: Run) -> None:
+        """``plan --json`` has rate, bound, certificate, seconds, trees and height; 50 GB/s for GPUs 1, 4, 5, 7."""
+        made = run("plan", "dgx-1v", "--gpus", "1,4,5,7", "--json").json
+        assert (made["rate"], made["bound"], made["trees"], made["height"]) == (50.0, 50.0, 2, 2)
+        assert isinstance(made["certificate"], dict)
+        assert isinstance(made["seconds"], float)
+        assert made["seconds"] > 0
+
+    def test_plan_file_has_the_promised_keys(self, run: Run, tmp_path: Path) -> None:
+        """``plan -o`` writes the keys that others program against, and says where."""
+        path = tmp_path / "plan.json"
+        assert f"written: {path}\n" in run("plan", "dgx-1v", "--gpus", "1,4,5,7", "-o", str(path)).out
+        made = json.loads(path.read_text())
+        assert made["format"] == "topoplan.plan/1"
+        assert made["ranks"] == ["gpu1", "gpu4", "gpu5", "gpu7"]
+        assert {"collective", "topology", "rate", "bound", "certificate", "method", "seconds"} <= set(made)
+        stages = made["shards"][0]["stages"]
+        assert [stage["op"] for stage in stages] == ["reduce", "broadcast"]
+        parent, child, route, channel = stages[0]["edges"][0]
+        assert (route[0], route[-1], channel) == (made["ranks"][parent], made["ranks"][child], "nvlink")
+
+    def test_plan_file_on_stdout_goes_into_verify(self, run: Run) -> None:
+        """``plan -o - | verify -`` re-checks rate and bound."""
+        made = run("plan", "dgx-1p", "--collective", "allgather", "-o", "-")
+        report = run("verify", "-", "--json", stdin=made.out.encode()).json
+        assert report["valid"] is True
+        assert report["optimal"] is True
+        assert report["rate"] == pytest.approx(640 / 7, rel=1e-9)
+
+    def test_plan_json_is_a_plan_file_too(self, run: Run) -> None:
+        """``plan --json | verify -`` works, and what was assumed is noted once."""
+        made = run("plan", "-", "--json", stdin=PAIR.encode())
+        notes = run("verify", "-", "--json", stdin=made.out.encode()).json["notes"]
+        assert isinstance(notes, list)
+        assert notes == made.json["notes"]
+        assert len(notes) == len(set(notes)) > 0
+
+    def test_plan_says_what_limits_it(self, run: Run) -> None:
+        """The text names rate, bound with the bottleneck, and one line for each tree."""
+        out = run("plan", "dgx-1v", "--collective", "reduce", "--root", "5").out
+        assert out.startswith("reduce to gpu5 on dgx-1v, 8 GPUs")
+        assert "rate   150 GB/s of algorithm bandwidth (optimal, proved)" in out
+        assert "bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must" in out
+
+    @pytest.mark.parametrize("collective", COLLECTIVES)
+    def test_every_command_takes_every_collective(self, run: Run, tmp_path: Path, collective: str) -> None:
+        """plan, verify, simulate, bench and compare work for each collective, without a wrong element."""
+        path = str(tmp_path / "plan.json")
+        assert run("plan", "v100x4", "--collective", collective, "-o", path).status == 0
+        assert run("verify", path).status == 0
+        simulated = run("simulate", path, "--sizes", "4KB,1MB", "--json").json
+        assert (
+            simulated
+            == run("simulate", "v100x4", "--collective", collective, "--sizes", "4KB,1MB", "--json").json
+        )
+        rows = run("bench", path, "--sizes", "0,1,28,4KB", "--dtype", "int32", "--json").json["rows"]
+        assert isinstance(rows, list)
+        assert [row["wrong"] for row in rows] == [0, 0, 0, 0]
+        compared = run("compare", "v100x4", "--collective", collective, "--json").json
+        assert compared["collective"] == collective
+
+    def test_compare_says_which_ring(self, run: Run) -> None:
+        """GPUs 1, 4, 5, 7 have no NVLink ring: trees 50 GB/s against 5.33 over PCIe, and a note says so."""
+        out = run("compare", "dgx-1v", "--gpus", "1,4,5,7").out
+        assert "pcie ring" in out
+        assert "note: " in out
+        row = run("compare", "dgx-1v", "--gpus", "1,4,5,7", "--json").json["rows"]
+        assert isinstance(row, list)
+        assert (row[0]["trees"], row[0]["ring"]) == (50.0, pytest.approx(16 / 3))
+
+    def test_compare_all_allocations(self, run: Run) -> None:
+        """--all-allocations has a row for each class, and the summary counts all 11 allocations of 4 GPUs."""
+        answer = run("compare", "v100x4", "--all-allocations")
+        assert "11 allocations" in answer.out
+        rows = run("compare", "v100x4", "--all-allocations", "--json").json["rows"]
+        assert isinstance(rows, list)
+        assert sum(row["members"] for row in rows) == 11
+
+    @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
+    def test_stdin_is_a_machine(self, run: Run, command: str) -> None:
+        """``cat matrix | topoplan COMMAND -`` works wherever a TOPO is taken, and calls the machine stdin."""
+        answer = run(command, "-", stdin=PAIR.encode())
+        assert answer.status == 0
+        assert "stdin" in answer.out.splitlines()[0]
+
+    def test_stdin_in_utf_16(self, run: Run) -> None:
+        """Text redirected by PowerShell, UTF-16 with its mark, is read like any other."""
+        text = PAIR.encode("utf-16")
+        assert run("simulate", "-", "--sizes", "1KB", stdin=text) == run(
+            "simulate", "-", "--sizes", "1KB", stdin=PAIR.encode()
+        )
+
+    def test_simulate_knows_a_plan_by_its_content(self, run: Run, plan_file: Path, plan_text: str) -> None:
+        """A plan file is recognised under any name, pretty-printed with keys in any order, and on stdin."""
+        wanted = run("simulate", str(plan_file), "--sizes", "1MB").out
+        other = plan_file.with_suffix(".txt")
+        other.write_text(json.dumps(dict(reversed(json.loads(plan_text).items())), indent=4))
+        assert run("simulate", str(other), "--sizes", "1MB").out == wanted
+        assert run("simulate", "-", "--sizes", "1MB", stdin=plan_text.encode()).out == wanted
+
+    @pytest.mark.parametrize("command", ["show", "plan", "compare"])
+    def test_a_plan_in_place_of_a_machine_is_named(
+        self, refused: Callable[..., str], plan_file: Path, command: str
+    ) -> None:
+        """The line says what takes it."""
+        assert refused(command, str(plan_file)) == (
+            f"topoplan {command}: error: {plan_file}: this is a plan, not a machine; topoplan verify, simulate, export "
+            "and bench take it\n"
+        )
+
+    def test_simulate_crosses_the_ring(self, run: Run) -> None:
+        """On DGX-2 the ring, 2 (N - 1) steps of latency, never beats 16 one-hop trees."""
+        made = run("simulate", "dgx-2", "--sizes", "1KB:1GB", "--json").json
+        plan, ring = made["plan"], made["ring"]
+        assert isinstance(plan, dict)
+        assert isinstance(ring, dict)
+        assert (plan["trees"], plan["height"], plan["rate"]) == (16, 1, 80.0)
+        assert all(p["time"] <= r["time"] for p, r in zip(plan["rows"], ring["rows"], strict=True))
+        assert made["crossover"] == {"nbytes": 1024, "faster_below": "first"}
+
+    def test_simulate_without_any_ring(self, run: Run) -> None:
+        """Three GPUs in a row have no NVLink ring and no PCIe: the plan is timed alone, and a note says why."""
+        row = {"format": "topoplan.topology/1", "name": "row", "devices": [], "links": []}
+        row["devices"] = [{"name": f"gpu{i}", "kind": "gpu"} for i in range(3)]
+        pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
+        row["links"] = [
+            {"src": f"gpu{a}", "dst": f"gpu{b}", "channel": "nvlink", "bandwidth": 25} for a, b in pairs
+        ]
+        answer = run("simulate", "-", "--sizes", "1KB", stdin=json.dumps(row).encode())
+        assert answer.status == 0
+        assert "note: no ring to compare with: " in answer.out
+        made = run("simulate", "-", "--sizes", "1KB", "--json", stdin=json.dumps(row).encode()).json
+        assert (made["ring"], made["crossover"]) == (None, None)
+
+    def test_trace_is_the_largest_size(self, run: Run, plan_file: Path, tmp_path: Path) -> None:
+        """``simulate --trace`` writes a Chrome trace that ends when the table says that the largest size does."""
+        path = tmp_path / "trace.json"
+        made = run("simulate", str(plan_file), "--sizes", "64KB,1KB", "--trace", str(path), "--json").json
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+        plan = made["plan"]
+        assert isinstance(plan, dict)
+        assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(plan["rows"][0]["time"], rel=0.2)
+
+    @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
+    def test_figures(self, run: Run, tmp_path: Path, command: str) -> None:
+        """--plot writes the figure in the format of its suffix, and the text says where."""
+        path = tmp_path / "figure.svg"
+        assert f"written: {path}\n" in run(command, "v100x4", "--plot", str(path)).out
+        assert path.read_text().startswith("<?xml")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["figure.svg"]
+
+    @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
+    def test_notes_are_in_text_and_json(self, run: Run, command: str) -> None:
+        """What had to be assumed about nvidia-smi text stands in both outputs, and is gone once it is settled."""
+        note = "NVLink 25 GB/s per link and direction; set --nvlink-gbps"
+        assert note in run(command, "-", stdin=PAIR.encode()).out
+        notes = run(command, "-", "--json", stdin=PAIR.encode()).json["notes"]
+        assert isinstance(notes, list)
+        assert any(note in line for line in notes)
+        settled = run(command, "-", "--nvlink-gbps", "20", "--pcie-gbps", "10", stdin=PAIR.encode()).out
+        assert "set --nvlink-gbps" not in settled
+
+    def test_notes_stay_in_the_plan_file(self, run: Run, tmp_path: Path) -> None:
+        """verify and bench repeat what was assumed when the plan was made."""
+        path = str(tmp_path / "plan.json")
+        assert run("plan", "-", "-o", path, stdin=PAIR.encode()).status == 0
+        for command in ("verify", "bench"):
+            sizes = ["--sizes", "1KB"] if command == "bench" else []
+            assert "set --nvlink-gbps" in run(command, path, *sizes).out
+            assert "set --nvlink-gbps" in run(command, path, *sizes, "--json").out
+
+    def test_bench_columns_do_not_move(self, run: Run, plan_file: Path) -> None:
+        """Header and rows of ``bench`` have one width whatever the figures are."""
+        lines = run("bench", str(plan_file), "--sizes", "0,64KB,1MB").out.splitlines()[1:6]
+        assert {len(line) for line in lines} == {len(lines[0])}
+        assert lines[0].split()[1:] == ["size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"]
+
+    def test_bench_counts_wrong_elements(self, plan_text: str) -> None:
+        """One changed element on one rank is one wrong element."""
+        plan = topoplan.Plan.from_json(plan_text)
+        totals = [((np.arange(5)[:, None] + np.arange(4)) % 7).sum(axis=1) for _ in range(4)]
+        assert count_wrong(plan, 5, dict(enumerate(totals))) == 0
+        totals[2][3] += 1
+        assert count_wrong(plan, 5, dict(enumerate(totals))) == 1
+
+    def test_text_is_the_same_every_time(self, run: Run) -> None:
+        """Two runs print the same but for the time it took, so that outputs can be diffed."""
+        first, second = (
+            [line for line in run("plan", "dgx-a100").out.splitlines() if not line.startswith("planned in")]
+            for _ in range(2)
+        )
+        assert first == second
+
+    def test_every_command_explains_itself(self, run: Run) -> None:
+        """--help of every command names its options on stdout and exits 0."""
+        assert all(name in run("--help").out for name in COMMANDS)
+        for name in COMMANDS:
+            # What export prints is a file of another program already.
+            assert ("--to" if name == "export" else "--json") in run(name, "--help").out
+
+
+class TestOneGpu:
+    """One GPU is a valid, trivial plan: nothing moves, and no rate exists."""
+
+    @pytest.fixture
+    def one(self, run: Run, tmp_path: Path) -> str:
+        path = str(tmp_path / "one.json")
+        assert run("plan", "dgx-1v", "--gpus", "3", "-o", path).status == 0
+        return path
+
+    def test_rates_are_null(self, run: Run, one: str) -> None:
+        """Infinite rates are null in every JSON output."""
+        planned = run("plan", "dgx-1v", "--gpus", "3", "--json").json
+        assert (planned["rate"], planned["bound"], planned["gap"], planned["trees"]) == (None, None, 0.0, 0)
+        assert json.loads(Path(one).read_text())["rate"] is None
+        assert run("verify", one, "--json").json["rate"] is None
+        made = run("simulate", one, "--sizes", "0,1KB", "--json").json
+        assert isinstance(made["plan"], dict)
+        assert (made["plan"]["rate"], made["ring"]) == (None, None)
+        rows = run("compare", "dgx-1v", "--gpus", "3", "--json").json["rows"]
+        assert isinstance(rows, list)
+        assert (rows[0]["trees"], rows[0]["ratio"]) == (None, None)
+
+    def test_text_says_that_nothing_moves(self, run: Run, one: str) -> None:
+        """plan, verify and simulate say so instead of printing inf; compare shows dashes."""
+        answers = [run("plan", "dgx-1v", "--gpus", "3"), run("verify", one), run("simulate", one)]
+        assert all("one GPU: nothing moves" in answer.out for answer in answers)
+        answers.append(run("compare", "dgx-1v", "--gpus", "3"))
+        assert not any("inf" in answer.out or "nan" in answer.out for answer in answers)
+
+    def test_bench_copies(self, run: Run, one: str) -> None:
+        """bench of one rank copies each size without a wrong element."""
+        rows = run("bench", one, "--sizes", "0,4,64KB", "--json").json["rows"]
+        assert isinstance(rows, list)
+        assert [(row["size"], row["busbw"], row["wrong"]) for row in rows] == [
+            (0, 0, 0),
+            (4, 0, 0),
+            (65536, 0, 0),
+        ]
+
+    def test_no_allocation_to_compare(self, run: Run) -> None:
+        """A machine of one GPU has no allocation of two: an empty table, and null for every mean."""
+        single = json.dumps(
+            {
+                "format": "topoplan.topology/1",
+                "name": "single",
+                "devices": [{"name": "gpu0", "kind": "gpu"}],
+                "links": [],
+            }
+        ).encode()
+        assert "0 allocations" in run("compare", "-", "--all-allocations", stdin=single).out
+        made = run("compare", "-", "--all-allocations", "--json", stdin=single).json
+        assert made["rows"] == []
+        assert "no links" in run("show", "-", stdin=single).out
+
+    def test_no_bars_to_draw(self, refused: Callable[..., str], tmp_path: Path) -> None:
+        """compare --plot of one GPU is refused: there is no bar."""
+        line = refused("compare", "dgx-1v", "--gpus", "3", "--plot", str(tmp_path / "x.png"))
+        assert "leave out --plot" in line
+        assert list(tmp_path.iterdir()) == []
+
+
+def topology_text(**changes: object) -> bytes:
+    """Topology JSON of two GPUs with something changed."""
+    value: dict[str, object] = {
+        "format": "topoplan.topology/1",
+        "name": "pair",
+        "devices": [{"name": "a", "kind": "gpu"}, {"name": "b", "kind": "gpu"}],
+        "links": [
+            {"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25},
+            {"src": "b", "dst": "a", "channel": "nvlink", "bandwidth": 25},
+        ],
+    }
+    return json.dumps({**value, **changes}).encode()
+
+
+def link(**changes: object) -> list[dict[str, object]]:
+    return [{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25, **changes}]
+
+
+BAD_MACHINES = {
+    "empty": (b"", ["empty", "give"]),
+    "blank": (b" \n\t\n", ["empty", "give"]),
+    "binary": (b"\x7fELF\x00\xff\xfe\x01", ["binary", "give"]),
+    "prose": (b"Hello.\n", ["no header line", "give the whole output"]),
+    "no JSON": (b'{"format": ', ["no JSON"]),
+    "deep JSON": (b'{"a":' * 10_000, ["no JSON"]),
+    "other format": (topology_text(format="topoplan.topology/9"), ["'topoplan.topology/9'", "convert"]),
+    "XML": (b"<system version='1'/>", ["no GPU", "NCCL_TOPO_DUMP_FILE"]),
+    "ragged": (PAIR.replace("GPU1 NV2   X ", "GPU1 NV2 ").encode(), ["GPU1"]),
+    "asymmetric": (PAIR.replace("GPU1 NV2", "GPU1 NV3").encode(), ["NV2", "NV3"]),
+    "unknown code": (PAIR.replace("NV2", "ZZ9").encode(), ["ZZ9"]),
+    "negative bandwidth": (topology_text(links=link(bandwidth=-25)), ["-25", "from 1e-06"]),
+    "zero bandwidth": (topology_text(links=link(bandwidth=0)), ["bandwidth 0", "leave out a link"]),
+    "NaN bandwidth": (topology_text(links=link(bandwidth=float("nan"))), ["nan", "from 1e-06"]),
+    "infinite bandwidth": (topology_text(links=link(bandwidth=float("inf"))), ["inf", "from 1e-06"]),
+    "absurd bandwidth": (topology_text(links=link(bandwidth=1e300)), ["1e+300", "1e+09"]),
+    "tiny bandwidth": (topology_text(links=link(bandwidth=5e-324)), ["5e-324", "leave out a link"]),
+    "absurd count": (topology_text(links=link(count=10**400)), ["count|wires"]),
+    "long value": (topology_text(links=link(src=["x" * 90] * 90)), ["must be a text"]),
+    "unknown device": (topology_text(links=link(dst="c")), ["'c'", "listed under devices"]),
+    "device twice": (topology_text(devices=[{"name": "a", "kind": "gpu"}] * 2), ["'a'", "unique"]),
+    "misspelt key": (topology_text(links=[{"src": "a", "dts": "b"}]), ["no 'dst'", "'dts'"]),
+}
+
+MACHINE_COMMANDS = ("show", "plan", "compare", "simulate")
+
+
+class TestBadMachine:
+    """A machine that cannot be one, wherever a TOPO is taken."""
+
+    @pytest.mark.parametrize("command", MACHINE_COMMANDS)
+    @pytest.mark.parametrize("case", BAD_MACHINES)
+    def test_file_and_stdin(
+        self, refused: Callable[..., str], tmp_path: Path, command: str, case: str
+    ) -> None:
+        """One line names file or stdin, the value and the remedy."""
+        content, fragments = BAD_MACHINES[case]
+        path = tmp_path / "machine"
+        path.write_bytes(content)
+        line = refused(command, str(path))
+        assert str(path) in line
+        assert all(any(word in line for word in fragment.split("|")) for fragment in fragments), line
+        assert len(line) < 700
+        refused(command, "-", stdin=content)
+
+    @pytest.mark.parametrize("command", MACHINE_COMMANDS)
+    def test_unknown_name_suggests_the_nearest(self, refused: Callable[..., str], command: str) -> None:
+        """dgx1-v is no machine; dgx-1v is meant."""
+        assert "did you mean dgx-1v?" in refused(command, "dgx1-v")
+
+    @pytest.mark.parametrize("command", MACHINE_COMMANDS)
+    def test_folder_and_empty_name(self, refused: Callable[..., str], tmp_path: Path, command: str) -> None:
+        """A folder is no machine, nor is the empty name."""
+        assert f"{tmp_path} cannot be read" in refused(command, str(tmp_path))
+        assert "no machine ''" in refused(command, "")
+
+    @pytest.mark.parametrize("command", ["plan", "compare", "simulate"])
+    def test_no_path(self, refused: Callable[..., str], command: str) -> None:
+        """GPUs that no wire joins: the line names the cut."""
+        line = refused(command, "-", stdin=topology_text(links=[]))
+        assert "{a}" in line
+        assert "{b}" in line
+
+    @pytest.mark.parametrize("command", ["plan", "compare", "simulate"])
+    def test_no_gpu(self, refused: Callable[..., str], command: str) -> None:
+        """A machine without GPUs can be shown but not planned for."""
+        line = refused(command, "-", stdin=topology_text(devices=[], links=[]))
+        assert "has no GPU" in line
+
+    def test_no_gpu_shown(self, run: Run) -> None:
+        """A machine of nothing is shown as such."""
+        assert "devices: none" in run("show", "-", stdin=topology_text(devices=[], links=[])).out
+
+    def test_file_name_of_no_characters(self, run: Run, tmp_path: Path) -> None:
+        """A file name that is not UTF-8 still gives a machine, a plan file and JSON that can be written."""
+        path = os.fsencode(tmp_path) + b"/m\xff.txt"
+        with open(path, "wb") as file:
+            file.write(PAIR.encode())
+        name = os.fsdecode(path)
+        for command in MACHINE_COMMANDS:
+            assert "m?" in run(command, name).out
+            assert run(command, name, "--json").status == 0
+        assert run("plan", name, "-o", str(tmp_path / "plan.json")).status == 0
+
+
+BAD_OPTIONS = [
+    ("plan dgx-1v --gpus 8", ["GPU 8", "0 to 7"]),
+    ("plan dgx-1v --gpus 1,1", ["GPU 1", "twice"]),
+    ("plan dgx-1v --gpus=", ["''", "such as 1,4,5,7"]),
+    ("plan dgx-1v --gpus 1,,2", ["'1,,2'", "such as 1,4,5,7"]),
+    ("plan dgx-1v --gpus -1", ["'-1'", "such as 1,4,5,7"]),
+    ("plan dgx-1v --gpus 5-2", ["5-2", "write 2-5"]),
+    ("plan dgx-1v --gpus 1e9", ["'1e9'", "such as 1,4,5,7"]),
+    ("compare dgx-1v --gpu-counts 3-8", ["--gpu-counts", "--all-allocations"]),
+    ("compare dgx-1v --all-allocations --gpu-counts 9", ["9 GPUs", "2 to 8"]),
+    ("plan dgx-1v --gpus 99999999999999999999", ["99999999999999999999", "such as 1,4,5,7"]),
+    ("plan dgx-1v --gpus 0-999999", ["GPU 8", "0 to 7"]),
+    ("compare dgx-1v --gpus 0,9", ["GPU 9", "0 to 7"]),
+    ("simulate dgx-1v --gpus 0,9", ["GPU 9", "0 to 7"]),
+    ("plan dgx-1v --collective brodcast", ["'brodcast'", "did you mean broadcast?"]),
+    ("compare dgx-1v --collective brodcast", ["'brodcast'", "did you mean broadcast?"]),
+    ("simulate dgx-1v --collective xyz", ["'xyz'", "use one of allreduce"]),
+    ("plan dgx-1v --root 0", ["allreduce has no root", "leave out"]),
+    ("plan dgx-1v --collective broadcast --gpus 1,2 --root 3", ["root 3", "1, 2"]),
+    ("plan dgx-1v --collective broadcast --root x", ["'x'", "such as 0"]),
+    ("plan dgx-1v --collective broadcast --root -1", ["'-1'", "such as 0"]),
+    ("plan dgx-1v --method magic", ["'magic'", "exact, mwu"]),
+    ("plan dgx-1v --order size", ["'size'", "height"]),
+    ("plan dgx-1v --channels wifi", ["'wifi'", "nvlink"]),
+    ("plan pcie-x8 --channels nvlink", ["NVLink", "--channels auto"]),
+    ("plan dgx-1v --method mwu --epsilon 0", ["epsilon 0", "0.05"]),
+    ("plan dgx-1v --method mwu --epsilon nan", ["'nan'", "0.05"]),
+    ("plan dgx-1v --method mwu --threshold 2", ["'2'", "0.05"]),
+    ("plan dgx-1v --nvlink-gbps 25", ["states its own", "leave out"]),
+    ("show - --nvlink-gbps 0", ["'0'", "above zero"]),
+    ("show - --pcie-gbps nan", ["'nan'", "above zero"]),
+    ("show - --nvlink-gbps fast", ["'fast'", "such as 25"]),
+    ("simulate dgx-1v --sizes 1KB:", ["size ''", "for example"]),
+    ("simulate dgx-1v --sizes=", ["size ''", "for example"]),
+    ("simulate dgx-1v --sizes 0:1KB", ["'0:1KB'", "for example"]),
+    ("simulate dgx-1v --sizes 8KB:1KB", ["'8KB:1KB'", "for example"]),
+    ("simulate dgx-1v --sizes -1", ["'-1'", "for example"]),
+    ("simulate dgx-1v --sizes huge", ["'huge'", "for example"]),
+    ("simulate dgx-1v --sizes 1KB:9999999TB", ["9999999TB", "choose smaller"]),
+    (f"simulate dgx-1v --sizes {'9' * 400}", ["99999999", "choose smaller"]),
+    ("compare dgx-1v --all-allocations --gpus 0,1", ["--all-allocations", "leave one of them out"]),
+    ("compare dgx-1v --all-allocations --root 0", ["--all-allocations", "leave one of them out"]),
+    ("plan dgx-1v --json -o -", ["stdout", "leave one of them out"]),
+    ("plan dgx-1v --colective reduce", ["'--colective'", "did you mean --collective?"]),
+    ("plan dgx-1v --xyz", ["'--xyz'", "see topoplan plan --help"]),
+    ("--json plan dgx-1v", ["'--json'", "after the command"]),
+    ("plan dgx-1v dgx-2", ["'dgx-2'", "see topoplan plan --help"]),
+    ("plan", ["TOPO", "see topoplan plan --help"]),
+    ("verify", ["PLAN.json", "see topoplan verify --help"]),
+    ("", ["no command", "use one of list"]),
+    ("pln dgx-1v", ["'pln'", "did you mean plan?"]),
+    ("frobnicate", ["'frobnicate'", "use one of list"]),
+]
+
+
+class TestBadOptions:
+    """Values that do not fit."""
+
+    @pytest.mark.parametrize(
+        ("words", "fragments"), BAD_OPTIONS, ids=[words[:60] for words, _ in BAD_OPTIONS]
+    )
+    def test_one_line_with_value_and_remedy(
+        self, refused: Callable[..., str], words: str, fragments: Sequence[str]
+    ) -> None:
+        """One line on stderr names the value and what to write instead."""
+        line = refused(*words.split(), stdin=PAIR.encode())
+        assert all(fragment in line for fragment in fragments), line
+        assert line.startswith("topoplan")
+        assert len(line) < 700
+
+    @pytest.mark.parametrize(
+        ("words", "fragments"),
+        [
+            ("--backend smoke", ["'smoke'", "loopback", "tcp"]),
+            ("--dtype float8", ["'float8'", "float32"]),
+            ("--dtype 99999999999i4", ["'99999999999i4'", "float32"]),
+            ("--sizes 1024TB", ["memory", "choose smaller --sizes"]),
+            ("--sizes 8KB:1KB", ["'8KB:1KB'", "for example"]),
+        ],
+    )
+    def test_bench(
+        self, refused: Callable[..., str], plan_file: Path, words: str, fragments: Sequence[str]
+    ) -> None:
+        """An unknown back end says which exist; sizes beyond the memory are refused before they are asked for."""
+        line = refused("bench", str(plan_file), *words.split())
+        assert all(fragment in line for fragment in fragments), line
+
+    def test_a_plan_file_has_settled_the_machine(self, refused: Callable[..., str], plan_file: Path) -> None:
+        """simulate PLAN.json refuses options that it would have to ignore."""
+        for option, value in (("--gpus", "0"), ("--collective", "reduce"), ("--nvlink-gbps", "25")):
+            line = refused("simulate", str(plan_file), option, value)
+            assert option in line
+            assert "leave it out" in line
+
+
+BAD_PLANS = {
+    "empty": (b"", ["empty", "topoplan plan"]),
+    "binary": (b"\x00\x01\x02", ["binary", "give"]),
+    "no JSON": (b"plan", ["no JSON"]),
+    "a list": (b"[]", ["object"]),
+    "other version": (b'{"format": "topoplan.plan/9"}', ["'topoplan.plan/9'", "topoplan plan"]),
+    "a machine": (topology_text(), ["'topoplan.topology/1'", "topoplan plan"]),
+}
+
+
+class TestBadPlan:
+    """Files that are no plan (exit 2), and plans that are wrong (exit 1 from verify)."""
+
+    @pytest.mark.parametrize("command", ["verify", "bench"])
+    @pytest.mark.parametrize("case", BAD_PLANS)
+    def test_no_plan(self, refused: Callable[..., str], tmp_path: Path, command: str, case: str) -> None:
+        """One line names the file and what is wrong with it, on stdin too."""
+        content, fragments = BAD_PLANS[case]
+        path = tmp_path / "plan.json"
+        path.write_bytes(content)
+        line = refused(command, str(path))
+        assert str(path) in line
+        assert all(fragment in line for fragment in fragments), line
+        assert "stdin" in refused(command, "-", stdin=content)
+
+    @pytest.mark.parametrize("command", ["verify", "bench"])
+    def test_a_machine_is_no_plan_file(self, refused: Callable[..., str], command: str) -> None:
+        """``verify dgx-1v`` says how to make the plan that it wants."""
+        assert "topoplan plan dgx-1v -o F.json makes a plan" in refused(command, "dgx-1v")
+        assert "made by topoplan plan" in refused(command, "nowhere.json")
+
+    @pytest.fixture
+    def wrong(self, plan_text: str, tmp_path: Path) -> str:
+        """A plan whose second shard loses the last edge of its broadcast."""
+        value = json.loads(plan_text)
+        value["shards"][1]["stages"][1]["edges"].pop()
+        path = tmp_path / "wrong.json"
+        path.write_text(json.dumps(value))
+        return str(path)
+
+    def test_verify_names_shard_stage_and_rank(self, run: Run, wrong: str) -> None:
+        """verify exits 1 and says where: shard 1, stage 1, the rank that misses a contribution."""
+        answer = run("verify", wrong)
+        assert (answer.status, answer.out) == (1, "")
+        assert "wrong plan: shard 1, stage 1, rank " in answer.err
+        answer = run("verify", wrong, "--json")
+        assert answer.status == 1
+        report = answer.json
+        assert (report["valid"], report["shard"], report["stage"]) == (False, 1, 1)
+        assert f"rank {report['rank']}: {report['error']}" in answer.err
+
+    def test_a_wrong_plan_is_not_used(self, refused: Callable[..., str], wrong: str) -> None:
+        """simulate and bench refuse a wrong plan as bad input, with its file."""
+        for command in ("simulate", "bench"):
+            line = refused(command, wrong)
+            assert f"{wrong}: wrong plan: shard 1, stage 1" in line
+
+    def test_claims_are_not_believed(self, run: Run, plan_text: str) -> None:
+        """A plan that claims twice its rate is wrong."""
+        value = json.loads(plan_text)
+        value["rate"] *= 2
+        answer = run("verify", "-", stdin=json.dumps(value).encode())
+        assert answer.status == 1
+        assert "claims a rate of 100 GB/s; recomputed it is 50" in answer.err
+
+
+class TestOutputFiles:
+    """A file is written whole or not at all."""
+
+    BAD_PLACES = ("folder", "folder/missing/plan.json", "")
+
+    @pytest.mark.parametrize("place", BAD_PLACES)
+    @pytest.mark.parametrize("option", ["-o", "--plot", "--trace"])
+    def test_bad_place(self, refused: Callable[..., str], tmp_path: Path, option: str, place: str) -> None:
+        """A folder, a place in no folder and the empty name are refused, and nothing is left behind."""
+        (tmp_path / "folder").mkdir()
+        command = "simulate" if option == "--trace" else "plan"
+        line = refused(command, "v100x4", option, str(tmp_path / place) if place else "")
+        assert "name a file" in line or "make it" in line
+        assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
+
+    def test_unknown_suffix_is_found_before_the_work(
+        self, refused: Callable[..., str], tmp_path: Path
+    ) -> None:
+        """A figure in no known format is refused before the plan file beside it is written."""
+        for suffix in (".xyz", ""):
+            line = refused(
+                *("plan", "v100x4", "-o", str(tmp_path / "p.json"), "--plot", str(tmp_path / f"f{suffix}"))
+            )
+            assert repr(suffix) in line
+            assert ".png, .svg or .pdf" in line
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_failed_plan_leaves_the_older_file(self, refused: Callable[..., str], tmp_path: Path) -> None:
+        """Where planning fails after -o was given, what was there stays as it was."""
+        path = tmp_path / "plan.json"
+        path.write_text("old")
+        refused("plan", "dgx-1v", "--gpus", "9", "-o", str(path))
+        refused("plan", "-", "-o", str(path), stdin=topology_text(links=[]))
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_full_disk_leaves_the_older_file(
+        self, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the last step of writing fails, the older file and nothing else is there."""
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        path = tmp_path / "plan.json"
+        path.write_text("old")
+        monkeypatch.setattr(os, "replace", full)
+        assert "No space left on device" in refused("plan", "v100x4", "-o", str(path))
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_replacing_keeps_permissions_and_follows_links(self, run: Run, tmp_path: Path) -> None:
+        """A link still points to its file afterwards, and the file has the permissions that it had."""
+        real, alias = tmp_path / "real.json", tmp_path / "alias.json"
+        real.write_text("old")
+        real.chmod(0o640)
+        alias.symlink_to(real)
+        assert run("plan", "v100x4", "-o", str(alias)).status == 0
+        assert alias.is_symlink()
+        assert stat.S_IMODE(real.stat().st_mode) == 0o640
+        assert json.loads(real.read_text())["format"] == "topoplan.plan/1"
+
+    def test_a_pipe_is_written_to(self, run: Run, tmp_path: Path) -> None:
+        """What is no regular file, a pipe or a device, is written to and not replaced by a file."""
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        assert run("plan", "v100x4", "-o", str(pipe)).status == 0
+        with open(reader, "rb") as content:
+            assert json.loads(content.read())["format"] == "topoplan.plan/1"
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+class Interrupted(io.RawIOBase):
+    """A keyboard on which Ctrl-C is pressed as soon as somebody listens."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        raise KeyboardInterrupt
+
+
+class TestProcess:
+    """The whole process: streams, working directory, what is loaded."""
+
+    def test_any_working_directory(self, tmp_path: Path) -> None:
+        """``python -m topoplan`` finds its library from anywhere, prints the plan and nothing on stderr."""
+        done = process("plan", "dgx-1v", "--gpus", "1,4,5,7", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "rate   50 GB/s" in done.stdout
+        assert list(tmp_path.iterdir()) == []
+
+    def test_exit_status_and_no_traceback(self, tmp_path: Path) -> None:
+        """Bad input exits 2 with one line."""
+        done = process("plan", "dgx-9", cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+    def test_reader_that_stops_early(self) -> None:
+        """``topoplan show … | head -1`` ends without a word."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(
+            [sys.executable, "-m", "topoplan", "show", "dgx-2", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        ) as running:
+            assert running.stdout is not None
+            assert running.stderr is not None
+            running.stdout.close()
+            assert running.stderr.read() == b""
+            assert running.wait(60) == 0
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full to play a full disk")
+    def test_full_disk(self) -> None:
+        """Output that cannot be written is an error of one line."""
+        with open("/dev/full", "w") as full:
+            done = process("list", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "No space left on device" in done.stderr
+
+    def test_terminal_without_unicode(self) -> None:
+        """Where stdout takes ASCII only, text and JSON are printed all the same."""
+        name = topology_text(devices=[{"name": "ä", "kind": "gpu"}], links=[]).decode()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+        for extra in ([], ["--json"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "topoplan", "plan", "-", *extra],
+                input=name,
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=60,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+
+    def test_interrupt(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ctrl-C gives one line and the shell's exit status for it."""
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Interrupted())))
+        assert main(["verify", "-"]) == INTERRUPTED
+        assert capsys.readouterr().err == "topoplan verify: interrupted\n"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            *([command, "-"] for command in ("show", "plan", "compare", "simulate", "verify", "bench")),
+            ["export", "-", "--to", "nccl-topo"],
+            ["plan", "dgx-1v", "--merge", "-"],
+            ["plan", "dgx-1v", "--overlay", "-"],
+        ],
+        ids=" ".join,
+    )
+    def test_closed_stdin(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    ) -> None:
+        """``topoplan COMMAND - <&-`` says that stdin is closed."""
+        monkeypatch.setattr(sys, "stdin", None)
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"topoplan {arguments[0]}: error: stdin is closed; give a file\n"
+
+    @pytest.mark.parametrize("content", [b"\x00\x01", b"\xff"])
+    def test_binary_stdin_is_named(self, refused: Callable[..., str], content: bytes) -> None:
+        """As a file is."""
+        assert refused("plan", "-", stdin=content).startswith(
+            "topoplan plan: error: stdin: the content is binary, not text; "
+        )
+
+    def test_plan_loads_little(self) -> None:
+        """``plan`` loads neither scipy, networkx, matplotlib nor the rooms behind it: start-up is most of its time."""
+        code = (
+            "import sys; from topoplan.cli import main; main(['plan', 'dgx-1v', '--gpus', '1,4,5,7', '--json']); "
+            "print(sorted({name.split('.')[0] for name in sys.modules} & {'scipy', 'networkx', 'matplotlib', "
+            "'collectives'}), sorted({name.split('.')[1] for name in sys.modules if name.startswith('topoplan.')}))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+        )
+        others, rooms = done.stdout.splitlines()[-1].split("] [")
+        assert others == "["
+        assert not {"simulation", "compare", "plot", "schedules"} & set(
+            rooms.rstrip("]").replace("'", "").split(", ")
+        )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    return tmp_path_factory.mktemp("fuzz") / "input"
+
+
+def bounded(arguments: Sequence[str]) -> None:
+    """Run a command: whatever it is given, it returns an exit status and says at most one line of error."""
+    out, err = io.StringIO(), io.StringIO()
+    saved = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = out, err
+    try:
+        status = main(arguments)
+    finally:
+        sys.stdout, sys.stderr = saved
+    assert status in (0, 1, 2)
+    assert err.getvalue().count("\n") == (0 if status == 0 else 1), err.getvalue()
+    assert "Traceback" not in err.getvalue()
+
+
+fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["gpu1", "gpu4", "nvlink", "1/2", "reduce", "-1/3", "1/0", "cut", "9" * 40, ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place in a JSON value, outermost first."""
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from places(inner, (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from places(inner, (*path, number))
+
+
+class TestAnything:
+    """Whatever the bytes are, there is no traceback."""
+
+    @given(
+        content=st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode(errors="replace"))
+    )
+    @fast
+    def test_random_bytes(self, target: Path, content: bytes) -> None:
+        """Random bytes as TOPO and as plan file."""
+        target.write_bytes(content)
+        for command in ("show", "plan", "compare", "simulate", "verify", "bench"):
+            bounded([command, str(target)])
+
+    @given(data=st.data())
+    @fast
+    def test_damaged_matrix(self, target: Path, data: st.DataObject) -> None:
+        """A matrix with a few characters replaced."""
+        text = list(PAIR)
+        for _ in range(data.draw(st.integers(1, 4))):
+            text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.sampled_from("GPU019XNV \t\n#,\0é"))
+        target.write_text("".join(text), encoding="utf-8")
+        for command in ("show", "plan", "compare"):
+            bounded([command, str(target)])
+
+    @given(data=st.data())
+    @fast
+    def test_damaged_plan(self, target: Path, plan_text: str, data: st.DataObject) -> None:
+        """A plan file with one value replaced by any other."""
+        value = json.loads(plan_text)
+        *path, last = data.draw(st.sampled_from(list(places(value))[1:]))
+        inner = value
+        for key in path:
+            inner = inner[key]
+        inner[last] = data.draw(JSON)
+        target.write_text(json.dumps(value))
+        bounded(["verify", str(target)])
+        bounded(["simulate", str(target), "--sizes", "1KB"])
+
+    @given(data=st.data())
+    @fast
+    def test_damaged_topology(self, target: Path, data: st.DataObject) -> None:
+        """Topology JSON with one value replaced by any other."""
+        value = json.loads(topology_text())
+        *path, last = data.draw(st.sampled_from(list(places(value))[1:]))
+        inner = value
+        for key in path:
+            inner = inner[key]
+        inner[last] = data.draw(JSON)
+        target.write_text(json.dumps(value))
+        for command in ("show", "plan", "compare", "simulate"):
+            bounded([command, str(target)])

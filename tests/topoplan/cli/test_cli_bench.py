@@ -1,0 +1,190 @@
+"""``topoplan bench`` on paced links and on real processes, which it starts itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import ROOT
+from topoplan.plans.plan import COLLECTIVES
+
+BENCH = [sys.executable, "-m", "topoplan", "bench"]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    path.write_text(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]).to_json())
+    return path
+
+
+def bench(*words: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BENCH, *map(str, words)],
+        env=ENVIRONMENT,
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def needs(backend: str) -> None:
+    module = {"mpi": "mpi4py", "torch": "torch"}.get(backend)
+    if module is not None and find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["tcp", "mpi", "torch"])
+def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
+    backend: str, plan_path: Path
+) -> None:
+    """Three tables, or two where there is no library; nothing wrong in any."""
+    needs(backend)
+    done = bench(plan_path, "--backend", backend, "--sizes", "1000,64KB", "--rivals", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len({row["schedule"] for row in rows}) == (2 if backend == "tcp" else 3)
+    assert {row["wrong"] for row in rows} == {0}
+    assert [row["size"] for row in rows if row["schedule"] == "plan"] == [1000, 65536]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["loopback", "shared", "tcp", "mpi", "torch"])
+def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
+    """Between processes of one host too, which `shared` runs without MPI or torch."""
+    needs(backend)
+    done = bench(plan_path, "--backend", backend, "--sizes", "64KB", "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["type"], row["count"], row["wrong"]) == ("bfloat16", 32768, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "uint16"])
+def test_dtypes_that_are_only_moved_can_be_benched(dtype: str) -> None:
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1])
+    done = bench("-", "--sizes", "4KB", "--dtype", dtype, "--json", stdin=plan.to_json())
+    assert json.loads(done.stdout)["rows"][0]["wrong"] == 0
+
+
+def test_bfloat16_without_its_package_is_one_line_that_says_what_to_install(plan_path: Path) -> None:
+    """Before a process is started; torch has the type itself."""
+    code = "import sys; sys.modules['ml_dtypes'] = None; from topoplan.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["bench", str(plan_path), "--backend", "tcp", "--sizes", "4KB", "--dtype", "bfloat16"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert 'ml_dtypes: pip install "topoplan[bfloat16]"' in line
+
+
+@pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c != "allreduce"])
+def test_every_collective_runs_on_processes(collective: str) -> None:
+    """The plan comes from stdin and is handed on to the processes; rank 0 alone prints."""
+    plan = topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1])
+    done = bench("-", "--backend", "tcp", "--sizes", "4KB", "--dtype", "int32", stdin=plan.to_json())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"# {collective} of 2 ranks, tcp, median of 5"
+    assert lines[3].split()[-1] == "0"
+    assert len([line for line in lines if line.startswith("#")]) == 3
+
+
+def test_paced_links_stand_beside_the_model(plan_path: Path) -> None:
+    """A collective on links at a thousandth takes no less than the model's bandwidth term."""
+    done = bench(plan_path, "--paced", "--scale", "1e-3", "--sizes", "4MB", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
+    assert row["time"] > 0.9 * row["size"] / (plan.rate * 1e9 * 1e-3) * 1e6
+    assert row["model"] == pytest.approx(row["size"] / (plan.rate * 1e9 * 1e-3) * 1e6, rel=0.1)
+
+
+@pytest.mark.thorough
+def test_chunk_sizes_that_were_found_are_kept(plan_path: Path, tmp_path: Path) -> None:
+    """The second run finds the file and searches no more."""
+    kept = tmp_path / "chunks.json"
+    for _ in range(2):
+        assert bench(plan_path, "--backend", "tcp", "--sizes", "1MB", "--chunk-file", kept).returncode == 0
+        found = json.loads(kept.read_text())
+        assert found["format"] == "topoplan.chunks/1"
+        assert [(one["backend"], one["bytes"]) for one in found["sizes"]] == [("tcp", 1 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        ("--backend tcp --np 4", ["3 ranks", "not for 4", "--np 3"]),
+        ("--backend mpi --paced", ["mpi", "paced", "loopback or tcp"]),
+        ("--scale 0.1", ["--scale", "--paced"]),
+        ("--paced --scale 0", ["'0'", "above zero"]),
+        ("--np none", ["'none'", "such as 4"]),
+        ("--backend smoke", ["'smoke'", "loopback", "mpi", "shared", "tcp"]),
+        ("--dtype bool", ["bool has no sums", "broadcast", "uint8"]),
+    ],
+)
+def test_requests_that_do_not_fit_are_one_line(words: str, fragments: list[str], plan_path: Path) -> None:
+    needs(words.split()[1])
+    done = bench(plan_path, *words.split())
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_world_of_another_size_is_refused_on_every_rank(plan_path: Path) -> None:
+    """Four processes of a launcher, and a plan for three: each says so, and none waits."""
+    script = (
+        "import sys; from collectives.launching.local_processes import launch_local; "
+        f"sys.exit(launch_local([sys.executable, '-m', 'topoplan', 'bench', {str(plan_path)!r}, "
+        "'--backend', 'tcp', '--sizes', '1KB'], 4))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("the plan is for 3 ranks and the tcp back end has 4") == 4
+
+
+@pytest.mark.thorough
+def test_killing_a_rank_ends_the_others_with_one_line_each(plan_path: Path) -> None:
+    """The survivors name themselves, the killed rank and the step; the command fails and leaves no process."""
+    command = [*BENCH, str(plan_path), "--backend", "tcp", "--sizes", "256MB", "--chunk", "64KB", "--paced"]
+    parent = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    ranks: list[int] = []
+    while len(ranks) < 3 or min(map(threads, ranks)) < 6:  # a sender and a receiver for each link
+        assert parent.poll() is None
+        time.sleep(0.05)
+        ranks = children(parent.pid)
+    time.sleep(0.5)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = parent.communicate(timeout=60)
+    lines = [line for line in errors.splitlines() if line.startswith("topoplan bench: error")]
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert len(lines) == 2, errors
+    assert all("peer 1" in line and "step" in line for line in lines), errors
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def children(parent: int) -> list[int]:
+    """Processes that a process has started, in their order."""
+    path = Path(f"/proc/{parent}/task/{parent}/children")
+    if not path.exists():
+        pytest.skip("this system does not list a process's children")
+    return [int(number) for number in path.read_text().split()]
+
+
+def threads(process: int) -> int:
+    return len(os.listdir(f"/proc/{process}/task"))

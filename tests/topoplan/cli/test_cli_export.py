@@ -1,0 +1,176 @@
+"""``topoplan export``: what goes to stdout, to stderr and into a file, and one line for what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from tests.support.nccl_rules import nccl_channels, nccl_links, read_as_nccl
+from topoplan.export.known_formats import FORMATS
+
+
+@pytest.fixture
+def refused(run: Run) -> Callable[..., str]:
+    """Run a command that must be refused: exit 2, nothing on stdout, one line on stderr, which is returned."""
+
+    def call(*arguments: str, stdin: str = "") -> str:
+        status, out, err = run(*arguments, stdin=stdin)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    return call
+
+
+@pytest.fixture
+def ring_file(tmp_path: Path) -> str:
+    path = tmp_path / "ring.json"
+    path.write_text(topoplan.ring(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3]).to_json())
+    return str(path)
+
+
+def test_the_file_goes_to_stdout_and_notes_to_stderr(run: Run) -> None:
+    """So that the text can be piped into a file."""
+    status, out, err = run("export", "dgx-1v", "--to", "nccl-topo")
+    assert status == 0
+    assert len(nccl_links(read_as_nccl(out))) == 48 // 3 * 2 + 2 * (8 + 4 + 4) + 2
+    assert err.startswith("note: bus ids are invented")
+    assert all(line.startswith("note: ") for line in err.splitlines())
+
+
+def test_a_file_is_written_whole_and_notes_go_to_stdout(run: Run, tmp_path: Path) -> None:
+    """The same text as on stdout."""
+    path = tmp_path / "graph.xml"
+    status, out, err = run("export", "dgx-1v", "--to", "nccl-graph", "--gpus", "1,4,5,7", "-o", str(path))
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == f"written: {path}"
+    assert (
+        "note: AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50"
+        in out
+    )
+    assert path.read_text() == run("export", "dgx-1v", "--to", "nccl-graph", "--gpus", "7,5,4,1")[1]
+    assert nccl_channels(read_as_nccl(path.read_text(), most_nodes=4096), {1, 4, 5, 7})
+
+
+def test_a_broken_machine_keeps_the_numbers_of_its_gpus(run: Run) -> None:
+    """GPU 4 stays dev 4 when GPU 3 dies, and a dead NVLink is not in the file."""
+    status, out, _ = run(
+        "export", "dgx-1v", "--to", "nccl-topo", "--without-gpu", "3", "--without-link", "gpu0-gpu4"
+    )
+    assert status == 0
+    assert [line.split('"')[1] for line in out.splitlines() if "<gpu " in line] == [
+        "0",
+        "1",
+        "2",
+        "4",
+        "5",
+        "6",
+        "7",
+    ]
+    whole = run("export", "dgx-1v", "--to", "nccl-topo", "--without-gpu", "3")[1]
+    assert whole.count("<nvlink") - out.count("<nvlink") == 2
+
+
+def test_a_plan_file_is_exported_from_stdin_too(run: Run, ring_file: str) -> None:
+    """A plan of rings is the ring graph; its machine is the topology file, cut down to its GPUs."""
+    text = Path(ring_file).read_text()
+    status, out, err = run("export", "-", "--to", "nccl-graph", stdin=text)
+    assert status == 0
+    assert out == run("export", ring_file, "--to", "nccl-graph")[1]
+    assert "rings of the plan:" in err
+    assert run("export", ring_file, "--to", "nccl-topo")[1].count("<gpu ") == 4
+
+
+def test_text_of_nvidia_smi_is_exported(run: Run) -> None:
+    """With the speeds that the user gives, which the text leaves open."""
+    pair = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
+    status, out, _ = run("export", "-", "--to", "nccl-topo", "--nvlink-gbps", "20", stdin=pair)
+    assert status == 0
+    assert out.count('count="2" tclass="0x030200" bandwidth="40.0"') == 2
+
+
+def test_every_format_is_in_the_help(run: Run) -> None:
+    """And what NCCL cannot do."""
+    _, out, _ = run("export", "--help")
+    words = " ".join(out.replace("-\n", "-").split())
+    assert all(f"{name}:" in words.replace("nccl- topo", "nccl-topo") for name in FORMATS)
+    assert "cannot run packed trees inside a server" in words
+
+
+def test_unknown_formats_are_refused_before_anything_is_read(refused: Callable[..., str]) -> None:
+    """With the known ones, and the nearest where one is near."""
+    assert "format 'dot' is unknown; known ones are nccl-graph, nccl-topo" in refused(
+        "export", "none", "--to", "dot"
+    )
+    assert "did you mean nccl-topo?" in refused("export", "dgx-1v", "--to", "nccl_topo")
+    assert "--to" in refused("export", "dgx-1v")
+
+
+@pytest.mark.parametrize(
+    "option", [["--gpus", "0,1"], ["--server", "s0"], ["--without-gpu", "1"], ["--nvlink-gbps", "20"]]
+)
+def test_options_of_a_machine_do_not_go_with_a_plan(
+    refused: Callable[..., str], ring_file: str, option: list[str]
+) -> None:
+    """The plan has settled them."""
+    message = refused("export", ring_file, "--to", "nccl-graph", *option)
+    assert f"{option[0]} does not go with a plan file" in message
+
+
+def test_a_wrong_plan_is_refused(refused: Callable[..., str], ring_file: str, tmp_path: Path) -> None:
+    """Plans are verified first: nobody runs a ring that leaves a GPU out."""
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(Path(ring_file).read_text().replace('"share": "', '"share": "1', 1))
+    assert "wrong plan" in refused("export", str(wrong), "--to", "nccl-graph")
+
+
+def test_plans_that_nccl_cannot_run_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Packed trees, and plans by size."""
+    machine = topoplan.load("dgx-2")
+    trees, sizes = tmp_path / "trees.json", tmp_path / "sizes.json"
+    trees.write_text(topoplan.plan(machine).to_json())
+    sizes.write_text(topoplan.plan_by_size(machine, "broadcast").to_json())
+    assert "cannot run packed trees" in refused("export", str(trees), "--to", "nccl-graph")
+    assert "has 2 plans by size, and nccl-graph holds one" in refused(
+        "export", str(sizes), "--to", "nccl-graph"
+    )
+
+
+def test_a_plan_of_several_servers_is_sent_to_their_machine(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """A plan file takes no --server."""
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), "allgather").to_json())
+    for to in FORMATS:
+        assert refused("export", str(path), "--to", to) == (
+            f"topoplan export: error: this plan spans 2 servers, and {to} describes one; export the machine with "
+            "--server, or a plan for one server\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mi250x", "--to", "nccl-topo"], "gpu1 is joined to nic0 by PCIe"),
+        (
+            ["dgx-1v", "--to", "nccl-topo", "--without-link", "gpu0->gpu3"],
+            "gpu3->gpu0 (nvlink) has no way back",
+        ),
+        (["dgx-1v", "--to", "nccl-topo", "--server", "s9"], "dgx-1v has no server 's9'; it has s0"),
+        (["dgx-1v", "--to", "nccl-graph", "--gpus", "3"], "dgx-1v has 1 GPU here"),
+        (
+            ["dgx-1v", "--to", "nccl-topo", "-o", "/no/such/folder/f.xml"],
+            "there is no folder /no/such/folder",
+        ),
+        (["dgx-1v", "--to", "nccl-topo", "--gpus", "9"], "GPU 9 is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    refused: Callable[..., str], arguments: list[str], message: str
+) -> None:
+    """Exit 2, nothing on stdout."""
+    assert message in refused("export", *arguments)

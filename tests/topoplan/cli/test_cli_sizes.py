@@ -1,0 +1,193 @@
+"""``plan --sizes`` and what other commands do with its file; one line for what does not fit."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from topoplan.choice import candidates
+from topoplan.cli.plan_sizes import describe
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """The file of a broadcast on DGX-2: the root's star below 94286 bytes, two levels from there on."""
+    return topoplan.plan_by_size(topoplan.load("dgx-2"), "broadcast").to_json()
+
+
+@pytest.fixture
+def file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "sizes.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_table_has_a_line_for_each_range(run: Run) -> None:
+    """Range, schedule, trees, height, rate, times at both ends and lead over the next best; crossovers in bytes."""
+    status, out, err = run("plan", "dgx-2", "--collective", "broadcast", "--sizes", "1KB:1GB")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    head = lines.index(next(line for line in lines if line.startswith("from ")))
+    assert lines[head].split("  ")[0] == "from"
+    assert lines[head + 1].split()[:6] == ["0B", "92.08KB", "one-hop", "1", "1", "10"]
+    assert lines[head + 2].split()[:6] == ["92.08KB", "-", "one-hop", "15", "2", "150"]
+    assert lines[head + 1].endswith("1.43x")
+    assert "crossovers: 94286 bytes (92.08KB)" in out
+    assert "bound  150 GB/s: only 150 GB/s leave {gpu0}, and every byte must" in out
+    assert "model times of 5 schedules from 1KB to 1GB" in out
+
+
+def test_times_at_the_ends_are_those_of_the_model(run: Run) -> None:
+    """At a crossover both plans take the same time; the gain is that over the best of all others."""
+    value = json.loads(run("plan", "v100x4", "--sizes", "1KB:1GB", "--json")[1])
+    rows = value["table"]
+    assert [row["from"] for row in rows[1:]] == [row["to"] for row in rows[:-1]] == value["crossovers"]
+    for before, after in pairwise(rows):
+        assert before["ends"][1] == after["ends"][0]
+        assert before["seconds"][1] == pytest.approx(after["seconds"][0], rel=1e-4)
+    assert (rows[0]["ends"][0], rows[-1]["ends"][1]) == (1024, 1 << 30)
+    assert all(row["gain"] >= 1 for row in rows)
+    assert rows[1]["schedule"] == "nvlink ring"
+    assert rows[1]["next"]["schedule"] == "trees"
+
+
+def test_json_is_the_file_and_more(run: Run, tmp_path: Path) -> None:
+    """--json, -o - and -o F give the same plans; all three verify, also from a pipe."""
+    path = tmp_path / "f.json"
+    command = ("plan", "v100x4", "--collective", "allgather", "--sizes", "1KB:64MB")
+    printed = run(*command, "-o", "-")[1]
+    status, out, _ = run(*command, "-o", str(path))
+    assert status == 0
+    assert out.splitlines()[-1] == f"written: {path}"
+    assert path.read_text() == printed
+    shown = run(*command, "--json")[1]
+    value = json.loads(shown)
+    assert value["digest"] == topoplan.SizePlans.from_json(printed).digest
+    assert topoplan.SizePlans.from_json(shown) == topoplan.load_plan(path)
+    for stdin in (printed, shown):
+        assert run("verify", "-", stdin=stdin)[0] == 0
+
+
+def test_a_single_size_and_a_single_gpu(run: Run) -> None:
+    """One size has one schedule for everything; one GPU has nothing to move."""
+    assert (
+        "crossovers: none, one schedule is the fastest throughout"
+        in run("plan", "v100x4", "--sizes", "1MB")[1]
+    )
+    status, out, _ = run("plan", "v100x4", "--gpus", "2", "--sizes", "0")
+    assert status == 0
+    assert "one GPU: nothing moves" in out
+    value = json.loads(run("plan", "v100x4", "--gpus", "2", "--sizes", "0,1KB", "--json")[1])
+    assert (value["bound"], value["crossovers"], value["table"][0]["gain"]) == (None, [], None)
+
+
+def test_missing_schedules_are_noted(run: Run) -> None:
+    """Why there is no ring and no one-hop schedule among what was compared."""
+    out = run("plan", "dgx-1v", "--gpus", "1,4,5,7", "--sizes", "1KB:1MB")[1]
+    assert "note: no one-hop: gpu4 reaches gpu1 only through another GPU\n" in out
+    assert "note: no ring: no NVLink ring exists" in out
+
+
+def test_the_plot_has_a_curve_for_each_schedule(run: Run, tmp_path: Path) -> None:
+    """Names of all candidates stand in the figure."""
+    path = tmp_path / "f.svg"
+    assert run("plan", "v100x4", "--sizes", "1KB:1MB", "--plot", str(path))[0] == 0
+    made, _ = candidates(topoplan.load("v100x4"))
+    assert all(f">{describe(plan)}<" in path.read_text() for plan in made)
+
+
+def test_verify_checks_every_range(run: Run, file: str) -> None:
+    """A block for each range, and one object with a report for each."""
+    status, out, _ = run("verify", file)
+    assert status == 0
+    assert out.count("postcondition holds") == 2
+    assert "sizes from 0B to 92.08KB, one-hop\nvalid: broadcast of 16 ranks, 1 tree, height 1" in out
+    assert "all 2 ranges valid; they cover every size" in out
+    value = json.loads(run("verify", file, "--json")[1])
+    assert value["valid"] is True
+    assert [(one["from"], one["to"], one["optimal"]) for one in value["ranges"]] == [
+        (0, 94286, False),
+        (94286, None, True),
+    ]
+
+
+def test_a_wrong_range_fails_verification(run: Run, text: str) -> None:
+    """Exit 1 with the range in the message; the other commands refuse it with exit 2."""
+    value = json.loads(text)
+    del value["ranges"][1]["plan"]["shards"][3]
+    wrong = json.dumps(value)
+    status, _, err = run("verify", "-", stdin=wrong)
+    assert status == 1
+    assert err.startswith(
+        "topoplan verify: wrong plan: sizes from 92.08KB: the shares add up to 14/15, not 1"
+    )
+    report = json.loads(run("verify", "-", "--json", stdin=wrong)[1])
+    assert (report["valid"], report["error"][:21]) == (False, "sizes from 92.08KB: t")
+    for command in ("simulate", "bench"):
+        status, out, err = run(command, "-", stdin=wrong)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "stdin: wrong plan: sizes from 92.08KB" in err
+
+
+def test_simulate_uses_the_plan_of_each_size(run: Run, file: str, text: str, tmp_path: Path) -> None:
+    """Times below the crossover are the star's, above it those of two levels; the trace is of the largest size."""
+    star, levels = topoplan.SizePlans.from_json(text).plans
+    trace = tmp_path / "t.json"
+    out = run("simulate", file, "--sizes", "4KB,1MB", "--json", "--trace", str(trace))[1]
+    value = json.loads(out)
+    expected = [topoplan.simulate(star, nbytes=4096), topoplan.simulate(levels, nbytes=1 << 20)]
+    assert [row["time"] for row in value["plan"]["rows"]] == pytest.approx(
+        [one.seconds * 1e6 for one in expected]
+    )
+    assert [one["height"] for one in value["plan"]["ranges"]] == [1, 2]
+    assert value["crossover"] == {"nbytes": 4096, "faster_below": "first"}
+    assert '"name": "shard 14 stage 0' in trace.read_text()
+    table = run("simulate", file, "--sizes", "4KB,1MB")[1]
+    assert "# plan: sizes from 92.08KB: one-hop, 150 GB/s, 15 trees of height 2" in table
+
+
+def test_simulate_draws_plans_by_size(run: Run, file: str, tmp_path: Path) -> None:
+    """As one curve beside the ring's."""
+    path = tmp_path / "f.svg"
+    assert run("simulate", file, "--sizes", "4KB,1MB", "--plot", str(path))[0] == 0
+    assert "plans by size" in path.read_text()
+
+
+def test_bench_runs_the_plan_of_each_size(run: Run, file: str) -> None:
+    """Sizes on both sides of the crossover, every element right."""
+    value = json.loads(run("bench", file, "--sizes", "0,94280,94288,94292,1MB", "--json")[1])
+    assert [(row["size"], row["wrong"]) for row in value["rows"]] == [
+        (size, 0) for size in (0, 94280, 94288, 94292, 1 << 20)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "mwu"), "so --method mwu does not go with it; leave one of them out"),
+        (("--order", "trees"), "so --order trees does not go with it; leave one of them out"),
+        (("--method", "mwu", "--epsilon", "0.1"), "so --method mwu does not go with it"),
+        (("--threshold", "0.1"), "--threshold belongs to --method mwu"),
+        (("-o", "-", "--json"), "-o - and --json both print to stdout"),
+        (("--gpus", "0,9"), "GPU 9"),
+        (("--collective", "gather"), "collective 'gather' is unknown"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Run, options: tuple[str, ...], message: str) -> None:
+    """One line, exit 2."""
+    status, out, err = run("plan", "v100x4", "--sizes", "1KB:1MB", *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize("sizes", ["", "1KB:", "1GB:1KB", "-4", "9999TB", "1KB;2KB"])
+def test_sizes_that_make_no_sense(run: Run, sizes: str) -> None:
+    """One line that names them."""
+    status, out, err = run("plan", "v100x4", f"--sizes={sizes}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "size" in err

@@ -1,0 +1,246 @@
+"""``topoplan show`` in text: the matrix like nvidia-smi's, the tree of devices, the links, warnings before notes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.listings import MATRICES, each
+from topoplan.cli.device_tree import told_by_tree, tree_text
+from topoplan.cli.machine_matrix import WIDEST, matrix_text
+from topoplan.cli.main import main
+from topoplan.formats.load import library
+from topoplan.formats.topology_json import dump_topology_json
+from topoplan.topology import Device, Link, Topology, facts
+
+EACH_MACHINE = pytest.mark.parametrize("machine", [*library(), *each(MATRICES)])
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run ``topoplan show`` with these arguments and give what it prints."""
+
+    def call(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(("show", *arguments)) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def printed_rows(text: str) -> dict[str, list[str]]:
+    """Cells of each row of the matrix, blocks of columns put together."""
+    rows: dict[str, list[str]] = {}
+    for block in text.split("Legend:")[0].split("\n\n"):
+        for line in block.splitlines():
+            words = line.split()
+            if re.match(r"(s\d\.)?(gpu|nic)\d", line):
+                rows[words[0]] = rows.get(words[0], []) + words[1:]
+    return {name: row for name, row in rows.items() if "X" in row}
+
+
+def tree_edges(text: str) -> dict[str, tuple[str, str]]:
+    """Device above and PCIe GB/s of each device of a printed tree, host bridges left out."""
+    lines = text.splitlines()
+    width = lines[0].index("PCIe GB/s") + len("PCIe GB/s")
+    edges: dict[str, tuple[str, str]] = {}
+    stack: list[tuple[int, str]] = []
+    for line in lines[1:]:
+        lead = re.match(r"[|` -]*", line)[0]  # type: ignore[index]
+        name = line[len(lead) :].split("  ")[0].strip()
+        stack = [(depth, above) for depth, above in stack if depth < len(lead)]
+        devices = [above for _, above in stack if not above.startswith("host bridge")]
+        stack.append((len(lead), name))
+        if devices:
+            edges[name] = (devices[-1], line[:width].split()[-1])
+    return edges
+
+
+def test_dgx1_prints_the_genuine_text(show: Callable[..., str], machines_dir: Path) -> None:
+    """Read from the real text of a DGX-1V, what is printed has its cells and CPU affinity, row for row."""
+    path = machines_dir / "nvidia-smi" / "dgx1_v100.txt"
+    lines = [line.split() for line in path.read_text().splitlines()]
+    genuine = [row[1:] for row in lines if row and re.fullmatch(r"GPU\d+|mlx\S+", row[0]) and "X" in row]
+    out = show(str(path))
+    assert list(printed_rows(out).values()) == genuine
+    assert "NIC legend:\n  nic0: mlx5_0\n  nic1: mlx5_2\n  nic2: mlx5_1\n  nic3: mlx5_3\n" in out
+
+
+@EACH_MACHINE
+def test_no_line_of_matrix_or_tree_is_wider_than_a_screen(machine: str | Path) -> None:
+    """160 characters hold 16 GPUs with 10 NICs and their affinity in one block; the tree needs less."""
+    made = topoplan.load(machine)
+    matrix = matrix_text(made, ("gpu", "nic"))
+    assert max(map(len, matrix.splitlines())) <= WIDEST
+    assert matrix.split("\n\nLegend")[0].count("\n\n") == 0
+    assert max(map(len, tree_text(made).splitlines())) <= 120
+
+
+def test_a_matrix_of_many_gpus_is_printed_in_blocks() -> None:
+    """Of 40 GPUs no line is wider than 160 characters, and every cell is there."""
+    names = [f"gpu{i}" for i in range(40)]
+    links = [Link(*ends, "nvlink", 1.0) for name in names for ends in ((name, "s"), ("s", name))]
+    devices = [Device(name, "gpu") for name in names]
+    text = matrix_text(Topology("made", (*devices, Device("s", "nvswitch")), tuple(links)), ["gpu"])
+    assert max(map(len, text.splitlines())) <= WIDEST
+    rows = printed_rows(text)
+    assert {name: len(row) for name, row in rows.items()} == dict.fromkeys(names, 40)
+    assert all(rows[names[i]][i] == "X" for i in range(40))
+
+
+@EACH_MACHINE
+def test_tree_and_table_show_every_link_once(show: Callable[..., str], machine: str | Path) -> None:
+    """PCIe links are edges of the tree with their bandwidth; all others are rows of the table or told of a GPU."""
+    made = topoplan.load(machine)
+    text = show(str(machine))
+    told = told_by_tree(made)
+    edges = tree_edges(tree_text(made))
+    words = [line.split() for line in text.splitlines()]
+    table = {(row[0], row[2], row[3]) for row in words if len(row) == 6 and row[1] == "<->"}
+    for link in made.links:
+        key, back = (link.src, link.dst, link.channel), (link.dst, link.src, link.channel)
+        assert (key in told) != bool({key, back} & table)
+        if link.channel == "pcie" and key in told:
+            below, above = (
+                (link.src, link.dst) if link.src in edges and edges[link.src][0] == link.dst else key[1::-1]
+            )
+            assert edges[below] == (above, f"{link.bandwidth:g}")
+
+
+@EACH_MACHINE
+def test_every_device_stands_in_the_tree_once(machine: str | Path) -> None:
+    """A row for each device, host bridges apart."""
+    made = topoplan.load(machine)
+    names = [re.sub(r"^[|` -]*", "", line).split()[0] for line in tree_text(made).splitlines()[1:]]
+    assert sorted(name for name in names if name != "host") == sorted(device.name for device in made.devices)
+
+
+def test_tree_of_a_known_server() -> None:
+    """Bus ids, host bridges, NVLinks to GPUs and to a CPU, unequal directions, speeds of NICs, unknown facts."""
+    devices = (
+        Device(
+            "gpu0", "gpu", model="V100", busid="0000:06:00.0", facts=facts(host_bridge="pci0000:00", sm=70)
+        ),
+        Device(
+            "gpu1", "gpu", model="V100", busid="0000:07:00.0", facts=facts(host_bridge="pci0000:00", lanes=8)
+        ),
+        Device("pcie0", "pcie", busid="0000:05:00.0"),
+        Device("cpu0", "cpu", model="Xeon", numa=0, facts=facts(cpus="0-19")),
+        Device("nic0", "nic", facts=facts(adapter="mlx5_0", gigabits=100, host_bridge="pci0000:80")),
+        Device("gpu2", "gpu", numa=3),
+    )
+    both = [
+        ("gpu0", "pcie0", "pcie", 12.0, 1),
+        ("nic0", "cpu0", "pcie", 12.0, 1),
+        ("pcie0", "cpu0", "pcie", 12.0, 1),
+    ]
+    both += [("gpu0", "gpu1", "nvlink", 50.0, 2), ("gpu0", "cpu0", "nvlink", 75.0, 3)]
+    links = [Link(*ends, channel, rate, n) for a, b, channel, rate, n in both for ends in ((a, b), (b, a))]
+    links += [Link("gpu1", "pcie0", "pcie", 6.0), Link("pcie0", "gpu1", "pcie", 12.0)]
+    made = Topology("made", devices, tuple(links))
+    rows = [[cell for cell in re.split(r"  +", line) if cell] for line in tree_text(made).splitlines()]
+    assert rows == [
+        ["device", "bus id", "PCIe GB/s", "NVLink", "what"],
+        ["cpu0", "3 links to gpu0, 75 GB/s", "Xeon, NUMA 0, CPUs 0-19"],
+        ["|-host bridge pci0000:00"],
+        ["| `-pcie0", "0000:05:00.0", "12"],
+        [
+            "|",
+            "|-gpu0",
+            "0000:06:00.0",
+            "12",
+            "2 links to gpu1, 50 GB/s; 3 links to cpu0, 75 GB/s",
+            "V100, sm 70",
+        ],
+        ["|", "`-gpu1", "0000:07:00.0", "6/12", "2 links to gpu0, 50 GB/s", "V100, lanes 8"],
+        ["`-host bridge pci0000:80"],
+        ["`-nic0", "12", "mlx5_0, 100 Gb/s"],
+        ["gpu2", "NUMA 3"],
+    ]
+    # What is slower one way, and what joins a GPU to another or to a CPU, is told by the table.
+    told = told_by_tree(made)
+    assert {frozenset(key[:2]) for key in told} == {
+        frozenset(ends) for ends in (("gpu0", "pcie0"), ("nic0", "cpu0"), ("pcie0", "cpu0"))
+    }
+
+
+def test_a_long_chain_of_switches_is_shown() -> None:
+    """3000 switches one below the other are no reason to stop."""
+    names = ["cpu0", *(f"pcie{i}" for i in range(3000)), "gpu0"]
+    kinds = ["cpu", *["pcie"] * 3000, "gpu"]
+    wires = [pair for a, b in pairwise(names) for pair in ((a, b), (b, a))]
+    made = Topology(
+        "deep",
+        tuple(Device(name, kind) for name, kind in zip(names, kinds, strict=True)),
+        tuple(Link(*ends, "pcie", 12.0) for ends in wires),
+    )
+    assert len(tree_text(made).splitlines()) == 3003
+
+
+def test_warnings_come_before_notes_everywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, show: Callable[..., str]
+) -> None:
+    """A note of the machine that begins with ``warning: `` is printed so by every command."""
+    text = "warning: gpu3: PCIe link runs at x8, its maximum is x16"
+    machine = topoplan.load("v100x4")
+    path, plan = tmp_path / "machine.json", tmp_path / "plan.json"
+    path.write_text(dump_topology_json(replace(machine, notes=("first of all", text))))
+    plan.write_text(topoplan.plan(topoplan.load(path)).to_json())
+    commands = [("show", path), ("plan", path), ("compare", path), ("simulate", path, "--sizes", "1MB")]
+    commands += [("verify", plan), ("bench", plan, "--sizes", "1KB")]
+    for command in commands:
+        capsys.readouterr()
+        assert main([str(word) for word in command]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines.count(text) == 1, command
+        assert lines.index(text) < lines.index("note: first of all"), command
+
+
+def test_what_a_file_says_moves_no_terminal(show: Callable[..., str], tmp_path: Path) -> None:
+    """Texts of topology JSON are anybody's: an escape in a model, fact, note or source is shown as ?."""
+    evil = "V100\n\x1b[31m\u202e"
+    machine = topoplan.load("dgx-1v")
+    devices = tuple(
+        replace(one, model=evil, busid=one.busid + evil, facts=facts(adapter=evil, host_bridge=evil))
+        for one in machine.devices
+    )
+    path = tmp_path / "machine.json"
+    path.write_text(
+        dump_topology_json(
+            replace(machine, name="m" + evil, devices=devices, source=evil, notes=(f"warning: {evil}", evil))
+        )
+    )
+    lines = show(str(path)).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines[-3:] == ["warning: V100 ?[31m?", "note: V100 ?[31m?", ""]
+    assert lines[-4] == "source: V100 ?[31m?"
+
+
+def test_show_prints_what_it_finds_amiss(show: Callable[..., str]) -> None:
+    """Warnings of the machine as it is asked for, here with a dead and a slow link; a sound one has none."""
+    assert "warning" not in show("dgx-1v")
+    out = show("dgx-1v", "--without-link", "gpu0-gpu3", "--slow-link", "gpu1-gpu2=12.5").splitlines()
+    assert [line for line in out if line.startswith("warning: ")] == [
+        "warning: gpu0, gpu3: 4 NVLinks where most GPUs have 6",
+        "warning: gpu1-gpu2: 6.25 GB/s per NVLink where the usual is 25",
+    ]
+
+
+def test_json_is_the_machine_and_nothing_else(show: Callable[..., str]) -> None:
+    """Warnings of ``show`` are not part of the machine that ``--json`` prints."""
+    out = show("dgx-1v", "--without-link", "gpu0-gpu3", "--json")
+    assert json.loads(out)["notes"] == ["taken out: link gpu0-gpu3"]
+
+
+@pytest.mark.parametrize("model", ["ConnectX-6 200 Gb/s", "ConnectX-6"])
+def test_the_speed_of_a_nic_is_said_once(model: str) -> None:
+    """Some sources put it into the model, the probe too."""
+    nic = Device("nic0", "nic", "s0", model, facts=facts(adapter="mlx5_0", gigabits=200))
+    assert tree_text(Topology("one", (nic,), ())).count("200 Gb/s") == 1

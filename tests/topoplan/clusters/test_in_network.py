@@ -1,0 +1,243 @@
+"""Switches that copy or add: what crosses each link by hand, the rates that follow, and what may prove them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.flow_program import flow_optimum
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine, switched_machines
+from topoplan.clusters import nvswitch_cluster
+from topoplan.errors import PlanError
+from topoplan.plans import Cut, Edge, Fabric, Lengths, Plan, Shard, Stage
+from topoplan.plans.certificate import certified_bound
+from topoplan.plans.loads import link_loads
+from topoplan.topology import Topology
+
+
+def able(
+    topology: Topology, *, copies: Sequence[str] = (), adds: Sequence[str] = (), kinds: Sequence[str] = ()
+) -> Topology:
+    """The machine with some switches, or all of some kinds, that copy or add."""
+    devices = tuple(
+        replace(d, multicast=d.name in copies or d.kind in kinds, reduce=d.name in adds or d.kind in kinds)
+        for d in topology.devices
+    )
+    return replace(topology, devices=devices)
+
+
+def leaves() -> Topology:
+    """gpu0 and gpu1 on sw0, gpu2 and gpu3 on sw1, both on sw2."""
+    wires = {(f"gpu{i}", f"sw{i // 2}"): 100.0 for i in range(4)}
+    wires |= {("sw0", "sw2"): 100.0, ("sw1", "sw2"): 100.0}
+    return machine(4, both_ways(wires), switches=3)
+
+
+ROUTES = {
+    (0, 1): ("gpu0", "sw0", "gpu1"),
+    (0, 2): ("gpu0", "sw0", "sw2", "sw1", "gpu2"),
+    (0, 3): ("gpu0", "sw0", "sw2", "sw1", "gpu3"),
+    (2, 3): ("gpu2", "sw1", "gpu3"),
+}
+STAR = [(0, 1), (0, 2), (0, 3)]
+
+
+def crossed(topology: Topology, op: str, tree: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """How often a tree from gpu0 crosses each link, those in use."""
+    edges = tuple(Edge(p, c, ROUTES[p, c], "nvlink") for p, c in tree)
+    fabric = Fabric(topology, ("nvlink",))
+    loads = link_loads([Shard(Fraction(1), (Stage(op, 0, edges),))], fabric)
+    return {
+        f"{link.src}>{link.dst}": int(load) for link, load in zip(fabric.links, loads, strict=True) if load
+    }
+
+
+DOWN = {"gpu0>sw0": 3, "sw0>gpu1": 1, "sw0>sw2": 2, "sw2>sw1": 2, "sw1>gpu2": 1, "sw1>gpu3": 1}
+
+
+@pytest.mark.parametrize(
+    ("copies", "fewer"),
+    [
+        ([], {}),
+        (["sw0"], {"gpu0>sw0": 1}),
+        (["sw1"], {"gpu0>sw0": 2, "sw0>sw2": 1, "sw2>sw1": 1}),
+        (["sw2"], {"gpu0>sw0": 2, "sw0>sw2": 1}),
+        (["sw0", "sw1"], {"gpu0>sw0": 1, "sw0>sw2": 1, "sw2>sw1": 1}),
+        (["sw0", "sw1", "sw2"], {"gpu0>sw0": 1, "sw0>sw2": 1, "sw2>sw1": 1}),
+    ],
+    ids=str,
+)
+def test_a_star_of_copies_by_hand(copies: list[str], fewer: dict[str, int]) -> None:
+    """Two levels: a link before a switch that copies carries one copy for all that it feeds."""
+    assert crossed(able(leaves(), copies=copies), "broadcast", STAR) == DOWN | fewer
+    back = {"{1}>{0}".format(*link.split(">")): n for link, n in (DOWN | fewer).items()}
+    assert crossed(able(leaves(), adds=copies), "reduce", STAR) == back
+
+
+def test_copying_serves_no_reduce_and_adding_no_broadcast() -> None:
+    """Each has its own gift."""
+    every = ["sw0", "sw1", "sw2"]
+    assert crossed(able(leaves(), adds=every), "broadcast", STAR) == DOWN
+    assert crossed(able(leaves(), copies=every), "reduce", STAR)["sw0>gpu0"] == 3
+
+
+def test_children_of_different_parents_share_nothing() -> None:
+    """gpu2 sends its own copy to gpu3, also where both could have had the same one."""
+    every = able(leaves(), copies=["sw0", "sw1", "sw2"])
+    assert crossed(every, "broadcast", [(0, 1), (0, 2), (2, 3)]) == {
+        **{"gpu0>sw0": 1, "sw0>gpu1": 1, "sw0>sw2": 1, "sw2>sw1": 1, "sw1>gpu2": 1},
+        **{"gpu2>sw1": 1, "sw1>gpu3": 1},
+    }
+
+
+def box(size: int = 8, width: float = 450.0) -> Topology:
+    """GPUs on one switch."""
+    return machine(size, both_ways({(f"gpu{i}", "sw0"): width for i in range(size)}), switches=1)
+
+
+def proved(topology: Topology, collective: str) -> Plan:
+    made = topoplan.plan(topology, collective)
+    assert topoplan.verify(made).optimal
+    return made
+
+
+@pytest.mark.parametrize(
+    ("collective", "rate"),
+    [("allreduce", 450), ("allgather", 514.285714), ("reduce_scatter", 514.285714), ("broadcast", 450)],
+)
+def test_eight_gpus_on_a_switch_that_copies_and_adds(collective: str, rate: float) -> None:
+    """450 GB/s a port: an allreduce at the speed of a port, not the 257 of plain trees, over stars."""
+    made = proved(able(box(), kinds=["nvswitch"]), collective)
+    assert made.rate == pytest.approx(rate, rel=1e-8)
+    assert made.height == 1
+
+
+def test_plain_switches_are_slower() -> None:
+    """The same box without the gifts, and with one of them: 450 x 8 / 14."""
+    for gifts in ({}, {"copies": ["sw0"]}, {"adds": ["sw0"]}):
+        made = topoplan.plan(able(box(), **gifts), "allreduce")
+        assert made.rate == pytest.approx(450 * 8 / 14, rel=1e-12)
+    assert proved(box(), "allreduce").gap == 0
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: able(leaves(), kinds=["nvswitch"]),
+        lambda: able(leaves(), copies=["sw0", "sw1", "sw2"], adds=["sw0", "sw1", "sw2"]),
+        lambda: able(nvswitch_cluster(2, gpus=6), kinds=["nvswitch"]),
+        lambda: able(nvswitch_cluster(2, gpus=6), kinds=["nvswitch", "switch"]),
+    ],
+    ids=["two levels", "named", "NVSwitch", "NVSwitch and rails"],
+)
+def test_rates_meet_what_flows_with_free_switches_allow(
+    made: Callable[[], Topology], collective: str
+) -> None:
+    """The program without balance at such switches bounds every forest, and here forests reach it."""
+    topology = made()
+    best = flow_optimum(topology, collective, root=0 if collective in ROOTED else None)
+    assert proved(topology, collective).rate == pytest.approx(best, rel=1e-6)
+
+
+@st.composite
+def gifted_machines(draw: st.DrawFn) -> Topology:
+    """Small switched machines some of whose switches copy or add."""
+    topology = draw(switched_machines())
+    names = [device.name for device in topology.devices if device.kind == "nvswitch"]
+    return able(
+        topology,
+        copies=draw(st.lists(st.sampled_from(names), unique=True)),
+        adds=draw(st.lists(st.sampled_from(names), unique=True)),
+    )
+
+
+@given(gifted_machines(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=80, deadline=None)
+def test_gifts_never_cost_and_never_beat_the_program_over_flows(topology: Topology, collective: str) -> None:
+    """plain optimum <= rate <= optimum of flows with free switches, and rate <= bound."""
+    made = topoplan.plan(topology, collective)
+    report = topoplan.verify(made)
+    assert report.exact_rate is not None
+    assert report.exact_bound is not None
+    root = 0 if collective in ROOTED else None
+    assert made.rate <= flow_optimum(topology, collective, root=root) * (1 + 1e-6)
+    plain = topoplan.verify(topoplan.plan(able(topology), collective)).exact_rate
+    assert plain is not None
+    assert report.exact_rate >= plain
+
+
+@given(gifted_machines(), st.sampled_from(COLLECTIVES), st.data())
+@settings(max_examples=120, deadline=None)
+def test_lengths_that_are_accepted_bound_what_forests_reach(
+    topology: Topology, collective: str, data: st.DataObject
+) -> None:
+    """Random lengths, many of them zero: refused, or above the rate of the plan."""
+    length = st.sampled_from([0, 0, 0, 1, 2]).map(Fraction)
+    lengths = Lengths(tuple((link.src, link.dst, data.draw(length)) for link in topology.links))
+    root = 0 if collective in ROOTED else None
+    try:
+        proof = certified_bound(lengths, Fabric(topology, ("nvlink",)), collective, root)
+    except PlanError:
+        return
+    rate = topoplan.verify(topoplan.plan(topology, collective)).exact_rate
+    assert rate is not None
+    assert proof >= rate
+
+
+def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
+    """Where a switch and a rank are at distance zero both ways, the rank could copy in its place."""
+    fabric = Fabric(able(leaves(), kinds=["nvswitch"]), ("nvlink",))
+    up = [("sw0", "sw2", Fraction(1)), ("sw2", "sw1", Fraction(1))]
+    with pytest.raises(PlanError, match="part sw2, which can copy or add, from every rank"):
+        certified_bound(Lengths((*up, ("sw2", "sw0", Fraction(1)))), fabric, "allreduce", None)
+    # sw1 and sw2 stay at distance zero from gpu2; what crosses from sw0 to sw2 limits.
+    assert certified_bound(Lengths((up[0],)), fabric, "allreduce", None) == 100
+    assert certified_bound(Cut(("gpu0", "gpu1", "sw0")), fabric, "allreduce", None) == 100
+
+
+def test_one_way_next_to_a_rank_is_not_enough() -> None:
+    """The switch reaches a rank for nothing, but the rank does not reach the switch: it proves nothing."""
+    fabric = Fabric(able(box(3, 1.0), kinds=["nvswitch"]), ("nvlink",))
+    into = tuple((f"gpu{i}", "sw0", Fraction(1)) for i in range(3))
+    out = tuple(("sw0", f"gpu{i}", Fraction(1)) for i in range(3))
+    for lengths in (into, out):
+        with pytest.raises(PlanError, match="part sw0, which can copy or add, from every rank"):
+            certified_bound(Lengths(lengths), fabric, "allreduce", None)
+
+
+@pytest.mark.parametrize(("collective", "gift"), [("allgather", "adds"), ("reduce_scatter", "copies")])
+def test_lengths_hold_around_a_gift_that_a_collective_cannot_use(collective: str, gift: str) -> None:
+    """Ports that differ both ways, where no cut proves the optimum: the lengths of plain switches do."""
+    widths = [(2, 3), (2, 5), (4, 6)]
+    if collective == "reduce_scatter":
+        widths = [(back, out) for out, back in widths]
+    wires = {(f"gpu{i}", "sw0"): float(out) for i, (out, _) in enumerate(widths)}
+    wires |= {("sw0", f"gpu{i}"): float(back) for i, (_, back) in enumerate(widths)}
+    plain = machine(3, wires, switches=1)
+    made = proved(able(plain, **{gift: ["sw0"]}), collective)
+    assert isinstance(made.certificate, Lengths)
+    assert made.rate == proved(plain, collective).rate
+
+
+def test_multiplicative_weights_pack_for_plain_switches_and_say_so() -> None:
+    """Their trees are rated on the real switches; the bound is that of the real ones too."""
+    topology = able(box(4, 300.0), kinds=["nvswitch"])
+    made = topoplan.plan(topology, "allreduce", method="mwu")
+    topoplan.verify(made)
+    assert made.bound == 300
+    assert made.shards == topoplan.plan(box(4, 300.0), "allreduce", method="mwu").shards
+    assert any("--method exact uses that they copy or add" in note for note in made.notes) == (made.gap > 0)
+
+
+def test_a_simulated_allreduce_runs_at_the_speed_of_a_port() -> None:
+    """1 GB on eight GPUs: within 2 % of 450 GB/s."""
+    made = proved(able(box(), kinds=["nvswitch"]), "allreduce")
+    timeline = topoplan.simulate(made, nbytes=1 << 30)
+    assert (1 << 30) / timeline.seconds / 1e9 == pytest.approx(450, rel=0.02)

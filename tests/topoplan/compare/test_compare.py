@@ -1,0 +1,478 @@
+"""Allocations up to isomorphism, and trees beside rings on each class: known counts, members, rates and ratios."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.known_answers import Allocation, allocations, blink_figure
+from topoplan.compare import (
+    Comparison,
+    allocation_classes,
+    compare,
+    compare_all,
+    format_table,
+    summary,
+    to_object,
+)
+from topoplan.compare.isomorphism import find_isomorphism, refine
+from topoplan.compare.labelled_graph import labelled_graph
+from topoplan.compare.twins import count_vectors, vectors_by_size
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.topology import Device, Link, Topology
+
+LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}
+CLASSES = {
+    "dgx-1v": {2: 2, 3: 5, 4: 14, 5: 14, 6: 10, 7: 2, 8: 1},
+    "dgx-1p": {2: 1, 3: 2, 4: 4, 5: 3, 6: 3, 7: 1, 8: 1},
+}
+ALL_CLASSES = {
+    "dgx-1v": {2: 3, 3: 7, 4: 19, 5: 14, 6: 10, 7: 2, 8: 1},
+    "dgx-1p": {2: 2, 3: 3, 4: 6, 5: 3, 6: 3, 7: 1, 8: 1},
+}
+"""Classes with those that NVLink does not connect."""
+BOTH = sorted(LINK)
+
+
+@cache
+def rows_of(machine: str, collective: str) -> tuple[Comparison, ...]:
+    return compare_all(topoplan.load(machine), collective)
+
+
+def answers(machine: str) -> list[Allocation]:
+    return [row for row in allocations() if row.machine == machine]
+
+
+def two_servers() -> Topology:
+    """Two DGX-1V without a network: 16 GPUs, of which no two can change places."""
+    machine = topoplan.load("dgx-1v")
+    return Topology(
+        "two-dgx-1v",
+        tuple(replace(d, name=f"{s}.{d.name}", server=s) for s in "ab" for d in machine.devices),
+        tuple(replace(k, src=f"{s}.{k.src}", dst=f"{s}.{k.dst}") for s in "ab" for k in machine.links),
+    )
+
+
+# Classes
+
+
+@pytest.mark.parametrize("machine", BOTH)
+def test_nvlink_classes_are_as_many_as_blink_counts(machine: str) -> None:
+    """46 classes of 3 to 8 GPUs on a DGX-1V, 14 on a DGX-1P (Blink, figures 14 and 15), and 2 and 1 of two GPUs."""
+    found = allocation_classes(topoplan.load(machine))
+    over_nvlink = [one for one in found if one.channel == "nvlink"]
+    assert Counter(len(one.gpus) for one in over_nvlink) == CLASSES[machine]
+    assert sum(one.members for one in over_nvlink) == 197
+    assert sum(one.members for one in found) == 247
+    assert {one.channel for one in found} == {"nvlink", "pcie"}
+
+
+def test_equal_fingerprints_do_not_make_a_class() -> None:
+    """Colour refinement cannot tell these six GPUs of a DGX-1V from those; their allreduce optima differ."""
+    machine = topoplan.load("dgx-1v")
+    graph = labelled_graph(machine, ("nvlink",))
+    first, second = refine(graph, [0, 1, 3, 4, 5, 6]), refine(graph, [1, 2, 3, 4, 6, 7])
+    assert first.fingerprint == second.fingerprint
+    assert find_isomorphism(graph, first, second) is None
+    assert [topoplan.plan(machine, gpus=one.vertices).rate for one in (first, second)] == [60.0, 50.0]
+
+
+@pytest.mark.parametrize("machine", BOTH)
+def test_members_of_each_class_are_those_of_the_answers(machine: str) -> None:
+    """Representative and member set of every NVLink class equal the table made by enumeration."""
+    found = {
+        one.gpus: one.allocations
+        for one in allocation_classes(topoplan.load(machine))
+        if one.channel == "nvlink"
+    }
+    assert found == {row.gpus: row.members for row in answers(machine)}
+
+
+@pytest.mark.parametrize("machine", BOTH)
+def test_unconnected_allocations_are_classes_too_when_nvlink_is_insisted_on(
+    machine: str,
+) -> None:
+    """With NVLink alone, connected and unconnected classes together, as enumerated by another program."""
+    found = allocation_classes(topoplan.load(machine), channels="nvlink")
+    assert Counter(len(one.gpus) for one in found) == ALL_CLASSES[machine]
+    assert sum(one.members for one in found if one.channel is None) == 50
+
+
+def test_one_class_of_each_size_stands_for_the_65519_allocations_of_a_dgx_2() -> None:
+    """Behind one NVSwitch only the number of GPUs counts: class k has 16 over k members."""
+    found = allocation_classes(topoplan.load("dgx-2"))
+    assert [(len(one.gpus), one.members) for one in found] == [(k, comb(16, k)) for k in range(2, 17)]
+    assert found[0].gpus == (14, 15)
+    assert len(found[-2].allocations) == 16
+    assert found[6].allocations == ()
+
+
+def test_over_pcie_a_dgx_2_is_told_apart_by_its_tree_of_switches() -> None:
+    """Two GPUs share a PCIe switch, a switch above it, a CPU, or nothing but the link between the CPUs."""
+    found = allocation_classes(topoplan.load("dgx-2"), sizes=[2], channels="pcie")
+    assert sorted(one.members for one in found) == [8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("machine", ["mi250x", "pcie-x8", "v100x4", "nvlink-x4", "dgx-a100"])
+def test_classes_divide_all_allocations_and_share_the_channel(machine: str) -> None:
+    """Every allocation lies in exactly one class, and the class's channel is the planner's choice for it."""
+    topology = topoplan.load(machine)
+    found = allocation_classes(topology)
+    listed = [gpus for one in found for gpus in one.allocations]
+    total = len(topology.gpus)
+    assert len(listed) == len(set(listed)) == 2**total - total - 1
+    for one in found:
+        assert one.gpus == max(one.allocations)
+        assert one.members == len(one.allocations)
+        for gpus in one.allocations:
+            assert usable_fabric(topology.subset(gpus)).channels == (one.channel,)
+
+
+def reference_graph(fabric: Fabric) -> nx.DiGraph:
+    """The fabric as networkx sees it, with dead-end devices taken out, built without the module under test."""
+    graph = nx.DiGraph()
+    kind = {device.name: device.kind for device in fabric.topology.devices}
+    for name in fabric.nodes:
+        graph.add_node(name, kind=kind[name])
+    for link in fabric.links:
+        label = (link.channel, link.bandwidth, link.count)
+        known = graph.get_edge_data(link.src, link.dst, {"label": ()})["label"]
+        graph.add_edge(link.src, link.dst, label=tuple(sorted((*known, label))))
+    while ends := [n for n in graph if kind[n] != "gpu" and len(set(nx.all_neighbors(graph, n))) < 2]:
+        graph.remove_nodes_from(ends)
+    return graph
+
+
+def reference_classes(topology: Topology) -> set[frozenset[tuple[int, ...]]]:
+    """Classes by looking at every allocation and comparing with networkx (VF2)."""
+    found: list[tuple[object, nx.DiGraph, list[tuple[int, ...]]]] = []
+    for size in range(2, len(topology.gpus) + 1):
+        for gpus in combinations(range(len(topology.gpus)), size):
+            allocation = topology.subset(gpus)
+            key: tuple[int, str]
+            try:
+                fabric = usable_fabric(allocation)
+                key = (size, fabric.channels[0])
+            except InfeasibleError:
+                fabric = Fabric(allocation, ("pcie",))
+                key = (size, "none")
+            graph = reference_graph(fabric)
+            for known, other, members in found:
+                if key == known and nx.is_isomorphic(
+                    graph, other, lambda a, b: a == b, lambda a, b: a["label"] == b["label"]
+                ):
+                    members.append(gpus)
+                    break
+            else:
+                found.append((key, graph, [gpus]))
+    return {frozenset(members) for _, _, members in found}
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Topology:
+    """Four or five GPUs and up to two switches, with links thrown in; some copied, so that twins appear."""
+    gpus = draw(st.integers(4, 5))
+    switches = draw(st.integers(0, 2))
+    names = [f"gpu{i}" for i in range(gpus)] + [f"sw{i}" for i in range(switches)]
+    devices = [Device(n, "gpu" if n.startswith("gpu") else "pcie") for n in names]
+    links: dict[tuple[str, str, str], Link] = {}
+    pair = st.tuples(st.sampled_from(names), st.sampled_from(names)).filter(lambda ends: ends[0] != ends[1])
+    for channel in ("nvlink", "pcie"):
+        for src, dst in draw(st.lists(pair, max_size=9)):
+            bandwidth = draw(st.sampled_from([10.0, 10.0, 20.0]))
+            ways = [(src, dst), (dst, src)] if draw(st.integers(0, 4)) else [(src, dst)]
+            for ends in ways:
+                links[(*ends, channel)] = Link(*ends, channel, bandwidth)
+    if switches and draw(st.booleans()):
+        for name in names[:gpus]:
+            for ends in ((name, "sw0"), ("sw0", name)):
+                links[(*ends, "pcie")] = Link(*ends, "pcie", 10.0)
+    return Topology("random", tuple(devices), tuple(links.values()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(machines())
+def test_classes_equal_those_of_an_exhaustive_search_with_networkx(topology: Topology) -> None:
+    """Twins, fingerprints and search give the partition that VF2 gives on all subsets, one-way links included."""
+    found = allocation_classes(topology)
+    assert {frozenset(one.allocations) for one in found} == reference_classes(topology)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_count_vectors_are_as_many_as_announced(sizes: list[int]) -> None:
+    """The number by which an enumeration is refused is the number that it would go through."""
+    first = np.cumsum([0, *sizes])
+    groups = tuple(tuple(range(a, b)) for a, b in pairwise(first))
+    announced = vectors_by_size(groups)
+    for size, number in enumerate(announced):
+        found = list(count_vectors(groups, [size]))
+        assert len(found) == len(set(found)) == number
+        assert all(sum(counts) == size for counts in found)
+
+
+def test_too_many_allocations_are_refused_with_their_number_and_sizes_that_fit() -> None:
+    """16 GPUs of which no two are alike have 65,519 allocations; the message names sizes, and these work."""
+    topology = two_servers()
+    with pytest.raises(
+        UsageError, match=r"65,519 .* choose sizes \(--gpu-counts\), for example 2, 3, 4, 5, .*16"
+    ) as refusal:
+        allocation_classes(topology)
+    assert "\n" not in str(refusal.value)
+    assert sum(one.members for one in allocation_classes(topology, sizes=[2, 16])) == 121
+
+
+def test_allocations_across_unconnected_servers_form_classes_without_a_channel() -> None:
+    """64 of the 120 pairs lie across two servers that nothing joins."""
+    found = allocation_classes(two_servers(), sizes=[2])
+    assert sum(one.members for one in found if one.channel is None) == 64
+    assert sum(one.members for one in found if one.channel == "nvlink") == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sizes": [1]}, "1 GPUs are no size to compare: dgx-1v has allocations of 2 to 8 GPUs"),
+        ({"sizes": [3, 9]}, "9 GPUs are no size"),
+        ({"channels": "smoke"}, "channels 'smoke' is unknown; use one of auto, nvlink, pcie"),
+    ],
+)
+def test_a_wrong_size_or_channel_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """The message names the value and what exists."""
+    with pytest.raises(UsageError, match=message):
+        allocation_classes(topoplan.load("dgx-1v"), **arguments)
+
+
+# Comparisons
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("machine", BOTH)
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_trees_are_optimal_and_never_below_rings(machine: str, collective: str) -> None:
+    """On all NVLink classes the trees have the table's rate; on no class is any ring faster; bounds are met."""
+    rows = {row.gpus: row for row in rows_of(machine, collective)}
+    for answer in answers(machine):
+        row = rows[answer.gpus]
+        assert row.trees == pytest.approx(LINK[machine] * float(answer.rate(collective)), rel=1e-9)
+        assert row.members == len(answer.members)
+        if len(answer.gpus) > 2:
+            assert (row.ring_kind == "nvlink ring") == (answer.rings > 0)
+    for row in rows.values():
+        assert row.trees == pytest.approx(row.bound, rel=1e-9)
+        assert row.ratio >= 1
+        assert (row.relay is not None) == (row.channel == "nvlink")
+        assert row.relay_ratio is None or row.relay_ratio >= 1
+        assert row.double_tree is not None
+        assert row.double_tree <= row.trees * (1 + 1e-9)
+    assert summary(list(rows.values())).below_ring == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
+def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str) -> None:
+    """With a fallback ring at half an NVLink, the box over the 46 classes is Blink's within 6 %.
+
+    The values of the figure are read off its drawing.
+    """
+    machine = topoplan.load("dgx-1v")
+    slow = replace(
+        machine,
+        links=tuple(
+            link if link.channel == "nvlink" else replace(link, bandwidth=LINK["dgx-1v"] / 2)
+            for link in machine.links
+        ),
+    )
+    ratios = [r.ratio for r in compare_all(slow, collective, sizes=range(3, 9)) if r.channel == "nvlink"]
+    assert len(ratios) == 46
+    box = blink_figure(13)[collective]
+    found = np.percentile(ratios, [95, 75, 50, 25, 5])
+    assert found == pytest.approx([box[name] for name in ("p95", "q3", "median", "q1", "p5")], rel=0.06)
+
+
+def test_summary_counts_the_classes_without_an_nvlink_ring() -> None:
+    """Of the 46 classes of a DGX-1V 21 have no ring; these are 104 of 197 connected allocations."""
+    rows = [row for row in rows_of("dgx-1v", "allreduce") if row.channel == "nvlink" and len(row.gpus) > 2]
+    without = [row for row in answers("dgx-1v") if len(row.gpus) > 2 and row.rings == 0]
+    found = summary(rows)
+    assert (found.classes, found.without_nvlink_ring, len(without)) == (46, 21, 21)
+    assert sum(row.members for row in rows if row.ring_kind == "pcie ring") == 104
+    assert (found.over_pcie, found.without_plan) == (0, 0)
+
+
+def test_summary_is_the_plain_arithmetic_of_its_rows() -> None:
+    """Least, largest and geometric mean, over classes and weighted by members, of ratios 1, 2 and 8."""
+    base = rows_of("dgx-1v", "allreduce")[1]
+    rows = [
+        replace(base, ratio=ratio, members=members, relay_ratio=None)
+        for ratio, members in ((1.0, 1), (2.0, 2), (8.0, 1), (math.nan, 50), (0.5, 0))
+    ]
+    found = summary(rows[:4])
+    assert (found.classes, found.allocations, found.lowest, found.highest) == (4, 54, 1.0, 8.0)
+    assert found.mean == pytest.approx(16 ** (1 / 3))
+    assert found.weighted_mean == pytest.approx(32 ** (1 / 4))
+    assert (found.relay_highest, found.relay_mean, found.below_ring) == (None, None, 0)
+    assert summary(rows).below_ring == 1
+    assert summary([]).mean is None
+
+
+def test_no_double_tree_is_claimed_for_an_allgather() -> None:
+    """The double binary tree is defined for allreduce, broadcast and reduce only."""
+    row = compare(topoplan.load("dgx-1v"), "all-gather", gpus=[4, 5, 6, 7])
+    assert row.collective == "allgather"
+    assert row.double_tree is None
+    assert row.ratio >= 1
+
+
+def test_the_root_is_the_one_that_was_asked_for() -> None:
+    """A one-way thin link makes the broadcast rate depend on the root."""
+    gpus = tuple(Device(f"gpu{i}", "gpu") for i in range(2))
+    topology = Topology(
+        "uneven", gpus, (Link("gpu0", "gpu1", "nvlink", 30.0), Link("gpu1", "gpu0", "nvlink", 10.0))
+    )
+    assert compare(topology, "broadcast").trees == 30.0
+    assert compare(topology, "broadcast", root=1).trees == 10.0
+    with pytest.raises(UsageError, match="root 5"):
+        compare(topology, "broadcast", root=5)
+
+
+def test_an_allocation_without_a_path_is_an_error_alone_and_a_row_among_all() -> None:
+    """compare() raises with the cut; compare_all() has a row with rate 0 that says why."""
+    gpus = tuple(Device(f"gpu{i}", "gpu") for i in range(3))
+    wires = tuple(Link(a, b, "nvlink", 25.0) for a, b in (("gpu0", "gpu1"), ("gpu1", "gpu0")))
+    topology = Topology("island", gpus, wires)
+    with pytest.raises(InfeasibleError, match="gpu2"):
+        compare(topology)
+    rows = compare_all(topology)
+    assert [(row.gpus, row.channel, row.trees, row.bound) for row in rows] == [
+        ((0, 1), "nvlink", 25.0, 25.0),
+        ((1, 2), None, 0.0, 0.0),
+        ((0, 1, 2), None, 0.0, 0.0),
+    ]
+    assert "nothing leaves the cut {gpu1}" in rows[1].notes[0]
+    assert summary(rows).without_plan == 2
+
+
+def test_an_nvlink_path_without_ring_or_pcie_has_no_ratio_but_a_relaying_ring() -> None:
+    """Three GPUs in a line and no PCIe: no ring at all, and the trees win 4/3 against the ring that relays."""
+    gpus = tuple(Device(f"gpu{i}", "gpu") for i in range(3))
+    ends = (("gpu0", "gpu1"), ("gpu1", "gpu2"))
+    wires = tuple(Link(a, b, "nvlink", 25.0) for pair in ends for a, b in (pair, pair[::-1]))
+    row = compare(Topology("line", gpus, wires))
+    assert (row.ring, row.ring_kind, row.trees, row.relay, row.relay_ratio) == (
+        0.0,
+        "none",
+        25.0,
+        18.75,
+        4 / 3,
+    )
+    assert math.isnan(row.ratio)
+    assert summary([row]).without_nvlink_ring == 1
+    assert any(note.startswith("ring: no PCIe path leaves the cut") for note in row.notes)
+
+
+def test_one_gpu_is_a_trivial_row_and_its_machine_has_no_class() -> None:
+    """Nothing moves: no finite rate, no ratio; and a machine of one GPU has no allocation to compare."""
+    row = compare(topoplan.load("dgx-1v"), gpus=[3])
+    assert (row.gpus, row.trees, row.tree_count, row.ring_kind) == ((3,), math.inf, 0, "trivial")
+    assert math.isnan(row.ratio)
+    assert compare_all(Topology("one", (Device("gpu0", "gpu"),), ())) == ()
+
+
+# Text and JSON
+
+
+def test_the_table_has_the_same_columns_on_every_line() -> None:
+    """Every cell ends or starts at the place of its head, and the ring's kind is on each line."""
+    lines = format_table(rows_of("dgx-1v", "allreduce")).splitlines()
+    assert len(lines) == 1 + 54
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == (
+        [
+            "GPUs",
+            "members",
+            "channel",
+            "trees",
+            "bound",
+            "count",
+            "height",
+            "ring",
+            "ring",
+            "kind",
+            "/ring",
+            "relay",
+            "/relay",
+            "binary",
+        ]
+    )
+    kind = lines[0].index("ring kind")
+    assert {line[kind : kind + 11].strip() for line in lines[1:]} == {"nvlink ring", "pcie ring"}
+    eight = "0,1,2,3,4,5,6,7        1  nvlink     85.71    85.71 "
+    assert lines[-1].startswith(eight)
+    assert "  1.00x  " in lines[-1]
+
+
+def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:
+    """Infinite rates and missing ratios are null; the rest is the row as it stands."""
+    row = compare(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    text = json.dumps(to_object([row, compare(topoplan.load("dgx-1v"), gpus=[0])]), allow_nan=False)
+    first, second = json.loads(text)["rows"]
+    assert first["gpus"] == [1, 4, 5, 7]
+    assert (first["trees"], first["ring_kind"], first["ratio"]) == (50.0, "pcie ring", 9.375)
+    assert (second["trees"], second["ratio"]) == (None, None)
+    assert json.loads(text)["summary"]["highest"] == 9.375
+
+
+def test_the_summary_as_text_says_how_many_rings_fell_back() -> None:
+    """The lines name classes, fallbacks and the range of the ratio."""
+    text = str(summary(rows_of("dgx-1v", "allreduce")))
+    assert text.startswith("247 allocations in 54 classes, 0 with trees below the ring\n21 classes ")
+    assert "6 classes have no NVLink path" in text
+
+
+def test_progress_is_told_once_for_each_class() -> None:
+    """The callback hears the number of classes and the GPUs."""
+    heard: list[str] = []
+    rows = compare_all(topoplan.load("v100x4"), progress=heard.append)
+    assert heard[0] == f"class 1 of {len(rows)}: GPUs 1, 3"
+    assert len(heard) == len(rows)
+
+
+def outputs_under_two_hash_seeds() -> Iterator[str]:
+    code = (
+        "import json, topoplan; from topoplan.compare import *;"
+        "print(json.dumps(to_object(compare_all(topoplan.load('mi250x'), sizes=[3, 4]))))"
+    )
+    for seed in ("1", "2"):
+        yield subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(topoplan.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+
+def test_rows_are_the_same_in_every_process() -> None:
+    """Two processes with different hash seeds print the same bytes."""
+    first, second = outputs_under_two_hash_seeds()
+    assert first == second
+    assert json.loads(first)["summary"]["classes"] > 5

@@ -1,0 +1,427 @@
+"""Plans and machines as NCCL graph files: rings and chains in equal channels, with the rates that NCCL will get."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.hand_plans import chain, forest_plan, full_mesh, plan_of, stage
+from tests.support.nccl_rules import nccl_channels, read_as_nccl
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.export.exported import Exported
+from topoplan.export.known_formats import export_machine, export_plan
+from topoplan.export.nccl.channel_numbers import MOST_CHANNELS, apportioned
+from topoplan.export.nccl.channel_rates import chain_rate, ring_bandwidth
+from topoplan.export.nccl.estimate import counted_machine
+from topoplan.export.nccl.order_choice import chain_choice
+from topoplan.export.nccl.paths import NcclPaths
+from topoplan.export.nccl.plan_orders import plan_orders
+from topoplan.plans.plan import COLLECTIVES, Plan, Shard
+from topoplan.topology import Device, Link, Topology
+
+BLINK = [1, 4, 5, 7]
+"""GPUs of a DGX-1V without an NVLink ring (Blink, figure 2)."""
+
+
+def channels(exported: Exported, devs: set[int]) -> dict[int, list[list[int]]]:
+    return nccl_channels(read_as_nccl(exported.text, most_nodes=4096), devs)
+
+
+def counted_rates(exported: Exported) -> tuple[float, float]:
+    """GB/s of AllReduce that NCCL's arithmetic gives the rings and the chains of a file, at NCCL's rates of NVLink."""
+    ring, tree = ElementTree.fromstring(exported.text)
+    size = len(ring[0])
+    ring_rate = int(ring.attrib["nchannels"]) * float(ring.attrib["speedintra"]) * size / (2 * (size - 1))
+    return ring_rate, int(tree.attrib["nchannels"]) * float(tree.attrib["speedintra"]) / 2
+
+
+def stated_rates(exported: Exported) -> tuple[float, float]:
+    """GB/s of AllReduce over the rings and the chains of a file at the machine's own rates, from its second line."""
+    numbers = re.findall(r"(\S+) GB/s", exported.text.splitlines()[1])
+    return float(numbers[0]), float(numbers[1])
+
+
+def test_the_rings_of_a_dgx_1v() -> None:
+    """Six directed rings of 25 GB/s that cross each of the 48 NVLinks once: 85.7 GB/s of AllReduce.
+
+    NCCL 2.30 counts 20 GB/s for an NVLink of a V100, finds six rings itself and expects 68.5714 GB/s of them.
+    """
+    machine = topoplan.load("dgx-1v")
+    exported = export_plan(topoplan.ring(machine), "nccl-graph")
+    rings = channels(exported, set(range(8)))[0]
+    crossed = Counter((f"gpu{a}", f"gpu{b}") for ring in rings for a, b in pairwise([*ring, ring[0]]))
+    assert len(rings) == 6
+    assert crossed == {(link.src, link.dst): link.count for link in machine.links if link.channel == "nvlink"}
+    assert stated_rates(exported)[0] == pytest.approx(600 / 7)
+    assert counted_rates(exported)[0] == pytest.approx(68.5714)
+    graph = ElementTree.fromstring(exported.text)[0]
+    assert (graph.attrib["speedintra"], graph.attrib["typeintra"], graph.attrib["samechannels"]) == (
+        "20",
+        "NVL",
+        "0",
+    )
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_rings_of_every_collective_are_the_same_graph(collective: str) -> None:
+    """NCCL runs all five collectives on its rings; the plan's own direction is kept."""
+    machine = topoplan.load("dgx-1v")
+    exported = export_plan(topoplan.ring(machine, collective), "nccl-graph")
+    assert (
+        exported.text.split("\n", 3)[3].split("<graph ")[1:]
+        == (export_plan(topoplan.ring(machine), "nccl-graph").text.split("\n", 3)[3].split("<graph ")[1:])
+    )
+    assert f"of {collective}; the plan states" in exported.notes[1]
+
+
+@pytest.mark.parametrize("gpus", [[0, 1, 2], [0, 1, 2, 3], [2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_a_ring_plan_keeps_its_rate(gpus: list[int]) -> None:
+    """Over direct NVLinks NCCL goes the plan's own ways, so that its rings give what the plan states."""
+    machine = topoplan.load("dgx-1v")
+    plan = topoplan.ring(machine, gpus=gpus)
+    assert plan.schedule == "nvlink ring"
+    exported = export_plan(plan, "nccl-graph")
+    assert stated_rates(exported)[0] == pytest.approx(plan.rate, rel=1e-5)
+    assert counted_rates(exported)[0] == pytest.approx(plan.rate * 20 / 25, rel=1e-5)
+
+
+def test_blinks_allocation_without_a_ring() -> None:
+    """Chains reach the 50 GB/s of packed trees; rings pass through GPU 5 and reach 33.3, as relaying rings do."""
+    part = topoplan.load("dgx-1v").subset(BLINK)
+    exported = export_machine(part, "nccl-graph")
+    found = channels(exported, set(BLINK))
+    assert Counter(map(tuple, found[1])) == {(1, 5, 4, 7): 2, (1, 5, 7, 4): 2}
+    assert stated_rates(exported) == pytest.approx(
+        (topoplan.ring(part, kind="relay").rate, topoplan.plan(part).rate), rel=1e-5
+    )
+    assert exported.notes[1] == (
+        "AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rings", "chains", "counted"),
+    [
+        ("dgx-1v", 600 / 7, 75, 20 / 25),
+        ("dgx-1p", 320 / 7, 40, 18 / 20),
+        ("dgx-2", 80, 80, 20 / 25),
+        ("dgx-a100", 1200 / 7, 1200 / 7, 20 / 25),
+        ("dgx-h100", 1800 / 7, 1800 / 7, 20.6 / 25),
+        ("dgx-b200", 3600 / 7, 3600 / 7, 40.1 / 50),
+        ("v100x4", 200 / 3, 75, 20 / 25),
+        ("nvlink-x4", 200, 200, 20 / 25),
+        ("pcie-x8", 40 / 7, 10, 1),
+        ("mi250", 160, 150, 36 / 50),
+    ],
+)
+def test_the_best_rings_and_chains_of_machines(
+    name: str, rings: float, chains: float, counted: float
+) -> None:
+    """Rings as known; a chain crosses the link between sockets once and a ring twice, so chains win on PCIe.
+
+    Speeds in the file are at NCCL's rates: nominal ones would make NCCL leave NVLS, which it rates itself.
+    """
+    machine = topoplan.load(name)
+    exported = export_machine(machine, "nccl-graph")
+    assert stated_rates(exported) == pytest.approx((rings, chains), rel=1e-4)
+    assert counted_rates(exported) == pytest.approx((rings * counted, chains * counted), rel=1e-4)
+    found = channels(exported, set(range(len(machine.gpus))))
+    assert len(found[0]) == len(found[1]) <= MOST_CHANNELS
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "pcie-x8", "nvlink-x4"])
+def test_chains_never_beat_packed_trees(name: str) -> None:
+    """A chain is a tree, so the optimum of the trees bounds what NCCL's tree can give over the same wires."""
+    machine = topoplan.load(name)
+    assert stated_rates(export_machine(machine, "nccl-graph"))[1] <= topoplan.plan(machine).rate * (1 + 1e-4)
+
+
+EXPECTED = {
+    ("dgx-1v", None): (68.5714, 55.2),
+    ("dgx-1v", (1, 4, 5, 7)): (26.6667, 36.8),
+    ("dgx-1v", (0, 1, 5)): (15, 18.4),
+    ("dgx-1p", None): (41.1429, 33.12),
+    ("dgx-2", None): (64, 58.88),
+    ("dgx-a100", None): (137.143, 126.171),
+    ("dgx-h100", None): (211.886, 194.935),
+    ("dgx-b200", None): (412.457, 379.461),
+    ("v100x4", None): (53.3333, 55.2),
+    ("pcie-x8", None): (5.71429, 9.2),
+}
+"""GB/s of AllReduce that NCCL 2.30 expected of rings and of chains (Simple) with our file."""
+
+
+@pytest.mark.parametrize(("name", "gpus"), EXPECTED)
+def test_what_nccl_expects(name: str, gpus: tuple[int, ...] | None) -> None:
+    """Which of the two it runs on large buffers follows from this, and a note says it."""
+    machine = topoplan.load(name)
+    exported = export_machine(machine.subset(gpus) if gpus else machine, "nccl-graph")
+    rings, chains = EXPECTED[name, gpus]
+    (note,) = (note for note in exported.notes if note.startswith("NCCL expects"))
+    first, second = (float(number) for number in re.findall(r"([0-9.]+) (?:GB/s )?of the", note))
+    assert (first, second) == pytest.approx((rings, chains), rel=1e-5)
+    assert f"it will run the {'chains' if chains > rings else 'rings'} on large buffers" in note
+
+
+OWN_SEARCH = {
+    ("dgx-1v", None): (6, 20),
+    ("dgx-1v", (1, 4, 5, 7)): (2, 20),
+    ("dgx-1v", (1, 2, 4, 5, 6, 7)): (2, 20),
+    ("dgx-1v", (0, 1, 3, 4, 5, 7)): (4, 20),
+    ("dgx-1p", None): (4, 18),
+    ("dgx-2", None): (6, 20),
+    ("dgx-a100", None): (12, 20),
+    ("dgx-h100", None): (12, 30),
+    ("dgx-b200", None): (16, 45),
+    ("v100x4", None): (4, 20),
+    ("nvlink-x4", None): (12, 20),
+}
+"""Rings and GB/s of each that NCCL 2.30 itself found in our topology file (``ncclTopoCompute``)."""
+
+
+@pytest.mark.parametrize(("name", "gpus"), OWN_SEARCH)
+def test_nccls_own_search_beats_neither_the_bound_nor_our_file(
+    name: str, gpus: tuple[int, ...] | None
+) -> None:
+    """At NCCL's rates of NVLink; on all of a DGX-1V, a DGX-2 and a DGX A100 it finds the optimum."""
+    machine = topoplan.load(name)
+    part = machine.subset(gpus) if gpus else machine
+    rings, speed = OWN_SEARCH[name, gpus]
+    size = len(part.gpus)
+    own = rings * speed * size / (2 * (size - 1))
+    best = topoplan.plan(counted_machine(part).machine).rate
+    assert own <= best * (1 + 1e-9)
+    assert own <= max(counted_rates(export_machine(part, "nccl-graph"))) * (1 + 1e-5)
+    if gpus is None and name in ("dgx-1v", "dgx-2", "dgx-a100"):
+        assert own == pytest.approx(best)
+
+
+def test_a_chain_that_leads_has_channels_enough() -> None:
+    """NCCL expects at most 13.25 GB/s of a chain in one channel of a V100, so two would hide that chains are better."""
+    exported = export_machine(topoplan.load("dgx-1v").subset(BLINK), "nccl-graph")
+    ring, tree = ElementTree.fromstring(exported.text)
+    assert len(ring) == len(tree) == 4
+    assert 4 * 13.25 > 36.8 > 2 * 13.25
+
+
+def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:
+    """GPU 11 of a DGX-2 is dev 0xb whatever its rank: NCCL looks it up by NVML index, and reads the number so."""
+    exported = export_machine(topoplan.load("dgx-2").subset([3, 9, 11, 15]), "nccl-graph")
+    assert channels(exported, {3, 9, 11, 15})[0][0] == [3, 9, 11, 15]
+    assert '<gpu dev="0xb"/>' in exported.text
+    assert "rank=" not in exported.text
+
+
+def test_names_without_numbers_are_counted() -> None:
+    """Where GPUs are not called gpu<n>, dev is their place."""
+    machine = full_mesh(3)
+    names = {"gpu0": "left", "gpu1": "middle", "gpu2": "right"}
+    renamed = Topology(
+        "mesh",
+        tuple(Device(names[device.name], "gpu") for device in machine.devices),
+        tuple(Link(names[link.src], names[link.dst], "nvlink", 1.0) for link in machine.links),
+    )
+    assert (
+        export_machine(renamed, "nccl-graph").text.split("\n")[1:]
+        == (export_machine(machine, "nccl-graph").text.split("\n")[1:])
+    )
+
+
+def ring_plan(shares: dict[tuple[int, ...], Fraction]) -> Plan:
+    """A broadcast from GPU 0 around rings of a full mesh, with these shares."""
+    size = len(next(iter(shares)))
+    shards = [Shard(share, (stage("broadcast", 0, chain(order, 0)),)) for order, share in shares.items()]
+    return plan_of(size, "broadcast", shards, root=0)
+
+
+def test_a_share_becomes_a_number_of_equal_channels() -> None:
+    """Shares of 2/3 and 1/3 are twice as many channels of one ring as of the other, though equally many are faster."""
+    plan = ring_plan({(0, 1, 2, 3): Fraction(2, 3), (0, 3, 2, 1): Fraction(1, 3)})
+    found = channels(export_plan(plan, "nccl-graph"), set(range(4)))[0]
+    numbers = Counter(map(tuple, found))
+    assert set(numbers) == {(0, 1, 2, 3), (0, 3, 2, 1)}
+    assert numbers[0, 1, 2, 3] == 2 * numbers[0, 3, 2, 1]
+
+
+def test_shares_that_need_too_many_channels_are_rounded_and_said() -> None:
+    """Shares of 10/21 and 11/21 are nearest to 7 and 8 of 15 channels, 1.79 % slower: 8/15 of the load for 11/21."""
+    plan = ring_plan({(0, 1, 2, 3): Fraction(10, 21), (0, 3, 2, 1): Fraction(11, 21)})
+    exported = export_plan(plan, "nccl-graph")
+    found = channels(exported, set(range(4)))[0]
+    assert Counter(map(tuple, found)) == {(0, 1, 2, 3): 7, (0, 3, 2, 1): 8}
+    assert any("15 come nearest: 1.79% slower than exact shares" in note for note in exported.notes)
+
+
+def test_small_shares_are_left_out_and_said() -> None:
+    """A ring with a hundredth of the buffer gets none of sixteen channels."""
+    plan = ring_plan({(0, 1, 2, 3): Fraction(99, 100), (0, 3, 2, 1): Fraction(1, 100)})
+    exported = export_plan(plan, "nccl-graph")
+    assert set(map(tuple, channels(exported, set(range(4)))[0])) == {(0, 1, 2, 3)}
+    assert any("1 of the 2 rings, with the smallest shares, left out" in note for note in exported.notes)
+
+
+def test_a_plan_of_chains_is_the_tree_graph() -> None:
+    """Shares of 1/2 up and down two chains; NCCL counts the plan's own rate."""
+    halves = [
+        Shard(
+            Fraction(1, 2),
+            tuple(stage(op, order[0], chain(order, order[0])) for op in ("reduce", "broadcast")),
+        )
+        for order in ([0, 1, 2, 3], [2, 0, 3, 1])
+    ]
+    plan = plan_of(4, "allreduce", halves)
+    exported = export_plan(plan, "nccl-graph")
+    found = channels(exported, set(range(4)))
+    assert set(map(tuple, found[1])) == {(0, 1, 2, 3), (2, 0, 3, 1)}
+    assert counted_rates(exported)[1] == pytest.approx(plan.rate)
+    assert "chains of the plan: 2 in" in exported.notes[1]
+
+
+def test_both_graphs_have_equally_many_channels() -> None:
+    """NCCL takes the smaller number of the two and would drop the rest of the other."""
+    for plan in (topoplan.ring(topoplan.load("dgx-1v")), forest_plan(5, "allreduce", "chain")):
+        found = channels(export_plan(plan, "nccl-graph"), set(range(len(plan.ranks))))
+        assert len(found[0]) == len(found[1])
+
+
+@pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop, topoplan.double_binary_tree])
+def test_other_plans_are_refused(method: object) -> None:
+    """Trees that branch cannot be run by NCCL inside a server; the message says what to export instead."""
+    plan = method(topoplan.load("dgx-2"))  # type: ignore[operator]
+    with pytest.raises(UsageError) as caught:
+        export_plan(plan, "nccl-graph")
+    assert "cannot run packed trees inside a server" in str(caught.value)
+    assert "topoplan export TOPO --to nccl-graph" in str(caught.value)
+
+
+def test_plans_of_several_servers_or_one_gpu_are_refused() -> None:
+    """A graph file describes one server, and rings need two GPUs."""
+    cluster = topoplan.nvswitch_cluster(2, gpus=4)
+    with pytest.raises(UsageError, match=r"spans 2 servers, and nccl-graph describes one"):
+        export_plan(topoplan.ring(cluster), "nccl-graph")
+    assert channels(export_machine(cluster, "nccl-graph", server="s1"), {0, 1, 2, 3})
+    with pytest.raises(UsageError, match="has 1 GPU here"):
+        export_machine(topoplan.load("dgx-1v").subset([3]), "nccl-graph")
+
+
+def test_gpus_that_nothing_joins_are_refused() -> None:
+    """Without NVLink or PCIe between them NCCL would need a network."""
+    apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
+    with pytest.raises(InfeasibleError, match="no NVLink, PCIe or network path"):
+        export_machine(apart, "nccl-graph")
+    with pytest.raises(InfeasibleError, match="neither NVLink nor PCIe leads from gpu0 to gpu1"):
+        NcclPaths(apart).hop("gpu0", "gpu1")
+
+
+def test_nccls_ways_on_a_dgx_1v() -> None:
+    """NVLink where it is, else through one GPU."""
+    paths = NcclPaths(topoplan.load("dgx-1v"))
+    names = [f"gpu{i}" for i in range(8)]
+    assert [paths.hop("gpu0", name).kind for name in names[1:]] == ["NVL"] * 4 + ["NVB"] * 3
+    assert min(link.bandwidth for link in paths.hop("gpu0", "gpu7").part) == 50.0
+
+
+THROUGH = {
+    "dgx-1v": "05:1 06:4 07:4 14:0 16:5 17:5 24:0 25:1 27:6 34:0 35:1 36:7 "
+    "41:5 42:0 43:0 50:4 52:1 53:1 60:4 61:5 63:2 70:4 71:5 72:3",
+    "dgx-1p": "05:4 06:4 07:4 14:5 16:5 17:5 24:6 25:6 27:6 34:7 35:7 36:7 "
+    "41:0 42:0 43:0 50:1 52:1 53:1 60:2 61:2 63:2 70:3 71:3 72:3",
+}
+"""Sender, receiver and the GPU in between, as NCCL 2.30 found them when it was given our topology file."""
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_gpus_that_nccl_passes_through(name: str) -> None:
+    """Of equally wide ways the one whose last NVLink is widest, then the first of the receiver's list."""
+    paths = NcclPaths(topoplan.load(name))
+    found = []
+    for tail in range(8):
+        for head in range(8):
+            hop = paths.hop(f"gpu{tail}", f"gpu{head}") if tail != head else None
+            if hop and hop.kind == "NVB":
+                (between,) = {link.dst for link in hop.part} - {f"gpu{head}"}
+                found.append(f"{tail}{head}:{between.removeprefix('gpu')}")
+    assert " ".join(found) == THROUGH[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "kind"),
+    [
+        ("dgx-2", ("gpu0", "gpu15"), "NVL"),
+        ("pcie-x8", ("gpu0", "gpu3"), "PIX"),
+        ("pcie-x8", ("gpu3", "gpu4"), "SYS"),
+        ("nvlink-x4", ("gpu0", "gpu3"), "NVL"),
+    ],
+)
+def test_nccls_ways_elsewhere(name: str, ends: tuple[str, str], kind: str) -> None:
+    """Over an NVSwitch, one PCIe switch, two sockets."""
+    assert NcclPaths(topoplan.load(name)).hop(*ends).kind == kind
+
+
+def test_nccls_ways_over_pcie_of_a_dgx_2() -> None:
+    """Without NVLink: one switch, a cascade of switches, two switches of one CPU, both CPUs."""
+    whole = topoplan.load("dgx-2")
+    bare = replace(whole, links=tuple(link for link in whole.links if link.channel != "nvlink"))
+    paths = NcclPaths(bare)
+    found = [paths.hop("gpu0", f"gpu{other}").kind for other in (1, 2, 4, 8)]
+    assert found == ["PIX", "PXB", "PHB", "SYS"]
+
+
+def test_several_switches_are_one_to_nvlink() -> None:
+    """A GPU on two planes stripes over both: parts in proportion to the width of the ways, together the whole rate."""
+    devices = (
+        *(Device(f"gpu{i}", "gpu") for i in range(4)),
+        Device("a", "nvswitch"),
+        Device("b", "nvswitch"),
+    )
+    wires = [
+        Link(*ends, "nvlink", rate)
+        for i in range(4)
+        for plane, rate in (("a", 100.0), ("b", 50.0))
+        for ends in ((f"gpu{i}", plane), (plane, f"gpu{i}"))
+    ]
+    paths = NcclPaths(Topology("planes", devices, tuple(wires)))
+    part = {
+        link.dst: share for link, share in paths.hop("gpu0", "gpu1").part.items() if link.dst in ("a", "b")
+    }
+    assert part == {"a": Fraction(2, 3), "b": Fraction(1, 3)}
+    assert ring_bandwidth(paths, {tuple(f"gpu{i}" for i in range(4)): 1}) == 150
+
+
+@given(
+    st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=8),
+    st.integers(min_value=1, max_value=MOST_CHANNELS),
+)
+def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
+    """All are dealt, and each order gets its exact number rounded down or up."""
+    shares = {(str(place),): Fraction(part, sum(parts)) for place, part in enumerate(parts)}
+    numbers = apportioned(shares, count)
+    assert sum(numbers.values()) == count
+    for order, share in shares.items():
+        assert abs(numbers.get(order, 0) - share * count) < 1
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 6])
+def test_chains_of_a_switch_fill_its_ports(size: int) -> None:
+    """Ends of chains load a port half as much as the GPUs between, so so many chains that ends fall evenly are best."""
+    machine = topoplan.load("dgx-2").subset(range(size))
+    paths = NcclPaths(machine)
+    chosen = chain_choice(machine, paths, [], size)
+    assert chain_rate(paths, Counter(chosen)) == Fraction(150 * size, 2 * (size - 1))
+
+
+def test_rings_of_plans_are_recognised_by_shape() -> None:
+    """Whoever made them: a plan's shards are regrouped by ring, from its lowest GPU on."""
+    found = plan_orders(topoplan.ring(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
+    assert found is not None
+    assert (found.closed, found.shares) == (True, {("gpu2", "gpu5", "gpu8"): 1})
+    assert plan_orders(topoplan.plan(topoplan.load("dgx-1v"))) is None

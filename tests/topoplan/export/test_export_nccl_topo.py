@@ -1,0 +1,427 @@
+"""Machines as NCCL topology files: NCCL can read them, and reading them back gives the machine again."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.listings import MACHINES, each
+from tests.support.nccl_rules import Rejected, nccl_links, read_as_nccl
+from topoplan.errors import UsageError
+from topoplan.export.exported import Exported
+from topoplan.export.known_formats import export_machine, export_plan
+from topoplan.export.nccl.cpu_identity import cpu_identity
+from topoplan.export.nccl.gpu_identity import gpu_identity
+from topoplan.export.nccl.pcie_speed import LANE_RATES, counted_bandwidth, nearest_pcie
+from topoplan.export.nccl.topo import MOST_ELEMENTS, nccl_topo_xml
+from topoplan.hosts.nccl_rates import socket_bandwidth
+from topoplan.topology import Device, Link, Topology, facts
+
+NVIDIA = (
+    *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),
+    *("v100x4", "pcie-x8", "nvlink-x4"),
+)
+EXPORTED = (*NVIDIA, "mi250")
+
+REAL = sorted(path for folder in ("nccl-xml", "rccl-xml") for path in (MACHINES / folder).glob("*topo*.xml"))
+EACH_REAL = pytest.mark.parametrize("path", each(REAL))
+
+DUMPED = """<system version="1">
+  <cpu numaid="0" affinity="000fffff" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85">
+    <pci busid="0000:14:00.0" class="0x060400" vendor="0x10b5" device="0x8764" subsystem_vendor="0x10b5"\
+ subsystem_device="0x8764" link_speed="8 GT/s" link_width="16">
+      <pci busid="0000:16:00.0" class="0x030200" vendor="0x10de" device="0x1db5" subsystem_vendor="0x10de"\
+ subsystem_device="0x1249" link_speed="8 GT/s" link_width="16">
+        <gpu dev="0" sm="70" rank="0" gdr="1">
+          <nvlink target="0000:18:00.0" count="2" tclass="0x030200"/>
+          <nvlink target="0000:3b:00.0" count="1" tclass="0x030200"/>
+        </gpu>
+      </pci>
+      <pci busid="0000:18:00.0" class="0x030200" link_speed="8 GT/s" link_width="8">
+        <gpu dev="1" sm="70" rank="1" gdr="1">
+          <nvlink target="0000:16:00.0" count="2" tclass="0x030200"/>
+        </gpu>
+      </pci>
+      <pci busid="0000:1a:00.0" class="0x020700" link_speed="8 GT/s" link_width="16">
+        <nic>
+          <net name="mlx5_0" dev="0" speed="100000" port="1" guid="0x1" maxconn="131072" gdr="1"/>
+        </nic>
+      </pci>
+    </pci>
+  </cpu>
+  <cpu numaid="1" affinity="ff,fff00000" arch="x86_64" vendor="GenuineIntel" familyid="6" modelid="85">
+    <pci busid="0000:3b:00.0" class="0x030200" link_speed="16.0 GT/s PCIe" link_width="4">
+      <gpu dev="2" sm="70" rank="2" gdr="1">
+        <nvlink target="0000:16:00.0" count="1" tclass="0x030200"/>
+      </gpu>
+    </pci>
+    <nic>
+      <net name="eth0" dev="1" speed="25000" port="0" guid="0x0" maxconn="65536" gdr="0"/>
+    </nic>
+  </cpu>
+</system>
+"""
+"""Two switches' worth of what NCCL writes: facts, a slow slot, a NIC on PCIe and one on a CPU."""
+
+
+def same(first: Topology, second: Topology) -> None:
+    """Equal in GPUs and their order, and in all devices and links."""
+    assert first.gpus == second.gpus
+    assert {device.name: device for device in first.devices} == {
+        device.name: device for device in second.devices
+    }
+    assert set(first.links) == set(second.links)
+    assert first.peer_access == second.peer_access
+
+
+def named(
+    exported: Exported, links: dict[tuple[str, str, str], Fraction]
+) -> dict[tuple[str, str, str], Fraction]:
+    """Links by names of devices in place of bus ids and NUMA nodes."""
+    system = ElementTree.fromstring(exported.text)
+    names = {pci.attrib["busid"]: pci.attrib["name"] for pci in system.iter("pci")}
+    names |= {f"cpu {cpu.attrib['numaid']}": cpu.attrib["name"] for cpu in system.iter("cpu")}
+    names["nvs"] = "nvswitch0"
+    return {(names[src], names[dst], kind): rate for (src, dst, kind), rate in links.items()}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_a_library_machine_comes_back_from_its_file(name: str) -> None:
+    """Names, kinds, models, bus ids, NUMA nodes, facts, bandwidths and counts: what was invented is unset again."""
+    machine = topoplan.load(name)
+    same(topoplan.load(nccl_topo_xml(machine).text), machine)
+
+
+@pytest.mark.parametrize("gpus", [[1, 4, 5, 7], [0, 1, 2], [6]])
+def test_an_allocation_keeps_the_numbers_of_its_gpus(gpus: list[int]) -> None:
+    """``dev`` and the names are those of the whole machine; the ranks are those of the allocation."""
+    part = topoplan.load("dgx-1v").subset(gpus)
+    text = nccl_topo_xml(part).text
+    found = [
+        (int(gpu.attrib["dev"]), int(gpu.attrib["rank"])) for gpu in ElementTree.fromstring(text).iter("gpu")
+    ]
+    assert found == [(gpu, rank) for rank, gpu in enumerate(gpus)]
+    assert topoplan.load(text).gpus == part.gpus
+
+
+def test_what_was_read_from_xml_is_read_from_our_file_again() -> None:
+    """Facts, affinity, NICs with and without a place on PCIe, and slow slots survive both ways."""
+    machine = topoplan.load(DUMPED)
+    assert machine.device("gpu0").fact("pci") == "10de:1db5:10de:1249"
+    exported = nccl_topo_xml(machine)
+    same(topoplan.load(exported.text), machine)
+    assert not any("bus ids" in note for note in exported.notes)
+
+
+@EACH_REAL
+def test_a_real_machine_is_read_from_our_file_again(path: Path) -> None:
+    """Of Azure, AWS and RCCL; files that say too little to be read alone are left out here."""
+    try:
+        machine = topoplan.load(str(path))
+    except topoplan.TopologyError as error:
+        pytest.skip(f"not readable alone: {error}")
+    exported = nccl_topo_xml(machine)
+    same(topoplan.load(exported.text), machine)
+    nccl_links(read_as_nccl(exported.text))
+
+
+@EACH_REAL
+def test_the_rules_accept_real_files(path: Path) -> None:
+    """Otherwise it would prove nothing that they accept ours."""
+    read_as_nccl(path.read_text(encoding="utf-8"), most_nodes=8192)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ('<a b="1" c="2"/>', '<a b="1"  c="2"/>'),
+        ('<a b="1"/>', '<a b="1" />x'),
+        ('<a b="1"></a>', '<a b="1"></b>'),
+        ("<!-- x --><a/>", '<?xml version="1.0"?><a/>'),
+        (f'<a b="{"x" * 253}"/>', f'<a b="{"x" * 254}"/>'),
+    ],
+)
+def test_the_rules_reject_what_nccl_cannot_read(good: str, bad: str) -> None:
+    """Two spaces between attributes, text, a wrong closing tag, an XML declaration, a value that is too long."""
+    read_as_nccl(good)
+    with pytest.raises(Rejected):
+        read_as_nccl(bad)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_nccl_reads_every_link_of_the_file(name: str) -> None:
+    """Its arithmetic gives the machine's links; rates of PCIe exactly, of NVLink and sockets NCCL's own."""
+    machine = topoplan.load(name)
+    exported = nccl_topo_xml(machine)
+    found = named(exported, nccl_links(read_as_nccl(exported.text)))
+    kind = {"nvlink": "nvl", "pcie": "pci", "sys": "sys"}
+    assert set(found) == {(link.src, link.dst, kind[link.channel]) for link in machine.links}
+    for link in machine.links:
+        if link.channel == "pcie":
+            assert found[link.src, link.dst, "pci"] == Fraction(link.bandwidth)
+
+
+def test_known_rates_of_a_dgx_1v() -> None:
+    """20 GB/s for an NVLink of a V100, 12 for PCIe of generation 3, 6 between sockets of a Xeon E5 v4."""
+    exported = nccl_topo_xml(topoplan.load("dgx-1v"))
+    found = named(exported, nccl_links(read_as_nccl(exported.text)))
+    assert found["gpu0", "gpu1", "nvl"] == 20
+    assert found["gpu0", "gpu3", "nvl"] == 40
+    assert found["gpu0", "pcie0", "pci"] == 12
+    assert found["cpu0", "cpu1", "sys"] == 6
+    assert sum(rate for (_, _, kind), rate in found.items() if kind == "nvl") == 48 * 20
+    assert any("20 GB/s for an NVLink" in note and "states 25" in note for note in exported.notes)
+
+
+def test_amd_machines_are_written_for_rccl() -> None:
+    """Version 2, xgmi in place of nvlink, and the architecture, from which RCCL takes 36 GB/s a link."""
+    exported = nccl_topo_xml(topoplan.load("mi250"))
+    assert '<system version="2"' in exported.text
+    assert "<nvlink" not in exported.text
+    found = named(exported, nccl_links(read_as_nccl(exported.text)))
+    assert found["gpu0", "gpu1", "nvl"] == 4 * 36
+
+
+def test_the_exporter_knows_a_machine_and_a_plan() -> None:
+    """A plan's file is that of its machine, cut down to its GPUs."""
+    machine = topoplan.load("dgx-2")
+    plan = topoplan.plan(machine, gpus=[3, 9, 11, 15])
+    assert export_plan(plan, "nccl-topo") == export_machine(machine.subset([3, 9, 11, 15]), "nccl-topo")
+
+
+@pytest.mark.parametrize(
+    ("model", "sm"),
+    [
+        ("P100", "60"),
+        ("Tesla V100-SXM2-32GB", "70"),
+        ("NVIDIA A100-SXM4-80GB", "80"),
+        ("NVIDIA A10G", "86"),
+        ("NVIDIA GeForce RTX 3090", "86"),
+        ("NVIDIA RTX A6000", "86"),
+        ("NVIDIA RTX 6000 Ada Generation", "89"),
+        ("NVIDIA GeForce RTX 4090", "89"),
+        ("NVIDIA L40S", "89"),
+        ("NVIDIA H100 80GB HBM3", "90"),
+        ("NVIDIA B200", "100"),
+        ("Tesla T4", "75"),
+    ],
+)
+def test_compute_capability_follows_from_the_model(model: str, sm: str) -> None:
+    """And is marked as taken from there; a stated one comes first."""
+    found = gpu_identity(Device("gpu0", "gpu", model=model), amd=False)
+    assert (found.attributes, found.invented, found.guessed) == ((("sm", sm),), ("sm",), False)
+    stated = gpu_identity(Device("gpu0", "gpu", model=model, facts=facts(sm=53)), amd=False)
+    assert (stated.attributes, stated.invented) == ((("sm", "53"),), ())
+
+
+def test_nothing_is_left_that_only_some_ranks_of_nccl_would_find_out() -> None:
+    """NCCL 2.30 made four CPUs and eight switches of these two and four, as ranks filled in what was missing.
+
+    It happens where network devices are named; elsewhere every rank looks up every NIC, and finds out the same.
+    """
+    machine = topoplan.load("dgx-1v")
+    settled = {"cpu": ["affinity"], "0x060400": ["vendor", "device", "subsystem_vendor", "subsystem_device"]}
+    for known in (facts(adapter="mlx5_0"), facts(gigabits=100)):
+        devices = tuple(
+            replace(device, facts=known) if device.name == "nic0" else device for device in machine.devices
+        )
+        exported = nccl_topo_xml(replace(machine, devices=devices))
+        same(topoplan.load(exported.text), replace(machine, devices=devices))
+        for element in ElementTree.fromstring(exported.text).iter():
+            for key in settled.get(element.attrib.get("class", element.tag), ()):
+                assert element.attrib.get(key) == ("" if known == facts(adapter="mlx5_0") else None)
+
+
+def test_an_unknown_gpu_is_left_to_the_driver() -> None:
+    """NCCL asks it for a missing ``sm``; a wrong one would set the rate of NVLink and how NCCL reads over it."""
+    exported = nccl_topo_xml(topoplan.load("pcie-x8"))
+    assert "sm=" not in exported.text
+    assert any(note.startswith("sm is left to the driver") for note in exported.notes)
+    assert not any("for an NVLink" in note for note in exported.notes)
+    assert any(note.startswith("NCCL asks the driver for NVLinks of gpu0") for note in exported.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "vendor", "family", "number"),
+    [
+        ("Xeon E5-2698 v4", "GenuineIntel", 6, 79),
+        ("Xeon Platinum 8168", "GenuineIntel", 6, 85),
+        ("Intel(R) Xeon(R) Platinum 8275CL", "GenuineIntel", 6, 85),
+        ("Xeon, Ice Lake, 36 cores", "GenuineIntel", 6, 106),
+        ("Xeon Platinum 8480C", "GenuineIntel", 6, 143),
+        ("Xeon Platinum 8570", "GenuineIntel", 6, 207),
+        ("AMD EPYC 7742 64-Core Processor", "AuthenticAMD", 143, 49),
+        ("AMD EPYC 7V13", "AuthenticAMD", 175, 1),
+        ("AMD EPYC 9654", "AuthenticAMD", 175, 17),
+    ],
+)
+def test_a_processor_follows_from_its_model(model: str, vendor: str, family: int, number: int) -> None:
+    """Family and model as NCCL writes them into its own files."""
+    found = dict(cpu_identity(Device("cpu0", "cpu", model=model), 100.0).attributes)
+    assert found == {"arch": "x86_64", "vendor": vendor, "familyid": str(family), "modelid": str(number)}
+
+
+@given(st.floats(min_value=1, max_value=100))
+def test_of_an_unknown_processor_the_rate_is_nearest(rate: float) -> None:
+    """No other processor that NCCL knows is nearer to what the machine states between its sockets."""
+    found = cpu_identity(Device("cpu0", "cpu"), rate)
+    known = [socket_bandwidth("x86_64", "GenuineIntel", 6, model) for model in (79, 85, 143, 207)]
+    assert abs(found.rate - rate) == min(abs(own - rate) for own in (*known, 16.0))
+
+
+@given(st.sampled_from(sorted(LANE_RATES)), st.integers(min_value=1, max_value=16))
+def test_what_pcie_can_have_is_met_exactly(speed: str, lanes: int) -> None:
+    """Any lane rate with any number of lanes."""
+    bandwidth = counted_bandwidth(speed, lanes)
+    assert counted_bandwidth(*nearest_pcie(float(bandwidth))) == bandwidth
+
+
+def small(*links: Link, devices: tuple[Device, ...] = ()) -> Topology:
+    """Two GPUs on one CPU, and what is added."""
+    base = [Device("gpu0", "gpu", "s0"), Device("gpu1", "gpu", "s0"), Device("cpu0", "cpu", "s0")]
+    plugs = [Link(*ends, "pcie", 12.0) for gpu in ("gpu0", "gpu1") for ends in ((gpu, "cpu0"), ("cpu0", gpu))]
+    return Topology("small", (*base, *devices), (*plugs, *links))
+
+
+def both(first: str, second: str, channel: str, bandwidth: float, count: int = 1) -> tuple[Link, Link]:
+    return Link(first, second, channel, bandwidth, count), Link(second, first, channel, bandwidth, count)
+
+
+def without(machine: Topology, *pairs: tuple[str, str]) -> Topology:
+    return replace(machine, links=tuple(link for link in machine.links if (link.src, link.dst) not in pairs))
+
+
+CPU1 = Device("cpu1", "cpu", "s0")
+CPU2 = Device("cpu2", "cpu", "s0")
+SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch", "s0"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (lambda: topoplan.load("mi250x"), "gpu1 is joined to nic0 by PCIe"),
+        (lambda: small(Link("gpu0", "gpu1", "nvlink", 25.0)), "gpu0->gpu1 (nvlink) has no way back"),
+        (lambda: without(small(), ("cpu0", "gpu1")), "gpu1->cpu0 (pcie) has 12 GB/s and none back"),
+        (
+            lambda: topoplan.slow_links(small(), {"gpu1->cpu0": 3.0}),
+            "(pcie) has 3 GB/s and 12 back" ,
+        ),
+        (lambda: without(small(), ("cpu0", "gpu1"), ("gpu1", "cpu0")), "gpu1 has no PCIe way to a CPU"),
+        (lambda: small(devices=(CPU1,)), "cpu0 and cpu1 are not joined"),
+        (
+            lambda: small(
+                *both("cpu0", "cpu1", "sys", 10.0),
+                *both("cpu0", "cpu2", "sys", 5.0),
+                *both("cpu1", "cpu2", "sys", 10.0),
+                devices=(CPU1, CPU2),
+            ),
+            "cpu0 reaches other CPUs at 5, 10 GB/s",
+        ),
+        (
+            lambda: small(*both("gpu0", "cpu1", "pcie", 12.0), devices=(CPU1,)),
+            "PCIe is no tree below one CPU each",
+        ),
+        (
+            lambda: small(
+                *both("gpu0", "nvswitch0", "nvlink", 50.0),
+                *both("gpu1", "nvswitch1", "nvlink", 50.0),
+                devices=SWITCHES,
+            ),
+            "NCCL knows one NVSwitch",
+        ),
+        (lambda: topoplan.nvswitch_cluster(2, gpus=4), "choose one with --server, for example --server s0"),
+        (lambda: Topology("none", (Device("cpu0", "cpu"),), ()), "none has no GPU"),
+        (lambda: replace(small(), name="x" * 300), "is 300 bytes long, and NCCL reads 253"),
+        (lambda: replace(small(), name="a\x01"), "a character that XML has no place for"),
+        (
+            lambda: replace(
+                small(*both("cpu0", "cpu1", "sys", 10.0), devices=(replace(CPU1, numa=0),)),
+                devices=tuple(
+                    replace(device, numa=0) if device.kind == "cpu" else device
+                    for device in small(devices=(CPU1,)).devices
+                ),
+            ),
+            "cpu0 and cpu1 are both NUMA node 0",
+        ),
+        (
+            lambda: replace(
+                small(), devices=tuple(replace(device, busid="0000:01:00.0") for device in small().devices)
+            ),
+            "gpu0 and gpu1 both state bus id 0000:01:00.0",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_file_cannot_hold_is_refused(machine: Callable[[], Topology], message: str) -> None:
+    """In one line that names the device or link, never left out in silence."""
+    with pytest.raises(UsageError) as caught:
+        nccl_topo_xml(machine())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_machine_beyond_nccls_limit_is_refused() -> None:
+    """A full mesh of 16 GPUs has 240 NVLink ends; 14 still fit below 256 elements."""
+
+    def mesh(size: int) -> Topology:
+        names = [f"gpu{i}" for i in range(size)]
+        wires = [Link(a, b, "nvlink", 20.0) for a in names for b in names if a != b]
+        plugs = [link for name in names for link in both(name, "cpu0", "pcie", 12.0)]
+        return Topology("mesh", (*(Device(n, "gpu") for n in names), Device("cpu0", "cpu")), (*wires, *plugs))
+
+    assert read_as_nccl(nccl_topo_xml(mesh(14)).text).size == 2 + 14 * 2 + 14 * 13
+    with pytest.raises(UsageError, match=f"takes 274 elements, and NCCL reads {MOST_ELEMENTS}"):
+        nccl_topo_xml(mesh(16))
+
+
+def test_one_server_of_a_cluster() -> None:
+    """Named by its server; the network behind it is left out, and a note says so."""
+    cluster = topoplan.load("pcie-x8")
+    assert nccl_topo_xml(cluster, server="s0").text == nccl_topo_xml(cluster).text
+    two = topoplan.cluster([topoplan.Server(cluster, count=2)], nic_gbps=100)
+    exported = nccl_topo_xml(two, server="s1")
+    assert topoplan.load(exported.text).gpus == tuple(f"s1.gpu{i}" for i in range(8))
+    with pytest.raises(UsageError, match="has no server 's7'; it has s0, s1"):
+        nccl_topo_xml(two, server="s7")
+
+
+def test_what_is_left_out_is_said() -> None:
+    """Latencies, switches that copy, facts without a place, NICs on no CPU: a note for each."""
+    machine = small(
+        *both("gpu0", "nvswitch0", "nvlink", 50.0, 2),
+        *both("gpu1", "nvswitch0", "nvlink", 50.0, 2),
+        devices=(
+            Device("nvswitch0", "nvswitch", "s0", model="NVSwitch", multicast=True),
+            Device("nic0", "nic", "s0"),
+        ),
+    )
+    machine = replace(
+        machine,
+        devices=tuple(
+            replace(device, facts=facts(uuid="GPU-1")) if device.name == "gpu0" else device
+            for device in machine.devices
+        ),
+        links=tuple(replace(link, latency=1e-6) if link.src == "gpu0" else link for link in machine.links),
+    )
+    notes = "\n".join(nccl_topo_xml(machine).notes)
+    for said in ("latency: gpu0->cpu0", "fact uuid: gpu0", "copy or add", "nic0"):
+        assert said in notes
+
+
+def test_a_file_says_its_notes_itself() -> None:
+    """As comments at the top, which NCCL skips: two hyphens in a name would end them early."""
+    machine = replace(topoplan.load("v100x4"), name="a -- b -->")
+    exported = nccl_topo_xml(machine)
+    assert exported.text.startswith("<!-- topoplan: NCCL topology of a - - b - ->, for NCCL_TOPO_FILE -->\n")
+    assert [f"<!-- {note} -->" for note in exported.notes] == exported.text.splitlines()[
+        1 : 1 + len(exported.notes)
+    ]
+    assert read_as_nccl(exported.text).name == "system"
+    assert topoplan.load(exported.text).name == "a -- b -->"

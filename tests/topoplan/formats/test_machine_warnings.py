@@ -1,0 +1,186 @@
+"""What is named as amiss in a machine, and that sound machines give no warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.bench.fabric_machines import MACHINES
+from tests.support.listings import EACH_MATRIX
+from topoplan.degraded import slow_links, without_devices, without_links
+from topoplan.formats.load import library
+from topoplan.formats.machine_warnings import machine_warnings
+from topoplan.hosts.notes import warnings_first
+from topoplan.topology import Device, Link, Topology
+
+
+def found(machine: Topology) -> list[str]:
+    """The warnings, without the word."""
+    texts = machine_warnings(machine)
+    assert all(text.startswith("warning: ") for text in texts)
+    return [text.removeprefix("warning: ") for text in texts]
+
+
+@pytest.mark.parametrize("name", library())
+def test_library_machines_have_no_warning(name: str) -> None:
+    """Also as servers of a cluster."""
+    machine = topoplan.load(name)
+    assert found(machine) == []
+    assert found(topoplan.cluster([topoplan.Server(machine, count=3)], nic_gbps=100)) == []
+
+
+@EACH_MATRIX
+def test_real_machines_have_no_warning(path: Path) -> None:
+    """What texts of nvidia-smi show is uneven here and there, but not amiss."""
+    assert found(topoplan.load(path)) == []
+
+
+@pytest.mark.parametrize("name", ["2 x A100", "4 x A100", "MI250", "switch, weak port", "DGX-1V, 0-3 dead"])
+def test_known_faults_of_known_fabrics(name: str) -> None:
+    """The DGX-1V whose link 0-3 is dead and the switch with a weak port are named; the sound ones are not."""
+    wanted = {
+        "DGX-1V, 0-3 dead": ["gpu0, gpu3: 4 NVLinks where most GPUs have 6"],
+        "switch, weak port": ["gpu0-nvswitch0: 125 GB/s per NVLink where the usual is 150"],
+    }
+    assert found(MACHINES[name]()) == wanted.get(name, [])
+
+
+V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h100"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        (
+            lambda: without_links(H100S(), ["gpu2-nvswitch0"]),
+            "gpu2: no NVLink, while other GPUs of the server have some",
+        ),
+        (lambda: without_links(V100S(), ["gpu1-gpu5"]), "gpu1, gpu5: 4 NVLinks where most GPUs have 6"),
+        (
+            lambda: slow_links(V100S(), {"gpu1-gpu5": 40}),
+            "gpu1-gpu5: 20 GB/s per NVLink where the usual is 25",
+        ),
+        (lambda: slow_links(V100S(), {"gpu4-pcie2": 6}), "gpu4: PCIe of 6 GB/s where most GPUs have 12"),
+        (
+            lambda: without_devices(H100S(), ["nic3"]),
+            "gpu3: the nearest NIC is PHB, for most GPUs one is PIX",
+        ),
+        (
+            lambda: without_links(H100S(), ["gpu7-pcie7"]),
+            "gpu7: no NIC is within reach, for most GPUs one is PIX",
+        ),
+    ],
+)
+def test_a_fault_is_named(machine: Callable[[], Topology], says: str) -> None:
+    """One fault, one warning."""
+    assert found(machine()) == [says]
+
+
+def changed(machine: Topology, ends: tuple[str, str], **fields: object) -> Topology:
+    """The machine with one direction of a link changed, or taken out where nothing is given."""
+    kept = [
+        replace(link, **fields) if (link.src, link.dst) == ends else link  # type: ignore[arg-type]
+        for link in machine.links
+        if fields or (link.src, link.dst) != ends
+    ]
+    return replace(machine, links=tuple(kept))
+
+
+def test_directions_that_differ_are_named() -> None:
+    """A wire fewer one way, a slower way, and a way that is missing."""
+    fewer = changed(H100S(), ("nvswitch0", "gpu1"), count=17, bandwidth=425.0)
+    assert found(fewer) == [
+        "gpu1-nvswitch0: 18 NVLinks of 25 GB/s from gpu1 to nvswitch0, 17 NVLinks of 25 GB/s from nvswitch0 to gpu1"
+    ]
+    slower = changed(V100S(), ("gpu2", "gpu6"), bandwidth=24.0)
+    assert found(slower) == [
+        "gpu6-gpu2: 1 NVLink of 25 GB/s from gpu6 to gpu2, 1 NVLink of 24 GB/s from gpu2 to gpu6"
+    ]
+    assert "gpu6-gpu2: NVLink from gpu6 to gpu2 only" in found(changed(V100S(), ("gpu2", "gpu6")))
+
+
+def test_a_gpu_with_dead_links_to_the_switch_is_named() -> None:
+    """Three of its links are gone: 15 where another GPU has 18."""
+    thin = H100S()
+    for ends in (("gpu5", "nvswitch0"), ("nvswitch0", "gpu5")):
+        thin = changed(thin, ends, count=15, bandwidth=375.0)
+    assert found(thin) == ["gpu5: 15 NVLinks where most GPUs have 18"]
+
+
+def test_gpus_without_a_path_are_named() -> None:
+    """Two islands of GPUs, and one that can be reached but cannot answer."""
+    devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]
+    links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
+    assert found(Topology("islands", devices, links)) == ["gpu3, gpu4: no path to gpu0, gpu1, gpu2 and back"]
+    one_way = Topology("dumb", devices[:2], (Link("gpu0", "gpu1", "pcie", 12.0),))
+    assert found(one_way)[-1] == "gpu1: no path to gpu0 and back"
+
+
+def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
+    """Where NUMA nodes are known of all GPUs; where one is not known, nothing can be said."""
+    numa = {"gpu0": 0, "gpu1": 1, "nic0": 0, "nic1": 2, "nic2": None}
+    devices = [Device(name, name[:3], numa=node) for name, node in numa.items()] + [
+        Device("cpu0", "cpu", numa=3)
+    ]
+    links = [Link(*ends, "pcie", 12.0) for name in numa for ends in ((name, "cpu0"), ("cpu0", name))]
+    made = Topology("made", tuple(devices), tuple(links))
+    assert "nic1, nic2: on a NUMA node without a GPU" in found(made)
+    unknown = tuple(replace(d, numa=None) if d.name in ("gpu1", "cpu0") else d for d in devices)
+    assert not any("NUMA" in text for text in found(replace(made, devices=unknown)))
+
+
+def test_many_faults_of_one_kind_are_counted() -> None:
+    """Four lines at most for one kind."""
+    slow = {f"gpu{a}-gpu{b}": 5.0 for a, b in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5))}
+    texts = found(slow_links(V100S(), slow))
+    assert len(texts) == 4
+    assert texts[-1] == "3 more pairs with slow NVLinks"
+
+
+def test_servers_that_are_alike_are_named_once() -> None:
+    """A fault of every server is that of the first; another server's own is its own."""
+    weak = without_links(V100S(), ["gpu0-gpu3"])
+    both = topoplan.cluster([topoplan.Server(weak, count=2), topoplan.Server(V100S())], nic_gbps=100)
+    assert found(both) == ["s0.gpu0, s0.gpu3: 4 NVLinks where most GPUs have 6"]
+
+
+@given(st.sets(st.integers(0, 15), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
+    """Of a DGX-1V with up to three dead pairs, no GPU is said to have fewer links that has all of its own."""
+    machine = V100S()
+    pairs = [
+        (link.src, link.dst) for link in machine.links if link.channel == "nvlink" and link.src < link.dst
+    ]
+    lost = [pairs[number] for number in sorted(dead)]
+    if lost:
+        machine = without_links(machine, ["-".join(pair) for pair in lost])
+    hurt = {gpu for pair in lost for gpu in pair}
+    for text in found(machine):
+        named = set(text.split(":")[0].split(", "))
+        assert named <= hurt
+
+
+@given(st.lists(st.text(max_size=5) | st.text(max_size=3).map("warning: ".__add__)))
+def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> None:
+    """Each once, in the order given among themselves."""
+    every = warnings_first(notes)
+    assert sorted(every) == sorted(set(notes))
+    ranks = [(not note.startswith("warning: "), notes.index(note)) for note in every]
+    assert ranks == sorted(ranks)
+
+
+def test_a_few_nics_away_from_the_gpus_are_usual() -> None:
+    """As the storage NICs of a DGX A100: eight of nine sit with GPUs."""
+    devices = [Device("gpu0", "gpu", numa=0), *(Device(f"nic{i}", "nic", numa=int(i == 8)) for i in range(9))]
+    links = [
+        Link(*ends, "pcie", 12.0) for i in range(9) for ends in ((f"nic{i}", "gpu0"), ("gpu0", f"nic{i}"))
+    ]
+    assert not any("NUMA" in text for text in found(Topology("made", tuple(devices), tuple(links))))

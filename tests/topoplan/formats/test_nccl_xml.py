@@ -1,0 +1,688 @@
+"""NCCL's and RCCL's topology XML: real files, known machines, NCCL's own rules, and every kind of bad input."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.nccl_texts import (
+    BRIDGE,
+    GPU,
+    HIDDEN,
+    NIC,
+    NVSWITCH,
+    ROME,
+    bus,
+    cpu,
+    element,
+    gpu_pci,
+    machine,
+    nic_pci,
+    nvlink,
+    only,
+    pair,
+    pci,
+    system,
+)
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.nccl.cpu import MOST_CPUS
+from topoplan.formats.nccl.topology import parse_nccl_xml
+from topoplan.topology import Topology, facts
+
+# file: GPUs, XGMI links, GB/s of one, NICs, CPUs, AllReduce in GB/s and its channel
+REAL = {
+    "ncv4-topo": (4, 0, None, 1, 4, 8.0, "pcie"),
+    "ndv2-topo": (8, 0, None, 1, 2, 10.0, "pcie"),
+    "ndv4-topo": (8, 0, None, 8, 4, 96 / 7, "pcie"),
+    "p4d-24xl-topo": (8, 0, None, 4, 2, 48 / 7, "pcie"),
+    "topo_16p1h": (16, 56, 36.0, 8, 4, 864 / 7, "nvlink"),
+    "topo_3p_pcie": (3, 0, None, 1, 2, 16.0, "pcie"),
+    "topo_4p2h": (8, 8, 24.0, 1, 1, 48 / 7, "pcie"),
+    "topo_4p3l_2h": (8, 12, 24.0, 1, 4, 96 / 7, "pcie"),
+    "topo_4p3l_n4": (8, 12, 24.0, 1, 7, 96 / 7, "pcie"),
+    "topo_8p1h": (8, 26, 36.0, 4, 2, 120.0, "nvlink"),
+    "topo_8p1h_4": (8, 26, 36.0, 8, 2, 120.0, "nvlink"),
+    "topo_8p6l_1nic": (8, 24, 24.0, 1, 2, 576 / 7, "nvlink"),
+    "topo_8p6l_5nic": (8, 24, 24.0, 5, 2, 576 / 7, "nvlink"),
+    "topo_8p_90a_1": (8, 12, 36.0, 1, 3, 432 / 7, "nvlink"),
+    "topo_8p_942vm": (8, 28, 48.0, 8, 2, 192.0, "nvlink"),
+    "topo_8p_pcie_2nic": (8, 0, None, 2, 1, 48 / 7, "pcie"),
+    "topo_8p_rome_4nics": (8, 12, 24.0, 4, 4, 96 / 7, "pcie"),
+    "topo_8p_rome_n4": (8, 8, 24.0, 1, 7, 96 / 7, "pcie"),
+    "topo_8p_ts1": (8, 8, 24.0, 2, 4, 96 / 7, "pcie"),
+    "topo_8p_ts1_n4_2": (8, 8, 24.0, 2, 8, 96 / 7, "pcie"),
+}
+
+REFUSED = {
+    "g5.48xl-topo": "which of the 9 pci elements are GPUs is not known, since 9 of them state no class; --merge",
+    "ncv4-graph": "line 1: graphs: this is an NCCL graph file",
+}
+
+DGX_1V = {(0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2}
+DGX_1V |= {(2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2}
+
+
+def real_file(machines_dir: Path, name: str) -> Path:
+    """A file of either folder."""
+    return next(path for path in machines_dir.glob("[nr]ccl-xml/*.xml") if path.stem == name)
+
+
+def nvlinks(topology: Topology) -> dict[tuple[str, str], tuple[int, float]]:
+    """Count and GB/s by ends."""
+    return {
+        (link.src, link.dst): (link.count, link.bandwidth)
+        for link in topology.links
+        if link.channel == "nvlink"
+    }
+
+
+def wires(topology: Topology, channel: str) -> dict[tuple[str, str], float]:
+    """GB/s by ends."""
+    return {(link.src, link.dst): link.bandwidth for link in topology.links if link.channel == channel}
+
+
+def notes_about(topology: Topology, word: str) -> list[str]:
+    return [note for note in topology.notes if word in note]
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_real_files_are_read_and_plan_at_the_optimum(name: str, machines_dir: Path) -> None:
+    """GPUs, links, rates, NICs and CPUs are those of the machine, and its AllReduce is proved optimal."""
+    gpus, links, rate, nics, cpus, allreduce, channel = REAL[name]
+    topology = topoplan.load(real_file(machines_dir, name))
+    kinds = [device.kind for device in topology.devices]
+    assert (len(topology.gpus), kinds.count("nic"), kinds.count("cpu")) == (gpus, nics, cpus)
+    counts = nvlinks(topology).values()
+    assert sum(count for count, _ in counts) == 2 * links
+    assert {bandwidth / count for count, bandwidth in counts} == ({rate} if rate else set())
+    plan = topoplan.plan(topology, "allreduce")
+    assert plan.channels == (channel,)
+    assert plan.rate == pytest.approx(allreduce, rel=1e-12)
+    assert topoplan.verify(plan).optimal
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_real_files_without_a_machine_are_refused(name: str, machines_dir: Path) -> None:
+    """One line says what the file is, or what is missing."""
+    path = real_file(machines_dir, name)
+    with pytest.raises(TopologyError) as caught:
+        topoplan.load(path)
+    assert str(caught.value).startswith(f"{path}: {REFUSED[name]}")
+
+
+def test_every_real_file_is_in_the_tables_above(machines_dir: Path) -> None:
+    """A file that is added to a folder must be read too."""
+    assert {path.stem for path in machines_dir.glob("[nr]ccl-xml/*.xml")} == {*REAL, *REFUSED}
+
+
+def test_the_real_mi250_server_is_the_librarys(machines_dir: Path) -> None:
+    """Same links, 36 GB/s each where the library has the nominal 50; the halves of each switch chip are one switch."""
+    topology = topoplan.load(real_file(machines_dir, "topo_16p1h"))
+    library = nvlinks(topoplan.load("mi250"))
+    assert nvlinks(topology) == {ends: (count, count * 36.0) for ends, (count, _) in library.items()}
+    above = [dst for src, dst in wires(topology, "pcie") if src.startswith("gpu")]
+    assert above == [f"pcie{i // 4}" for i in range(16)]
+
+
+def test_the_real_p4d_is_two_gpus_and_a_nic_on_each_switch(machines_dir: Path) -> None:
+    """GPUs 2i and 2i+1 share switch i with NIC i, as the file's comments say."""
+    topology = topoplan.load(real_file(machines_dir, "p4d-24xl-topo"))
+    above = {src: dst for src, dst in wires(topology, "pcie") if src.startswith(("gpu", "nic"))}
+    assert above == {f"gpu{i}": f"pcie{i // 2}" for i in range(8)} | {f"nic{i}": f"pcie{i}" for i in range(4)}
+
+
+def test_a_dgx_1v_has_the_librarys_links_at_nccls_rate() -> None:
+    """20 GB/s for an NVLink where the library has the nominal 25; the PCIe tree is the same."""
+    topology = parse_nccl_xml(machine(8, DGX_1V))
+    library = topoplan.load("dgx-1v")
+    assert nvlinks(topology) == {ends: (count, count * 20.0) for ends, (count, _) in nvlinks(library).items()}
+    gpus_up = {ends: rate for ends, rate in wires(library, "pcie").items() if "nic" not in "".join(ends)}
+    assert wires(topology, "pcie") == gpus_up
+    assert wires(topology, "sys") == {("cpu0", "cpu1"): 6.0, ("cpu1", "cpu0"): 6.0}
+    assert not topology.notes
+
+
+def test_a_switched_machine_has_one_switch() -> None:
+    """Hidden far ends and several switch chips are the same switch, with all links of a GPU."""
+    hidden = parse_nccl_xml(machine(8, {}, switched=18, sm=90))
+    chips = [nvlink(f"0000:{0xC0 + i:02x}:00.0", count, NVSWITCH) for i, count in enumerate((5, 4, 4, 5))]
+    seen = parse_nccl_xml(pair(*chips, other=chips, sm=90))
+    for topology in (hidden, seen):
+        assert set(nvlinks(topology).values()) == {(18, 370.8)}
+        assert {dst for src, dst in nvlinks(topology) if src.startswith("gpu")} == {"nvswitch0"}
+
+
+def test_version_2_with_xgmi_is_the_same_machine() -> None:
+    """RCCL writes xgmi for nvlink, and an architecture where sm is the number of compute units."""
+    ours = parse_nccl_xml(pair(nvlink(bus(1), 2), other=[nvlink(bus(0), 2)]))
+    links = [nvlink(bus(1 - i), 2, tag="xgmi") for i in (0, 1)]
+    amd = {"sm": 104, "gcn": "910"}
+    gpus = [gpu_pci(i, links[i], place={"class": "0x120000"}, **amd) for i in (0, 1)]
+    theirs = parse_nccl_xml(only(*gpus, version=2))
+    assert nvlinks(ours) == {("gpu0", "gpu1"): (2, 40.0), ("gpu1", "gpu0"): (2, 40.0)}
+    assert nvlinks(theirs) == {("gpu0", "gpu1"): (2, 72.0), ("gpu1", "gpu0"): (2, 72.0)}
+    assert theirs.device("gpu0").facts == facts(gcn="gfx90a")
+    assert ours.device("gpu0").facts == facts(sm=70)
+    assert wires(ours, "pcie") == wires(theirs, "pcie")
+
+
+@pytest.mark.parametrize("target", ["00000000:07:00.0", "0000:07:00", "0000:7:0.0", "0000:07:00.0 "])
+def test_a_bus_id_is_read_in_any_spelling(target: str) -> None:
+    """Drivers print longer domains, capitals, and no function."""
+    topology = parse_nccl_xml(pair(nvlink(target.upper(), 1), other=[nvlink(bus(0), 1)]))
+    assert ("gpu0", "gpu1") in nvlinks(topology)
+
+
+def test_white_space_comments_declaration_and_mark_change_nothing() -> None:
+    """Files pass through editors."""
+    text = machine(4, {(0, 1): 2}, nics=1)
+    dressed = '\ufeff\n<?xml version="1.0"?>\n<!-- <gpu/> -->\n' + text.replace("\n", "\r\n  ").replace(
+        '"', "'"
+    )
+    dressed = dressed.replace("<?xml version='1.0'?>", '<?xml version="1.0"?>')
+    assert parse_nccl_xml(dressed) == parse_nccl_xml(text)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rate"),
+    [
+        ({"sm": 60}, 18.0),
+        ({"sm": 70}, 20.0),
+        ({"sm": 80}, 20.0),
+        ({"sm": 86}, 12.0),
+        ({"sm": 90}, 20.6),
+        ({"sm": 100}, 40.1),
+        ({"sm": 30}, 20.0),
+    ],
+)
+def test_the_compute_capability_gives_the_rate_of_an_nvlink(attributes: dict[str, int], rate: float) -> None:
+    """NCCL's ``ncclTopoNVLinkBw``; three links have exactly three times the rate of one."""
+    topology = parse_nccl_xml(pair(nvlink(bus(1), 3), **attributes))
+    assert nvlinks(topology)["gpu0", "gpu1"] == (3, round(3 * rate, 6))
+
+
+@pytest.mark.parametrize(("gcn", "rate"), [("906", 24.0), ("908", 24.0), ("910", 36.0), ("gfx942", 48.0)])
+def test_the_architecture_gives_the_rate_of_an_xgmi_link(gcn: str, rate: float) -> None:
+    """RCCL's ``ncclTopoXGMISpeed``."""
+    topology = parse_nccl_xml(pair(nvlink(bus(1), 1, tag="xgmi"), gcn=gcn))
+    assert nvlinks(topology)["gpu0", "gpu1"] == (1, rate)
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "rate", "noted"),
+    [
+        ("2.5 GT/s", 16, 3.0, False),
+        ("5 GT/s", 16, 6.0, False),
+        ("8.0 GT/s PCIe", 16, 12.0, False),
+        ("16 GT/s", 16, 24.0, False),
+        ("16.0 GT/s PCIe", 8, 12.0, False),
+        ("32.0 GT/s PCIe", 16, 48.0, False),
+        ("64.0 GT/s PCIe", 16, 96.0, False),
+        ("", 0, 12.0, True),
+        ("Unknown speed", 16, 12.0, True),
+        ("16 GT/s", 0, 24.0, True),
+        ("16 GT/s", 255, 24.0, True),
+        (None, None, 12.0, True),
+    ],
+)
+def test_pcie_counts_as_in_nccl(speed: str | None, width: int | None, rate: float, noted: bool) -> None:
+    """Texts of old and new kernels; generation 3 and 16 lanes where nothing is stated, with a note that names it."""
+    topology = parse_nccl_xml(only(gpu_pci(0, place={"link_speed": speed, "link_width": width})))
+    assert wires(topology, "pcie")["gpu0", "cpu0"] == rate
+    assert [bus(0) in note for note in notes_about(topology, "link_speed")] == ([True] if noted else [])
+
+
+@pytest.mark.parametrize(
+    ("processor", "rate"),
+    [
+        ({"modelid": "79"}, 6.0),
+        ({"modelid": "85"}, 10.0),
+        ({"modelid": "143"}, 22.0),
+        ({"modelid": "207"}, 40.0),
+        (ROME, 16.0),
+        ({"arch": "ppc64", "vendor": None, "familyid": None, "modelid": None}, 32.0),
+        ({"arch": "arm64", "vendor": None}, 6.0),
+        ({"vendor": "CentaurHauls", "familyid": "7", "modelid": "91"}, 9.0),
+    ],
+)
+def test_the_processor_gives_the_rate_between_cpus(processor: dict[str, str | None], rate: float) -> None:
+    """NCCL's ``ncclTopoGetInterCpuBw``, each direction by its own end."""
+    topology = parse_nccl_xml(system(cpu(0, gpu_pci(0), **processor), cpu(1, gpu_pci(1))))
+    assert wires(topology, "sys") == {("cpu0", "cpu1"): rate, ("cpu1", "cpu0"): 6.0}
+    assert not topology.notes
+
+
+def test_an_unknown_processor_is_noted() -> None:
+    """NCCL sees no limit between such sockets at all."""
+    topology = parse_nccl_xml(system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1), arch="x86_64", vendor="Other")))
+    assert notes_about(topology, "processor") == [
+        "the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-gbps sets it): cpu 1"
+    ]
+
+
+def test_given_rates_replace_the_files_and_nccls() -> None:
+    """All three, and no note is left about them."""
+    text = machine(4, {(0, 1): 2, (2, 3): 2}).replace('link_speed="8 GT/s"', 'link_speed=""')
+    topology = parse_nccl_xml(text, nvlink_gbps=25, pcie_gbps=11, socket_gbps=9)
+    assert {rate / count for count, rate in nvlinks(topology).values()} == {25.0}
+    assert set(wires(topology, "pcie").values()) == {11.0}
+    assert set(wires(topology, "sys").values()) == {9.0}
+    assert not topology.notes
+    for option in ("nvlink_gbps", "pcie_gbps", "socket_gbps"):
+        with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 0 must be"):
+            parse_nccl_xml(text, **{option: 0})
+
+
+@pytest.mark.parametrize(
+    ("target", "tclass", "end", "note"),
+    [
+        (bus(1), GPU, "gpu1", ""),
+        (bus(1), "0x038000", "gpu1", ""),
+        (bus(1), "0x120000", "gpu1", ""),
+        (bus(1), "", "gpu1", ""),
+        (bus(1), None, "gpu1", ""),
+        (bus(1), "0xffffff", "gpu1", ""),
+        (HIDDEN, NVSWITCH, "nvswitch0", ""),
+        (HIDDEN, GPU, "nvswitch0", ""),
+        (HIDDEN, "0x068001", "cpu0", ""),
+        (f"{HIDDEN}.0", None, "nvswitch0", ""),
+        ("0000:c0:00.0", NVSWITCH, "nvswitch0", ""),
+        ("0000:c0:00.0", "0x088000", "nvswitch0", "of unknown class; taken as an NVSwitch"),
+        (None, None, "nvswitch0", "to no target of unknown class"),
+        ("0004:04:00.0", "0x068001", "cpu0", ""),
+        (bus(0), GPU, None, "gpu0: 2 NVLinks to itself"),
+        ("0000:aa:00.0", GPU, None, "gpu0: 2 NVLinks to 0000:aa:00.0, which is none of the GPUs"),
+        ("nonsense", GPU, None, "gpu0: 2 NVLinks to nonsense, which is none of the GPUs"),
+    ],
+)
+def test_far_ends_of_nvlinks(target: str | None, tclass: str | None, end: str | None, note: str) -> None:
+    """A GPU, the switch, seen or hidden, the CPU of the GPU, or nothing, which is said."""
+    link = element("nvlink", target=target, count=2, tclass=tclass)
+    topology = parse_nccl_xml(pair(link))
+    assert [dst for src, dst in nvlinks(topology) if src == "gpu0"] == ([end] if end else [])
+    notes = [found for found in topology.notes if "one direction" not in found and "stands for" not in found]
+    assert len(notes) == (1 if note else 0)
+    assert all(note in found for found in notes)
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "many", ""])
+def test_links_that_are_none_are_left_out_with_a_note(count: str) -> None:
+    """NCCL adds nothing for them either."""
+    topology = parse_nccl_xml(pair(element("nvlink", target=bus(1), count=count, tclass=GPU)))
+    assert not nvlinks(topology)
+    assert notes_about(topology, "nvlink with a count") == [
+        f"nvlink with a count that is none above zero; left out: {bus(0)}"
+    ]
+
+
+def test_a_missing_compute_capability_is_noted() -> None:
+    """NCCL fails there; a description of a machine is good without."""
+    topology = parse_nccl_xml(pair(nvlink(bus(1), 1), other=[nvlink(bus(0), 1)], sm=None))
+    assert nvlinks(topology)["gpu0", "gpu1"] == (1, 20.0)
+    assert topology.notes == (
+        f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-gbps sets it): {bus(0)}, {bus(1)}",
+    )
+
+
+def test_gpus_are_numbered_by_dev() -> None:
+    """The order in the file does not matter, and neither do ranks, which are of a job."""
+    topology = parse_nccl_xml(only(gpu_pci(0, dev=1, rank=0), gpu_pci(1, dev=0, rank=1)))
+    assert [device.busid for device in topology.devices[:2]] == [bus(1), bus(0)]
+    assert topology.gpus == ("gpu0", "gpu1")
+    assert not topology.notes
+
+
+@pytest.mark.parametrize("second", [None, 0, "x", -1])
+def test_gpus_without_a_number_of_their_own_are_numbered_by_bus_id(second: object) -> None:
+    """That is how the driver counts; a note says so."""
+    topology = parse_nccl_xml(only(gpu_pci(3, dev=0), gpu_pci(1, dev=second)))
+    assert [device.busid for device in topology.devices[:2]] == [bus(1), bus(3)]
+    assert topology.gpus == ("gpu0", "gpu1")
+    assert len(notes_about(topology, "numbered by bus id")) == 1
+
+
+def test_numbers_with_gaps_are_kept_and_noted() -> None:
+    """A job that was given some GPUs of a server."""
+    topology = parse_nccl_xml(only(gpu_pci(4), gpu_pci(5)))
+    assert topology.gpus == ("gpu4", "gpu5")
+    assert len(notes_about(topology, "--gpus count the GPUs of the file from 0")) == 1
+
+
+def test_gpus_by_class_alone_have_no_nvlinks_that_are_known() -> None:
+    """Files of cloud machines state the PCIe part only; the note names the remedy."""
+    topology = parse_nccl_xml(
+        only(pci(bus(0)), pci(bus(1), device="0x030000"), pci("0000:40:00.0", device=NIC))
+    )
+    assert [device.name for device in topology.devices] == ["gpu0", "gpu1", "cpu0", "nic0"]
+    assert notes_about(topology, "--merge") == [
+        f"no gpu element, so that NVLinks are not known; --merge adds them from another description: {bus(0)}, {bus(1)}"
+    ]
+
+
+def test_gpus_without_rank_are_kept_with_a_note_if_others_have_one() -> None:
+    """NCCL leaves them out, since they are not of its job; the machine has them."""
+    mixed = parse_nccl_xml(only(gpu_pci(0), gpu_pci(1, rank=None)))
+    none = parse_nccl_xml(only(gpu_pci(0, rank=None), gpu_pci(1, rank=None)))
+    assert mixed.gpus == none.gpus == ("gpu0", "gpu1")
+    assert mixed.notes == (f"has no rank, so that NCCL leaves the GPU out; kept: {bus(1)}",)
+    assert not none.notes
+
+
+def test_a_divided_gpu_is_one_gpu() -> None:
+    """Its partitions share its links."""
+    parts = [element("gpu", dev=0, sm=100, rank=i, gdr=1, mlopart=i) for i in (0, 1)]
+    topology = parse_nccl_xml(only(pci(bus(0), *parts)))
+    assert topology.gpus == ("gpu0",)
+    assert notes_about(topology, "divided into several gpu elements") != []
+
+
+def test_a_chip_to_chip_link_leads_to_the_cpu() -> None:
+    """NCCL states MB/s of one link."""
+    topology = parse_nccl_xml(only(gpu_pci(0, element("c2c", bw=40_000, count=10))))
+    assert wires(topology, "c2c") == {("gpu0", "cpu0"): 400.0, ("cpu0", "gpu0"): 400.0}
+    dead = parse_nccl_xml(only(gpu_pci(0, element("c2c", bw=40_000, count=0))))
+    assert not wires(dead, "c2c")
+    assert len(notes_about(dead, "c2c with a bw or count")) == 1
+
+
+def test_nics_state_adapter_and_speed() -> None:
+    """In the order of dev; Mb/s become Gb/s, and speeds that are none 10 Gb/s, as in NCCL, with a note."""
+    nics = [nic_pci("0000:41:00.0", "mlx5_1", 1, 400_000), nic_pci("0000:42:00.0", "mlx5_0", 0, -1)]
+    topology = parse_nccl_xml(only(gpu_pci(0), *nics))
+    assert [device.facts for device in topology.devices[-2:]] == [
+        facts(adapter="mlx5_0", gigabits=10),
+        facts(adapter="mlx5_1", gigabits=400),
+    ]
+    assert topology.notes == ("speed of a NIC is none above zero; 10 Gb/s taken, as NCCL does: mlx5_0",)
+
+
+def test_a_nic_of_which_only_the_cpu_is_known_is_as_fast_as_it_says() -> None:
+    """Virtual NICs and bonds have no PCIe device."""
+    nic = element("nic", element("net", name="bond0", dev=0, speed=25_000))
+    topology = parse_nccl_xml(only(gpu_pci(0), nic))
+    assert wires(topology, "pcie")["nic0", "cpu0"] == 3.125
+    assert topology.device("nic0").facts == facts(adapter="bond0", gigabits=25)
+
+
+def test_the_functions_of_one_device_are_one_nic() -> None:
+    """Two ports share a PCIe link; NCCL counts one NIC too."""
+    ports = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i) for i in (0, 1)]
+    topology = parse_nccl_xml(only(gpu_pci(0), *ports))
+    assert topology.device("nic0").facts == facts(adapter="mlx5_0+mlx5_1", gigabits=200)
+    assert [device.name for device in topology.devices if device.kind == "nic"] == ["nic0"]
+    assert len(notes_about(topology, "several functions")) == 1
+
+
+def test_a_net_without_dev_does_not_count_where_others_have_one() -> None:
+    """NCCL has fused it with others to one NIC."""
+    fused = [nic_pci("0000:41:00.0", "mlx5_0", None), nic_pci("0000:42:00.0", "mlx5_0+mlx5_1", 0, 200_000)]
+    topology = parse_nccl_xml(only(gpu_pci(0), *fused))
+    assert [device.busid for device in topology.devices if device.kind == "nic"] == ["0000:42:00.0"]
+    assert len(notes_about(topology, "without dev")) == 1
+
+
+def test_cpus_state_what_they_are() -> None:
+    """The affinity mask becomes a list as the kernel writes it."""
+    topology = parse_nccl_xml(only(gpu_pci(0)).replace("numaid", 'affinity="00000f00,800fffff" numaid'))
+    assert topology.device("cpu0").facts == facts(
+        arch="x86_64", vendor="GenuineIntel", family=6, model=79, cpus="0-19,31,40-43"
+    )
+    assert topology.device("cpu0").numa == topology.device("gpu0").numa == 0
+    bad = parse_nccl_xml(only(gpu_pci(0)).replace("numaid", 'affinity="all" numaid'))
+    assert notes_about(bad, "affinity") == ["affinity is no mask such as 00000000,000fffff; left out: cpu 0"]
+
+
+def test_an_unknown_class_is_a_switch_where_something_hangs_below_it() -> None:
+    """As in NCCL; at the end of a branch it could be anything."""
+    odd = pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device="0x088000")
+    leaf = pci("0000:90:00.0", device="0x010802")
+    topology = parse_nccl_xml(only(odd, leaf))
+    assert [device.name for device in topology.devices] == ["gpu0", "gpu1", "pcie0", "cpu0"]
+    assert topology.notes == (
+        "class is unknown or not stated; taken as a PCIe switch, as NCCL does: 0000:80:00.0",
+        "class is unknown or not stated; left out: 0000:90:00.0",
+    )
+
+
+@pytest.mark.parametrize("device", ["0x060400", "0x080100"])
+def test_bridges_are_switches(device: str) -> None:
+    """0x080100 is the data-direct port of a NIC."""
+    topology = parse_nccl_xml(only(pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device=device)))
+    assert wires(topology, "pcie")["gpu0", "pcie0"] == 12.0
+    assert not topology.notes
+
+
+def test_what_nccl_passes_over_is_noted() -> None:
+    """Unknown elements, devices below a GPU, and links between switches."""
+    below = gpu_pci(0).replace("</pci>", f"{pci('0000:55:00.0')}\n</pci>")
+    text = system(cpu(0, below, element("gpu"), element("fan")), element("rack"))
+    topology = parse_nccl_xml(text)
+    assert len(topology.gpus) == 1
+    assert [note.split(":")[0] for note in topology.notes] == [
+        "has pci elements below it though it is no switch; left out, as NCCL does",
+        "gpu inside cpu is unknown; passed over, as NCCL does",
+        "fan inside cpu is unknown; passed over, as NCCL does",
+        "rack inside system is unknown; passed over, as NCCL does",
+    ]
+    linked = pci(
+        "0000:80:00.0", gpu_pci(0), gpu_pci(1), element("pcilink", target="0000:90:00.0"), device=BRIDGE
+    )
+    assert notes_about(parse_nccl_xml(only(linked)), "pcilink joins two PCIe switches in NCCL") != []
+
+
+def test_what_our_exporter_states_beyond_nccl_is_read() -> None:
+    """Names, models and exact rates; what it had to invent says nothing of the machine."""
+    link = nvlink(bus(1), 2, bandwidth=50.1)
+    gpu = gpu_pci(
+        0, link, place={"name": "left", "model": "V100", "bandwidth": 11.5, "assumed": "busid class"}
+    )
+    net = element("net", name="x", dev=0, speed=1000, assumed="name speed")
+    nic = pci("ffff:80:01.0", element("nic", net), device=NIC, name="port", model="CX-6", assumed="busid")
+    known = {
+        "name": "hub",
+        "model": "EPYC",
+        "socket": 19.25,
+        "assumed": "numaid arch vendor familyid modelid",
+    }
+    topology = parse_nccl_xml(
+        system(cpu(0, gpu, gpu_pci(1), nic, **known), cpu(1, assumed="numaid"), name="box")
+    )
+    left, right, hub, other, port = topology.devices
+    assert (topology.name, left.name, right.name, hub.name, other.name, port.name) == (
+        *("box", "left", "gpu1", "hub", "cpu1", "port"),
+    )
+    assert (left.model, left.busid, left.numa, right.busid, right.numa) == ("V100", "", None, bus(1), None)
+    assert (hub.model, hub.numa, hub.facts, other.numa) == ("EPYC", None, (), None)
+    assert (port.model, port.busid, port.facts) == ("CX-6", "", ())
+    assert nvlinks(topology) == {("left", "gpu1"): (2, 50.1)}
+    assert wires(topology, "pcie")["left", "hub"] == 11.5
+    assert wires(topology, "sys") == {("hub", "cpu1"): 19.25, ("cpu1", "hub"): 6.0}
+
+
+def test_functions_with_names_of_their_own_stay_apart() -> None:
+    """A file that names devices says that there are two."""
+    ports = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i, name=f"port{i}") for i in (0, 1)]
+    topology = parse_nccl_xml(only(gpu_pci(0), *ports))
+    assert [device.name for device in topology.devices if device.kind == "nic"] == ["port0", "port1"]
+
+
+def test_the_source_says_whose_rates_they_are() -> None:
+    """They are lower than the nominal ones of the library."""
+    assert "NCCL's effective ones" in parse_nccl_xml(pair()).source
+    assert parse_nccl_xml(pair()).name == "nccl-xml"
+
+
+def twice(text: str) -> str:
+    return text.replace(bus(1), bus(0))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            twice(pair()),
+            f"line 6: pci busid {bus(0)} is there twice, first in line 3; a bus id names one device",
+        ),
+        (pair().replace(f'busid="{bus(0)}" ', ""), "line 3: pci has no attribute busid"),
+        (
+            pair().replace(bus(0), "07:00.0"),
+            "line 3: pci busid '07:00.0' is no PCI bus id such as 0000:06:00.0",
+        ),
+        (pair(element("nvlink", target=bus(1), tclass=GPU)), "line 5: nvlink has no attribute count"),
+        (pair(element("nvlink", count=1, tclass=GPU)), "line 5: nvlink has no attribute target"),
+        (pair(nvlink(bus(1), 10**7)), "line 5: nvlink count 10000000 is too large"),
+        (pair(nvlink(bus(1), 10**30)), "line 5: nvlink count 100000000000000000… is too large"),
+        (pair(element("c2c", count=1)), "line 5: c2c has no attribute bw"),
+        (
+            pair(nvlink(bus(1), 1, bandwidth="fast")),
+            "line 5: nvlink bandwidth 'fast' must be a number of GB/s",
+        ),
+        (pair(nvlink(bus(1), 1, bandwidth="inf")), "line 5: nvlink bandwidth 'inf' must be a number of GB/s"),
+        (pair().replace('numaid="0" ', ""), "line 2: cpu has no attribute numaid"),
+        (pair().replace('numaid="0"', 'numaid="x"'), "line 2: cpu numaid 'x' is no number of a NUMA node"),
+        (
+            pair().replace('numaid="0"', 'numaid="9999"'),
+            "line 2: cpu numaid '9999' is no number of a NUMA node",
+        ),
+        (system(cpu(0, gpu_pci(0)), cpu(0)), "line 7: cpu numaid 0 is there twice, first in line 2"),
+        (
+            system(cpu(0, gpu_pci(0), host_hash="0x1"), cpu(1, host_hash="0x2")),
+            "line 7: cpu host_hash '0x2' is of another host than line 2; keep the cpu elements of one host",
+        ),
+        (
+            system(*(cpu(i) for i in range(MOST_CPUS + 1))),
+            f"{MOST_CPUS + 1} cpu elements are more than the 256",
+        ),
+        (only(gpu_pci(0), nic_pci("0:1:0", "e", 0, 10**10)), "line 8: net speed 10000000000 Mb/s is above"),
+        (only(), "the file has no GPU: there is no pci element below a cpu"),
+        (only(pci("0:1:0", device=NIC)), "the file has no GPU: none of its 1 pci elements has class 0x03"),
+        (only(pci("0:1:0", **{"class": None})), "which of the 1 pci elements are GPUs is not known"),
+        (
+            pair().replace('version="1"', 'version="3"'),
+            "line 1: system version '3' is unknown; 1 (NCCL) and 2 (RCCL)",
+        ),
+        (pair().replace(' version="1"', ""), "line 1: system has no attribute version"),
+        ("<graphs version='1'/>", "line 1: graphs: this is an NCCL graph file"),
+        ("<algo/>", "line 1: algo: this is an MSCCL algorithm"),
+        ("<html/>", "line 1: the outermost element is html, but system in a topology file of NCCL"),
+        (pair()[:-1], "line 10: the XML text ends too early, inside"),
+        (pair()[: pair().index("gdr")], "line 4: the XML text ends too early, inside"),
+        ("<!DOCTYPE a>\n" + pair(), "line 1: document type declarations and entities are refused"),
+        (only("<pci>" * 70), "line 3: elements lie more than 64 deep"),
+    ],
+)
+def test_what_stops_nccl_is_one_line_with_element_and_attribute(text: str, says: str) -> None:
+    """Bad input never gets further than the line that says where it is bad."""
+    with pytest.raises(TopologyError) as caught:
+        parse_nccl_xml(text)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_load_recognises_xml_and_names_the_machine_after_its_file(tmp_path: Path) -> None:
+    """Unless the file states a name; errors begin with the file's."""
+    path = tmp_path / "node7.txt"
+    path.write_text(pair())
+    assert topoplan.load(path).name == "node7"
+    path.write_text(pair().replace("version", 'name="DGX" version'))
+    assert topoplan.load(path).name == "DGX"
+    assert topoplan.load(pair()).name == "nccl-xml"
+    path.write_text(twice(pair()))
+    with pytest.raises(TopologyError, match=f"node7.txt: line 6: pci busid {bus(0)} is there twice"):
+        topoplan.load(path)
+
+
+ATTRIBUTES = (
+    "busid",
+    "class",
+    "count",
+    "target",
+    "tclass",
+    "dev",
+    "sm",
+    "speed",
+    "numaid",
+    "link_width",
+    "version",
+)
+VALUES = st.sampled_from(
+    [
+        "",
+        "0",
+        "1",
+        "-1",
+        "2",
+        "99999",
+        "1" * 40,
+        "0x",
+        "x",
+        GPU,
+        BRIDGE,
+        NIC,
+        NVSWITCH,
+        bus(0),
+        bus(1),
+        HIDDEN,
+        "&lt;",
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:
+    """Lines lost, doubled or moved, text cut, values replaced: a Topology or a TopologyError, nothing else."""
+    gpus = data.draw(st.integers(1, 4))
+    text = machine(gpus, {(0, 1): 2, (2, 3): 1}, switched=data.draw(st.integers(0, 2)), nics=2)
+    text = text.replace("\n</system>", f"\n{element('cpu', gpu_pci(9), numaid=5, arch='arm64')}\n</system>")
+    for _ in range(data.draw(st.integers(0, 4))):
+        lines = text.split("\n")
+        kind = data.draw(st.sampled_from(["drop", "double", "move", "cut", "value", "letter", "rename"]))
+        line = data.draw(st.integers(0, len(lines) - 1))
+        place = data.draw(st.integers(0, len(text)))
+        if kind == "drop":
+            del lines[line]
+        elif kind == "double":
+            lines.insert(line, lines[line])
+        elif kind == "move":
+            lines.insert(data.draw(st.integers(0, len(lines) - 1)), lines.pop(line))
+        elif kind == "value":
+            for attribute in ATTRIBUTES:
+                head, found, tail = lines[line].partition(f' {attribute}="')
+                if found and data.draw(st.booleans()):
+                    _, quote, rest = tail.partition('"')
+                    lines[line] = f"{head}{found}{data.draw(VALUES)}{quote}{rest}"
+        text = "\n".join(lines)
+        if kind == "cut":
+            text = text[:place]
+        elif kind == "letter":
+            text = text[:place] + data.draw(st.characters()) + text[place + 1 :]
+        elif kind == "rename":
+            old, new = (
+                data.draw(st.sampled_from(["pci", "gpu", "nvlink", "nic", "net", "cpu", "c2c", "xgmi"]))
+                for _ in "12"
+            )
+            text = text.replace(f"<{old} ", f"<{new} ").replace(f"</{old}>", f"</{new}>")
+    try:
+        topology = parse_nccl_xml(text)
+    except TopologyError as error:
+        message = str(error)
+    else:
+        message = ""
+        assert topology.gpus
+        with contextlib.suppress(topoplan.InfeasibleError):
+            assert topoplan.verify(topoplan.plan(topology, "broadcast")).rate > 0
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("text", ["8", "8:fast", "8:0.1:2", "x:0.1"])
+def test_peer_access_that_is_no_list_of_times_is_refused(text: str) -> None:
+    machine = pair().replace("<system ", f'<system peer_access="{text}" ')
+    with pytest.raises(TopologyError, match=f"system peer_access '{text}' is no list of GPUs and seconds"):
+        parse_nccl_xml(machine)

@@ -1,0 +1,491 @@
+"""`nvidia-smi topo -m` text: features of real output, the rules for NVLink and PCIe, round trips, damage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.mutated_texts import mutated
+from topoplan.errors import TopologyError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
+from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
+from topoplan.hosts.wires import cpus_of
+from topoplan.machines import LIBRARY
+from topoplan.topology import Topology
+from topoplan.units import exact
+
+
+def matrix_text(
+    names: Sequence[str],
+    code: Callable[[str, str], str],
+    *,
+    affinity: Callable[[str], str] = lambda name: "",
+    rows: Sequence[str] | None = None,
+    separator: str = "\t",
+) -> str:
+    """What the driver would print for these devices; ``rows`` are the rows that are not cut."""
+    extra = ["CPU Affinity", "NUMA Affinity"] if any(affinity(name) for name in names) else []
+    lines = [separator.join(["", *names, *extra])]
+    for name in names if rows is None else rows:
+        cells = [" X " if other == name else code(name, other) for other in names]
+        lines.append(separator.join([name, *cells, affinity(name)]))
+    return "\n".join([*lines, "", "Legend:", "", "  X    = Self", "  NV#  = bonded set of # NVLinks", ""])
+
+
+def uniform(gpus: int, code: str) -> str:
+    """GPUs whose every pair has the same code."""
+    return matrix_text([f"GPU{i}" for i in range(gpus)], lambda a, b: code)
+
+
+def parents_of(machine: Topology) -> dict[str, str]:
+    """Parent of each device on the PCIe side."""
+    parents: dict[str, str] = {}
+    cpus = {device.name for device in machine.devices if device.kind == "cpu"}
+    for link in machine.links:
+        if link.channel == "pcie" and link.src not in cpus:
+            parents.setdefault(link.src, link.dst)
+    return parents
+
+
+def nvlinks_of(machine: Topology) -> set[tuple[str, str, float, int]]:
+    return {
+        (link.src, link.dst, link.bandwidth, link.count) for link in machine.links if link.channel == "nvlink"
+    }
+
+
+def rate_of(machine: Topology, channel: str) -> set[float]:
+    return {link.bandwidth / link.count for link in machine.links if link.channel == channel}
+
+
+DGX_1_SHAPE = {
+    **{f"gpu{i}": f"pcie{i // 2}" for i in range(8)},
+    **{f"pcie{i}": f"cpu{i // 2}" for i in range(4)},
+}
+
+# name: GPUs, NVLinks in all, links per GPU if switched, GB/s per NVLink, groups of GPUs on one CPU
+REAL = {
+    "a100x4_nv4_della": (4, 24, None, 25.0, ["01", "23"]),
+    "ac922_v100x4": (4, 6, None, 25.0, ["01", "23"]),
+    "aws_p3_8xlarge": (4, 9, None, 25.0, ["0123"]),
+    "consumer_5gpu_mixed": (5, 0, None, None, ["0", "1234"]),
+    "dgx1_p100_sheffield": (8, 16, None, 20.0, ["0123", "4567"]),
+    "dgx1_v100": (8, 24, None, 25.0, ["0123", "4567"]),
+    "dgx2_v100x16_PARTIAL": (16, 96, 6, 25.0, ["0123456789abcdef"]),
+    "h100x4_nv6_direct": (4, 36, None, 25.0, ["0", "1", "2", "3"]),
+    "hgx_a100x8_2socket": (8, 96, 12, 25.0, ["0123", "4567"]),
+    "hgx_h100x8": (8, 144, 18, 25.0, ["0123", "4567"]),
+    "k80_x4_microway": (4, 0, None, None, ["0123"]),
+    "rtx3090_x4_nvpairs": (4, 8, None, 14.0625, ["0123"]),
+    "rtx4090_x8_pix": (8, 0, None, None, ["0123", "4567"]),
+    "traverse_single_gpu_view": (1, 0, None, None, ["0"]),
+    "v100x8_vm_phb": (8, 24, None, 25.0, ["01234567"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_real_matrices_are_read(name: str, machines_dir: Path) -> None:
+    """GPUs, NVLinks, switch, rate per link and CPUs are those of the machine; PCIe connects all GPUs."""
+    gpus, links, to_switch, rate, cpus = REAL[name]
+    machine = parse_nvidia_smi((machines_dir / "nvidia-smi" / f"{name}.txt").read_text())
+    assert len(machine.gpus) == gpus
+    nvlinks = [link for link in machine.links if link.channel == "nvlink"]
+    assert sum(link.count for link in nvlinks) == 2 * links
+    assert {link.count for link in nvlinks if link.dst == "nvswitch0"} == (
+        {to_switch} if to_switch else set()
+    )
+    assert rate_of(machine, "nvlink") == ({rate} if rate else set())
+    parents = parents_of(machine)
+
+    def cpu(device: str) -> str:
+        return cpu(parents[device]) if device in parents else device
+
+    groups: dict[str, str] = {}
+    for i, gpu in enumerate(machine.gpus):
+        groups[cpu(gpu)] = groups.get(cpu(gpu), "") + f"{i:x}"
+    assert list(groups.values()) == cpus
+    assert Fabric(machine, ("pcie",)).unreachable() == ()
+
+
+def test_every_real_matrix_is_in_the_table_above(machines_dir: Path) -> None:
+    """A file that is added to the folder must be read too."""
+    files = {path.stem for path in (machines_dir / "nvidia-smi").glob("*.txt")}
+    assert {name for name in files if not name.endswith(".nvlink")} == set(REAL)
+
+
+def test_listings_of_nvidia_smi_nvlink_are_refused(machines_dir: Path) -> None:
+    """They are another command's output, and the message names the right one."""
+    listings = sorted((machines_dir / "nvidia-smi").glob("*.nvlink.txt"))
+    assert listings
+    for path in listings:
+        with pytest.raises(TopologyError, match="topo -m"):
+            parse_nvidia_smi(path.read_text())
+
+
+def test_the_real_dgx_1v_is_the_librarys(machines_dir: Path) -> None:
+    """Same NVLinks and same PCIe tree of the GPUs; the real one prints its NICs in another order."""
+    machine = parse_nvidia_smi((machines_dir / "nvidia-smi" / "dgx1_v100.txt").read_text())
+    assert nvlinks_of(machine) == nvlinks_of(LIBRARY["dgx-1v"]())
+    tree = {child: parent for child, parent in parents_of(machine).items() if not child.startswith("nic")}
+    assert tree == DGX_1_SHAPE
+
+
+def code_between(machine: Topology, *, hide: bool) -> Callable[[str, str], str]:
+    """Codes that a driver would print for a machine whose host tree is known; NV# hides them if ``hide``."""
+    parents = parents_of(machine)
+    counts = {(link.src, link.dst): link.count for link in machine.links if link.channel == "nvlink"}
+    switched = any(device.kind == "nvswitch" for device in machine.devices)
+
+    def chain(name: str) -> list[str]:
+        return [name, *(chain(parents[name]) if name in parents else [])]
+
+    def code(first: str, second: str) -> str:
+        a, b = first.lower(), second.lower()
+        links = counts.get((a, "nvswitch0" if switched and b.startswith("gpu") else b), 0)
+        if hide and links:
+            return f"NV{links}"
+        up, down = chain(a)[1:], chain(b)[1:]
+        meeting = next((device for device in up if device in down), None)
+        if meeting is None:
+            return "SYS"
+        if meeting.startswith("cpu"):
+            return "NODE"
+        return "PIX" if meeting == up[0] == down[0] else "PXB"
+
+    return code
+
+
+@pytest.mark.parametrize(
+    ("name", "nvlink", "pcie"),
+    [
+        ("dgx-1p", None, None),
+        ("dgx-1v", None, None),
+        ("dgx-2", None, None),
+        ("dgx-a100", None, None),
+        ("dgx-h100", None, None),
+        ("dgx-b200", 50.0, None),
+        ("pcie-x8", None, 24.0),
+    ],
+)
+def test_library_machines_survive_being_printed_by_nvidia_smi(
+    name: str, nvlink: float | None, pcie: float | None
+) -> None:
+    """A library machine, printed and read back, is that machine; NICs bring back the hidden PCIe codes."""
+    machine = LIBRARY[name]()
+    names = [d.name.upper() for d in machine.devices if d.kind == "gpu"]
+    names += [d.name.upper() for d in machine.devices if d.kind == "nic"]
+    read = parse_nvidia_smi(
+        matrix_text(names, code_between(machine, hide=True)), nvlink_gbps=nvlink, pcie_gbps=pcie
+    )
+    assert nvlinks_of(read) == nvlinks_of(machine)
+    assert parents_of(read) == parents_of(machine)
+    assert rate_of(read, "pcie") == rate_of(machine, "pcie")
+
+
+@st.composite
+def host_trees(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int, int]]]:
+    """Devices, and CPU, cascade and switch of each; devices alone under a cascade sit on its CPU."""
+    gpus, nics = draw(st.integers(1, 6)), draw(st.integers(0, 4))
+    names = [f"GPU{i}" for i in range(gpus)] + [f"NIC{i}" for i in range(nics)]
+    place = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
+    return names, {name: draw(place) for name in names}
+
+
+@given(host_trees(), st.sampled_from(["\t", "    "]))
+@settings(max_examples=150, deadline=None)
+def test_any_fully_printed_tree_is_recovered(
+    tree: tuple[list[str], dict[str, tuple[int, int, int]]], separator: str
+) -> None:
+    """Without NVLink the machine that was read prints the same codes; lone switches are left out."""
+    names, place = tree
+
+    def code(first: str, second: str) -> str:
+        a, b = place[first], place[second]
+        return "PIX" if a == b else "PXB" if a[:2] == b[:2] else "NODE" if a[0] == b[0] else "SYS"
+
+    machine = parse_nvidia_smi(matrix_text(names, code, separator=separator))
+    read = code_between(machine, hide=True)
+    alone = {name for name in names if sum(place[other] == place[name] for other in names) == 1}
+    for a, b in combinations(names, 2):
+        left_out = code(a, b) == "PXB" and {a, b} <= alone
+        assert read(a, b) == ("PIX" if left_out else code(a, b))
+    assert Fabric(machine, ("pcie",)).unreachable() == ()
+
+
+@given(st.integers(2, 8), st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_direct_nvlink_graph_is_recovered(gpus: int, data: st.DataObject) -> None:
+    """Counts that fit one GPU are direct links, pair by pair, and PCIe still connects everything."""
+    pairs = list(combinations(range(gpus), 2))
+    most = 18 // (gpus - 1)
+    counts = {pair: data.draw(st.integers(0, most)) for pair in pairs}
+
+    def code(first: str, second: str) -> str:
+        i, j = sorted((int(first[3:]), int(second[3:])))
+        return f"NV{counts[i, j]}" if counts[i, j] else "PHB"
+
+    machine = parse_nvidia_smi(matrix_text([f"GPU{i}" for i in range(gpus)], code), nvlink_gbps=10)
+    assert nvlinks_of(machine) == {
+        (f"gpu{a}", f"gpu{b}", 10.0 * count, count)
+        for (i, j), count in counts.items()
+        if count
+        for a, b in ((i, j), (j, i))
+    }
+    assert Fabric(machine, ("pcie",)).unreachable() == ()
+
+
+@given(gpus=st.integers(2, 5), thousandths=st.integers(1, 99_999), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_rates_of_several_links_stay_as_exact_as_they_are_written(
+    gpus: int, thousandths: int, data: st.DataObject
+) -> None:
+    """3 x 25.781 is 77.343: bandwidths are multiplied as decimals, not as binary fractions."""
+    counts = {pair: data.draw(st.integers(1, 4)) for pair in combinations(range(gpus), 2)}
+
+    def code(first: str, second: str) -> str:
+        i, j = sorted((int(first[3:]), int(second[3:])))
+        return f"NV{counts[i, j]}"
+
+    text = matrix_text([f"GPU{i}" for i in range(gpus)], code)
+    machine = parse_nvidia_smi(text, nvlink_gbps=thousandths / 1000)
+    for link in machine.links:
+        if link.channel == "nvlink":
+            assert exact(link.bandwidth) == Fraction(link.count * thousandths, 1000)
+
+
+def test_a_box_of_single_double_and_triple_links_has_few_trees_of_simple_shares() -> None:
+    """At 25.781 GB/s per link, where a rounded 77.343 once gave 5, 5 and 10 trees and shares of 2578100000000000ths."""
+    codes = {(0, 1): 1, (2, 3): 1, (0, 2): 2, (1, 3): 2, (0, 3): 3, (1, 2): 3}
+
+    def code(first: str, second: str) -> str:
+        i, j = sorted((int(first[3:]), int(second[3:])))
+        return f"NV{codes[i, j]}"
+
+    machine = parse_nvidia_smi(matrix_text([f"GPU{i}" for i in range(4)], code), nvlink_gbps=25.781)
+    plans = {name: topoplan.plan(machine, name) for name in ("allreduce", "broadcast", "allgather")}
+    assert {name: (plan.rate, plan.trees) for name, plan in plans.items()} == {
+        "allreduce": (103.124, 3),
+        "broadcast": (154.686, 4),
+        "allgather": (206.248, 6),
+    }
+    assert {shard.share.denominator for plan in plans.values() for shard in plan.shards} == {2, 3, 4, 6, 8}
+
+
+SAMPLE = (
+    matrix_text(
+        ["GPU0", "GPU1", "GPU2", "GPU3", "mlx5_0", "mlx5_1"],
+        code_between(LIBRARY["dgx-1v"]().subset([0, 1, 2, 3]), hide=True),
+        affinity=lambda name: "0-19,40-59\t0" if name.startswith("GPU") else "",
+    )
+    .replace("mlx5_0", "NIC0")
+    .replace("mlx5_1", "NIC1")
+)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_matrix_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
+    """Characters, words and lines removed, repeated, swapped or replaced raise nothing but our errors."""
+    text = mutated(SAMPLE, data, words=("NV2", "SYS", "X", "GPU0", "\x1b[4m", "", "-1", "NV99", "\0", "é"))
+    with contextlib.suppress(TopologyError, UsageError):
+        machine = parse_nvidia_smi(text)
+        assert Fabric(machine, ("pcie",)).unreachable() == ()
+
+
+@given(st.text(max_size=60))
+def test_random_text_is_refused(text: str) -> None:
+    """And by a TopologyError only."""
+    with pytest.raises(TopologyError):
+        parse_nvidia_smi(text)
+
+
+def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:
+    """Colour and underline, also where the escape character was lost in copying, prompts and # lines."""
+    plain = parse_nvidia_smi(uniform(2, "NV2"))
+    table = uniform(2, "NV2").split("\n", 1)
+    for start, end in (("\x1b[4m", "\x1b[0m"), ("[4m", "[0m"), ("\x1b[1;32m", "\x1b[m")):
+        dressed = f"# a note on GPU0\n$ nvidia-smi topo -m\n{start}{table[0]}{end}\r\n{table[1]}\nbye\n"
+        assert parse_nvidia_smi(dressed) == plain
+
+
+def test_a_header_whose_names_run_together_is_read() -> None:
+    """As web pages print it when tabs are lost."""
+    text = uniform(3, "NV1").replace("\tGPU0\tGPU1\tGPU2", "    GPU0GPU1GPU2mlx5_0\tmlx5_1\tCPU Affinity")
+    rows = [line + "\tSYS\tSYS\t0-7" if line.startswith("GPU") else line for line in text.splitlines()]
+    machine = parse_nvidia_smi("\n".join(rows))
+    assert machine.gpus == ("gpu0", "gpu1", "gpu2")
+    assert [device.fact("adapter") for device in machine.devices if device.kind == "nic"] == [
+        "mlx5_0",
+        "mlx5_1",
+    ]
+
+
+def test_old_codes_mean_what_their_successors_mean() -> None:
+    """SOC is SYS and PSB (two GPUs on one board) is PIX."""
+    for old, new in (("SOC", "SYS"), ("PSB", "PIX")):
+        assert parse_nvidia_smi(uniform(2, old)) == parse_nvidia_smi(uniform(2, new))
+
+
+def test_the_nic_legend_names_the_adapters() -> None:
+    """NIC0 is a column, mlx5_bond_0 the hardware."""
+    text = matrix_text(["GPU0", "NIC0"], lambda a, b: "PIX") + "\nNIC Legend:\n\n  NIC0: mlx5_bond_0\n"
+    machine = parse_nvidia_smi(text)
+    assert machine.device("nic0").fact("adapter") == "mlx5_bond_0"
+    assert parents_of(machine) == {"pcie0": "cpu0", "gpu0": "pcie0", "nic0": "pcie0"}
+
+
+@pytest.mark.parametrize(("printed", "numa"), [("3", 3), ("0-1", None), ("0,8,252-255", None), ("N/A", None)])
+def test_numa_nodes_are_kept_where_one_is_printed(printed: str, numa: int | None) -> None:
+    """A list or N/A says nothing about one node."""
+    text = matrix_text(["GPU0"], lambda a, b: "", affinity=lambda name: f"0-3\t{printed}")
+    assert parse_nvidia_smi(text).device("gpu0").numa == numa
+
+
+def test_one_visible_gpu_is_a_machine() -> None:
+    """A job that was given one GPU sees a one by one matrix."""
+    machine = parse_nvidia_smi(uniform(1, ""))
+    assert machine.gpus == ("gpu0",)
+    assert parents_of(machine) == {"gpu0": "cpu0"}
+
+
+def test_cut_rows_are_filled_by_symmetry_with_a_note() -> None:
+    """Sixteen columns and two rows of an NVSwitch machine still are sixteen GPUs on the switch."""
+    names = [f"GPU{i}" for i in range(16)]
+    machine = parse_nvidia_smi(matrix_text(names, lambda a, b: "NV6", rows=names[:2]))
+    assert {(a, b) for a, b, _, _ in nvlinks_of(machine) if b == "nvswitch0"} == {
+        (f"gpu{i}", "nvswitch0") for i in range(16)
+    }
+    assert any("gpu2, gpu3, gpu4 ... gpu15 (14 devices): no row" in note for note in machine.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "code", "switched", "rate", "pcie"),
+    [
+        (4, "NV1", False, 20.0, 12.0),
+        (2, "NV1", False, 25.0, 12.0),
+        (2, "NV4", False, 14.0625, 24.0),
+        (4, "NV2", False, 25.0, 12.0),
+        (4, "NV4", False, 25.0, 24.0),
+        (4, "NV6", False, 25.0, 48.0),
+        (5, "NV6", True, 25.0, 12.0),
+        (2, "NV12", False, 25.0, 24.0),
+        (3, "NV12", True, 25.0, 24.0),
+        (8, "NV8", True, 25.0, 24.0),
+        (2, "NV18", False, 25.0, 48.0),
+        (8, "NV18", True, 25.0, 48.0),
+    ],
+)
+def test_the_row_sum_tells_switch_and_generation(
+    gpus: int, code: str, switched: bool, rate: float, pcie: float
+) -> None:
+    """More links than a GPU has is a switch; the smallest GPU that fits gives the rates, and a note."""
+    machine = parse_nvidia_smi(uniform(gpus, code))
+    assert any(device.kind == "nvswitch" for device in machine.devices) is switched
+    assert rate_of(machine, "nvlink") == {rate}
+    assert rate_of(machine, "pcie") == {pcie}
+    assert any("--nvlink-gbps" in note for note in machine.notes)
+    assert any("--pcie-gbps" in note for note in machine.notes)
+
+
+def test_direct_nv6_says_that_it_may_be_a_part_of_an_nvswitch_machine() -> None:
+    """Four of a DGX-2's GPUs print what four directly joined H100 print."""
+    assert any("NVSwitch machine look the same" in note for note in parse_nvidia_smi(uniform(4, "NV6")).notes)
+
+
+def test_a_gpu_without_nvlink_is_not_joined_to_the_switch() -> None:
+    """A board with a failed GPU: seven on the switch, one on PCIe only."""
+    names = [f"GPU{i}" for i in range(8)]
+    machine = parse_nvidia_smi(matrix_text(names, lambda a, b: "NODE" if "GPU2" in (a, b) else "NV18"))
+    assert {a for a, b, _, _ in nvlinks_of(machine) if b == "nvswitch0"} == {
+        f"gpu{i}" for i in range(8) if i != 2
+    }
+    assert any(note.startswith("gpu2: no NVLink") for note in machine.notes)
+
+
+def test_a_gpu_with_dead_links_to_the_switch_has_fewer() -> None:
+    """Its own cells say how many are left; the others keep theirs."""
+    names = [f"GPU{i}" for i in range(8)]
+    machine = parse_nvidia_smi(matrix_text(names, lambda a, b: "NV10" if "GPU3" in (a, b) else "NV12"))
+    counts = {a: count for a, b, _, count in nvlinks_of(machine) if b == "nvswitch0"}
+    assert counts == {f"gpu{i}": 10 if i == 3 else 12 for i in range(8)}
+
+
+def test_affinity_places_gpus_whose_codes_are_hidden() -> None:
+    """Two sockets with two GPUs each, NVLink between all: only CPU affinity tells who sits where."""
+    text = matrix_text(
+        [f"GPU{i}" for i in range(4)],
+        lambda a, b: "NV4",
+        affinity=lambda name: "0-7" if name < "GPU2" else "8-15",
+    )
+    machine = parse_nvidia_smi(text)
+    assert parents_of(machine) == {"gpu0": "cpu0", "gpu1": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
+    assert sum("placed by CPU affinity" in note for note in machine.notes) == 1
+
+
+def test_affinity_overrules_sys_only_where_it_differs_between_gpus() -> None:
+    """Firmware may print SYS everywhere, and a job bound to one core prints one affinity everywhere."""
+    names = [f"GPU{i}" for i in range(4)]
+    told = matrix_text(names, lambda a, b: "SYS", affinity=lambda name: "0-7" if name < "GPU2" else "8-15")
+    bound = matrix_text(names, lambda a, b: "SYS", affinity=lambda name: "1-1")
+    assert len(cpus_of(parents_of(parse_nvidia_smi(told)))) == 2
+    assert len(cpus_of(parents_of(parse_nvidia_smi(bound)))) == 4
+
+
+def test_devices_that_nothing_places_are_assumed_on_one_cpu_with_a_note() -> None:
+    """NVLink between all and no affinity: the codes are gone."""
+    machine = parse_nvidia_smi(uniform(4, "NV4"))
+    assert set(parents_of(machine).values()) == {"cpu0"}
+    assert any("assumed at root ports of cpu0" in note for note in machine.notes)
+
+
+def test_codes_that_contradict_each_other_are_noted_and_the_nearer_is_kept() -> None:
+    """SYS between two devices that both share a switch with a third cannot be."""
+    distance = {("a", "b"): 0, ("b", "c"): 0, ("a", "c"): CODES.index("SYS")}
+    tree = infer_host_tree(["a", "b", "c"], distance, affinity={})
+    assert tree.parents == {"pcie0": "cpu0", "a": "pcie0", "b": "pcie0", "c": "pcie0"}
+    assert tree.notes == ("a-c is printed SYS but other codes imply PIX; the nearer is kept",)
+
+
+def damaged(old: str, new: str, *, gpus: int = 3) -> str:
+    text = uniform(gpus, "NV2")
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ["GPU0"]),
+        ("GPU0 X NV1\nGPU1 NV1 X\n", ["no header line"]),
+        ("\tGPU0\tGPU1\n", ["no GPU row"]),
+        (matrix_text(["NIC0", "NIC1"], lambda a, b: "PIX"), ["no header line"]),
+        (damaged("GPU1\tNV2\t X ", "GPU1\tNV3\t X "), ["row GPU1, column GPU0", "'NV3'", "'NV2'"]),
+        (damaged("GPU1\tNV2\t X \tNV2", "GPU1\tNV2\t X "), ["row GPU1", "2 cells", "3 columns"]),
+        (damaged("GPU1\tNV2\t X \tNV2", "GPU1\tNV2\t X \tNV2\tSYS"), ["row GPU1", "'SYS'", "3 columns"]),
+        (damaged("GPU1\tNV2", "GPU1\tFOO"), ["row GPU1, column GPU0", "'FOO'"]),
+        (damaged("GPU1\tNV2", "GPU1\tNV0"), ["row GPU1, column GPU0", "'NV0'"]),
+        (damaged("GPU1\tNV2", "GPU1\tOK"), ["row GPU1, column GPU0", "'OK'"]),
+        (damaged("GPU1\tNV2", "GPU1\tX"), ["row GPU1, column GPU0", "'X'"]),
+        (damaged("GPU1\tNV2\t X ", "GPU1\tNV2\tNV2"), ["row GPU1, column GPU1", "'NV2'"]),
+        (damaged("GPU0\tGPU1\tGPU2", "GPU0\tGPU1\tGPU1"), ["column GPU1", "twice"]),
+        (damaged("GPU2\tNV2", "GPU1\tNV2"), ["GPU1", "twice"]),
+        (damaged("GPU2\tNV2", "GPU7\tNV2"), ["row GPU7", "no column"]),
+        (matrix_text(["GPU0", "NIC0"], lambda a, b: "NV2"), ["row GPU0, column NIC0", "'NV2'"]),
+        ("GPU 0: Tesla V100\n\t Link 0: 25.781 GB/s\n", ["nvidia-smi nvlink"]),
+    ],
+)
+def test_bad_matrices_are_refused_with_row_column_and_value(text: str, says: list[str]) -> None:
+    """One line that says where, what, and what to do."""
+    with pytest.raises(TopologyError) as caught:
+        parse_nvidia_smi(text)
+    message = str(caught.value)
+    assert all(part in message for part in says), message
+    assert "\n" not in message

@@ -1,0 +1,500 @@
+"""NVLink listings on a topology: known rates, exact recovery, and what is refused rather than guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.nvlink_listings import Listings, Wire, bus_ids, wires_of
+from topoplan.cli.main import main
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.nvidia_smi.wire_places import Puzzle, Table, TooManyPlaces, places
+from topoplan.topology import Device, Link, Topology, facts
+
+V100S = topoplan.load("dgx-1v")
+A100S = topoplan.load("dgx-a100")
+MI250 = topoplan.load("mi250")
+FOUR = topoplan.load("v100x4")
+HALF = Fraction(1, 2)
+
+
+def nvlinks(machine: Topology) -> dict[tuple[str, str], tuple[float, int]]:
+    return {
+        (link.src, link.dst): (link.bandwidth, link.count)
+        for link in machine.links
+        if link.channel == "nvlink"
+    }
+
+
+def refusal(machine: Topology, *listings: str | Path) -> str:
+    with pytest.raises(TopologyError) as caught:
+        topoplan.overlay(machine, *listings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def on_bus(machine: Topology, busids: dict[str, str]) -> Topology:
+    devices = [replace(device, busid=busids.get(device.name, "")) for device in machine.devices]
+    return replace(machine, devices=tuple(devices))
+
+
+def without_models(machine: Topology) -> Topology:
+    return replace(machine, devices=tuple(replace(device, model="") for device in machine.devices))
+
+
+def test_one_dead_wire_of_a_pair_leaves_the_other() -> None:
+    """GPUs 0 and 3 of a DGX-1V list five of six links: AllReduce falls from 600/7 to 575/7 = 82.143 GB/s."""
+    status = Listings(V100S, dead=[("gpu0", "gpu3", 1)], model="Tesla V100-SXM2-32GB").status()
+    broken = topoplan.overlay(V100S, status)
+    changed = {ends: links for ends, links in nvlinks(broken).items() if links != nvlinks(V100S)[ends]}
+    assert changed == {("gpu0", "gpu3"): (25.0, 1), ("gpu3", "gpu0"): (25.0, 1)}
+    assert broken.notes == (*V100S.notes, "taken out: 1 of 2 NVLinks gpu0-gpu3")
+    assert topoplan.verify(topoplan.plan(broken)).exact_rate == Fraction(575, 7)
+
+
+def test_a_dead_link_is_what_without_link_takes_out() -> None:
+    """Both wires 0-3 down, or the single wire 0-1: the same machine with the same note."""
+    for wires, name in (
+        ([("gpu0", "gpu3", 0), ("gpu0", "gpu3", 1)], "gpu0-gpu3"),
+        ([("gpu0", "gpu1", 0)], "gpu0-gpu1"),
+    ):
+        listings = Listings(V100S, dead=wires)
+        assert topoplan.overlay(V100S, listings.status(), listings.remotes()) == topoplan.without_links(
+            V100S, [name]
+        )
+
+
+def test_dead_wires_into_a_switch_need_no_far_ends() -> None:
+    """GPU 4 of a DGX H100 lists 16 of 18 links: 400 of 450 GB/s; all out-links 3550, each byte 14 times: 253.571."""
+    machine = topoplan.load("dgx-h100")
+    status = Listings(machine, dead=wires_of(machine)[72:74], model="NVIDIA H100 80GB HBM3").status([4])
+    broken = topoplan.overlay(machine, status)
+    assert nvlinks(broken)["gpu4", "nvswitch0"] == nvlinks(broken)["nvswitch0", "gpu4"] == (400.0, 16)
+    assert broken.notes[-1] == "taken out: 2 of 18 NVLinks gpu4-nvswitch0"
+    assert topoplan.bound(broken).rate == pytest.approx(3550 / 14)
+
+
+def test_slow_wires_into_a_switch_count_by_their_speed() -> None:
+    """GPU 5 of a DGX A100, one link dead and three at half speed: 300 * (8 + 3/2) / 12 = 237.5 GB/s on 11 links."""
+    wires = [wire for wire in wires_of(A100S) if "gpu5" in wire]
+    listings = Listings(A100S, dead=wires[:1], speeds=dict.fromkeys(wires[3:6], HALF))
+    broken = topoplan.overlay(A100S, listings.status())
+    assert nvlinks(broken)["gpu5", "nvswitch0"] == (237.5, 11)
+    assert broken.notes[-2:] == (
+        "taken out: 1 of 12 NVLinks gpu5-nvswitch0",
+        "slowed: gpu5-nvswitch0 to 237.5 GB/s (3 of 11 NVLinks)",
+    )
+
+
+def test_a_slow_wire_between_two_gpus_is_found_from_its_two_ends() -> None:
+    """GPUs 1 and 2 of a DGX-1V each list one link at half speed: one of their two wires, 37.5 of 50 GB/s."""
+    status = Listings(V100S, speeds={("gpu1", "gpu2", 0): HALF}).status()
+    broken = topoplan.overlay(V100S, status)
+    assert broken.links == topoplan.slow_links(V100S, {"gpu1-gpu2": 37.5}).links
+    assert broken.notes[-1] == "slowed: gpu1-gpu2 to 37.5 GB/s (1 of 2 NVLinks)"
+
+
+def test_most_links_may_be_slow() -> None:
+    """What one link does, all can: eleven of twelve at half speed leave 300 * (1 + 11/2) / 12 = 162.5 GB/s."""
+    wires = [wire for wire in wires_of(A100S) if "gpu2" in wire]
+    status = Listings(A100S, speeds=dict.fromkeys(wires[1:], HALF)).status([2])
+    assert nvlinks(topoplan.overlay(A100S, status))["gpu2", "nvswitch0"] == (162.5, 12)
+
+
+def test_all_links_at_half_the_nominal_rate_are_slow() -> None:
+    """No link of the listing is faster, but an A100 has 25 GB/s per link; a tenth below that is no damage."""
+    slow = Listings(A100S, model="NVIDIA A100-SXM4-40GB").status().replace("25.781", "12.5")
+    assert {bandwidth for bandwidth, _ in nvlinks(topoplan.overlay(A100S, slow)).values()} == {150.0}
+    near = slow.replace("12.5", "22.6")
+    assert topoplan.overlay(A100S, near).links == A100S.links
+    assert topoplan.overlay(A100S, slow.replace("NVIDIA A100-SXM4-40GB", "GPU")).links == A100S.links
+
+
+def test_a_matrix_has_left_out_already_what_is_down() -> None:
+    """Six links listed, four or five up, as many in the machine: nothing is left to take out, and the note says so."""
+    status = Listings(FOUR, model="Tesla V100-SXM2-16GB", links=6).status()
+    seen = topoplan.overlay(FOUR, status)
+    assert seen.links == FOUR.links
+    assert seen.notes[-1] == (
+        "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead or slow; inactive ones of gpu0, gpu1, gpu2, "
+        "gpu3 are not among those of the machine"
+    )
+
+
+def test_a_gpu_all_of_whose_links_are_down_is_off_nvlink() -> None:
+    """The driver's sentence in place of a list takes out every NVLink of the GPU and leaves its PCIe."""
+    sentence = "GPU 2: V100\nNVML: Unable to retrieve NVLink information as all links are inActive\n"
+    broken = topoplan.overlay(V100S, sentence)
+    assert (
+        broken.links
+        == topoplan.without_links(V100S, ["gpu2-gpu0", "gpu2-gpu1", "gpu2-gpu3", "gpu2-gpu6"]).links
+    )
+    assert broken.notes[-1] == "taken out: link gpu0-gpu2, gpu1-gpu2, gpu2-gpu3, gpu2-gpu6"
+
+
+def test_listings_may_come_in_several_files_of_one_gpu_each(tmp_path: Path) -> None:
+    """As ``-i`` prints them, in any order, -s and -R apart."""
+    listings = Listings(V100S, dead=[("gpu0", "gpu4", 0), ("gpu2", "gpu6", 0)])
+    files = []
+    for number in reversed(range(8)):
+        for kind, text in (
+            ("s", listings.status([number])),
+            ("R", listings.remotes([number], renumbered=True)),
+        ):
+            files.append(tmp_path / f"{kind}{number}.txt")
+            files[-1].write_text(text)
+    assert topoplan.overlay(V100S, *files) == topoplan.overlay(V100S, listings.status(), listings.remotes())
+
+
+def test_far_ends_tell_by_bus_ids_that_the_topology_knows() -> None:
+    """GPU 3 alone lists two links down; its far ends say that they lead to GPUs 0 and 7, in whatever order of ids."""
+    listings = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu3", "gpu7", 0)], model="Tesla V100-SXM2-32GB")
+    text = listings.status([3]) + listings.remotes([3], renumbered=True)
+    known = on_bus(V100S, bus_ids(V100S))
+    assert topoplan.overlay(known, text).links == listings.damaged().links
+    swapped = dict(bus_ids(V100S)) | {"gpu0": bus_ids(V100S)["gpu1"], "gpu1": bus_ids(V100S)["gpu0"]}
+    assert nvlinks(V100S).keys() - nvlinks(topoplan.overlay(on_bus(V100S, swapped), text)).keys() == {
+        ("gpu3", "gpu7"),
+        ("gpu7", "gpu3"),
+    }
+
+
+def test_one_gpus_far_ends_alone_may_leave_it_open() -> None:
+    """Without bus ids, GPU 3's three ids with 2, 2 and 1 links are GPUs 0, 2 and 7; with 1, 1 and 1 they may be any."""
+    first = Listings(V100S, dead=[("gpu1", "gpu3", 0)])
+    assert topoplan.overlay(V100S, first.remotes([3], renumbered=True)).links == first.damaged().links
+    second = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu2", "gpu3", 0), ("gpu3", "gpu7", 0)])
+    assert refusal(V100S, second.remotes([3], renumbered=True)) == (
+        "gpu3 has 3 of 6 NVLinks down, and which is open: 1 to 2 of 2 gpu0-gpu3, 0 to 1 of 1 gpu1-gpu3, 1 to 2 of 2 "
+        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which says where each link leads"
+    )
+
+
+def test_wires_that_are_anyones_guess_are_refused_with_the_candidates() -> None:
+    """One GPU of eight with two links down; four GPUs each with one, which two pairs of wires explain."""
+    alone = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu3", "gpu7", 0)], model="Tesla V100-SXM2-32GB")
+    assert refusal(V100S, alone.status([3])) == (
+        "gpu3 has 2 of 6 NVLinks down, and which is open: 0 to 2 of 2 gpu0-gpu3, 0 to 1 of 1 gpu1-gpu3, 0 to 2 of 2 "
+        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which says where each link leads"
+    )
+    square = Listings(V100S, dead=[("gpu0", "gpu1", 0), ("gpu4", "gpu5", 0)])
+    assert refusal(V100S, square.status()).startswith(
+        "gpu0 has 1 of 6 NVLinks down, gpu1 has 1 of 6 NVLinks down, gpu4 has 1 of 6 NVLinks down, gpu5 has 1 of 6 "
+        "NVLinks down, and which is open: 0 to 1 of 1 gpu0-gpu1, 0 to 1 of 2 gpu0-gpu4, 0 to 1 of 2 gpu1-gpu5, 0 to 1 "
+        "of 1 gpu4-gpu5; add nvidia-smi nvlink -R"
+    )
+    assert topoplan.overlay(V100S, square.status(), square.remotes()).links == square.damaged().links
+
+
+def test_the_real_degraded_v100_on_real_and_library_machines(machines_dir: Path) -> None:
+    """On a DGX-1V it is open which two wires are dead, on a DGX-2 it is 100 of 150 GB/s; on H100 it is refused."""
+    listing = machines_dir / "nvidia-smi" / "nvlink_s_v100_inactive_AZURE73.nvlink.txt"
+    matrix = topoplan.load(machines_dir / "nvidia-smi" / "dgx1_v100.txt")
+    assert "gpu3 has 2 of 6 NVLinks down, and which is open" in refusal(matrix, listing)
+    assert nvlinks(topoplan.overlay(topoplan.load("dgx-2"), listing))["gpu3", "nvswitch0"] == (100.0, 4)
+    assert "GPU 3 is 'Tesla V100-SXM2-32GB' in the listing and 'H100' in dgx-h100" in refusal(
+        topoplan.load("dgx-h100"), listing
+    )
+
+
+def test_the_real_h100_fits_its_matrix_and_no_other(machines_dir: Path) -> None:
+    """Eighteen links up are those of an HGX H100; a DGX-1V gives a GPU six."""
+    folder = machines_dir / "nvidia-smi"
+    listing = folder / "nvlink_R_h100_NCCL1182.nvlink.txt"
+    machine = topoplan.load(folder / "hgx_h100x8.txt")
+    assert topoplan.overlay(machine, listing).links == machine.links
+    assert "GPU 0 lists 18 NVLinks that are up, and dgx1_v100 gives it 6" in refusal(
+        topoplan.load(folder / "dgx1_v100.txt"), listing
+    )
+
+
+def pair(**changes: object) -> Topology:
+    """Two GPUs with two wires between them, as a probe describes them."""
+    first = {"busid": "0000:07:00.0", "facts": facts(uuid="GPU-aa", sm=70)} | changes
+    devices = (Device("gpu0", "gpu", **first), Device("gpu1", "gpu", busid="0000:08:00.0"))  # type: ignore[arg-type]
+    links = (Link("gpu0", "gpu1", "nvlink", 50, 2), Link("gpu1", "gpu0", "nvlink", 50, 2))
+    return Topology("pair", devices, links)
+
+
+TWO_UP = "Link 0: 25 GB/s\nLink 1: 25 GB/s\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "listing", "says"),
+    [
+        (
+            pair(),
+            f"GPU 0: V100 (UUID: GPU-bb)\n{TWO_UP}",
+            "GPU 0 is GPU-bb in the listing and GPU-aa in pair",
+        ),
+        (
+            pair(),
+            f"GPU 0: A100\n{TWO_UP}",
+            "GPU 0 is 'A100' in the listing and has compute capability 70 in pair",
+        ),
+        (pair(model="P100"), f"GPU 0: V100\n{TWO_UP}", "GPU 0 is 'V100' in the listing and 'P100' in pair"),
+        (pair(), f"GPU 2: V100\n{TWO_UP}", "GPU 2 is in the listing, but the GPUs of pair are gpu0 to gpu1"),
+        (pair(), "GPU 0: V100\nLink 0: 25 GB/s\n", "GPU 0 lists 1 NVLinks, and pair gives it 2"),
+        (
+            pair(),
+            f"GPU 0: V100\n{TWO_UP}Link 2: 25 GB/s\n",
+            "GPU 0 lists 3 NVLinks that are up, and pair gives it 2",
+        ),
+        (
+            pair(),
+            "GPU 0: V100\n" + "".join(f"Link {i}: <inactive>\n" for i in range(12)),
+            "GPU 0 lists 12 NVLinks, and a V100 has only 6",
+        ),
+        (
+            pair(),
+            f"GPU 0: V100\n{TWO_UP}GPU 1: V100\nLink 0: 25 GB/s\nLink 1: <inactive>\n",
+            "gpu1 lists 1 NVLinks to gpu0 that are up, and gpu0 lists 2 back; take all listings at one time",
+        ),
+        (
+            FOUR,
+            Listings(FOUR, dead=wires_of(FOUR)[:1]).status([0]) + Listings(FOUR).status([1, 2, 3]),
+            "gpu0 has 1 of 4 NVLinks down, which fits no set of wires of v100x4, as a wire has two ends",
+        ),
+        (
+            on_bus(FOUR, bus_ids(FOUR)),
+            Listings(FOUR).status() + Listings(FOUR).remotes().replace(":07:", ":66:"),
+            "lists an NVLink to 0000:66:00.0, a bus id that v100x4 does not have",
+        ),
+        (
+            V100S,
+            Listings(V100S).remotes().replace(":07:", ":08:").replace(":10:", ":07:").replace(":08:", ":10:"),
+            "the listing is of another machine",
+        ),
+    ],
+)
+def test_a_machine_and_an_overlay_of_different_machines(machine: Topology, listing: str, says: str) -> None:
+    """UUID, model, compute capability, GPU numbers, link numbers and far ends must fit; one line says which do not."""
+    assert says in refusal(machine, listing)
+
+
+def test_clusters_and_one_way_links_take_no_overlay() -> None:
+    """A listing is of one server, and its wires run both ways."""
+    cluster = topoplan.cluster([topoplan.Server(V100S, count=2)], nic_gbps=100)
+    status = Listings(V100S).status()
+    assert "2 servers, and a listing of NVLinks is of one" in refusal(cluster, status)
+    one_way = topoplan.without_links(V100S, ["gpu0->gpu1"])
+    assert "dgx-1v has 0 NVLinks gpu0->gpu1 and 1 gpu1->gpu0" in refusal(one_way, status)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """No file, a folder, or no text; the name of the file stands before what is wrong with its content."""
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    (tmp_path / "empty").write_bytes(b"")
+    for place, says in (
+        (tmp_path / "no", "cannot be read"),
+        (tmp_path, "cannot"),
+        (tmp_path / "binary", "binary"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            topoplan.overlay(V100S, place)
+    assert refusal(V100S, tmp_path / "empty").startswith(
+        f"{tmp_path / 'empty'}: this is no listing of NVLinks"
+    )
+    assert topoplan.overlay(V100S) == V100S
+
+
+@st.composite
+def damages(draw: st.DrawFn, machine: Topology) -> Listings:
+    """Up to six wires dead and up to three at some share of their speed."""
+    wires = wires_of(machine)
+    dead = draw(st.sets(st.sampled_from(wires), max_size=6))
+    slow = draw(st.sets(st.sampled_from(wires), max_size=3)) - dead
+    shares = {wire: draw(st.sampled_from([HALF, Fraction(3, 4)])) for wire in sorted(slow)}
+    return Listings(machine, dead, shares, links=draw(st.sampled_from([0, 12, 18])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["dgx-1v", "mi250", "v100x4", "nvlink-x4"]), st.booleans())
+def test_full_listings_give_the_damaged_machine_back(data: st.DataObject, name: str, known: bool) -> None:
+    """-s and -R of all GPUs tell every wire, with the bus ids of the machine known or not."""
+    machine = without_models(topoplan.load(name))
+    listings = data.draw(damages(machine))
+    renumbered = data.draw(st.booleans())
+    text = listings.status() + listings.remotes(renumbered=renumbered)
+    seen = topoplan.overlay(on_bus(machine, bus_ids(machine)) if known else machine, text)
+    assert seen.links == listings.damaged().links
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["dgx-1v", "mi250", "v100x4"]))
+def test_what_is_read_from_numbers_alone_is_never_wrong(data: st.DataObject, name: str) -> None:
+    """-s of some GPUs, and -R of some, gives the damage that these GPUs have, or is refused as open."""
+    machine = without_models(topoplan.load(name))
+    gpus = sorted(data.draw(st.sets(st.integers(0, len(machine.gpus) - 1), min_size=1)))
+    wires = [wire for wire in wires_of(machine) if {machine.gpus[i] for i in gpus} & set(wire[:2])]
+    dead = data.draw(st.sets(st.sampled_from(wires), max_size=4))
+    listings = Listings(machine, dead)
+    told = sorted(data.draw(st.sets(st.sampled_from(gpus))))
+    text = listings.status(gpus) + (listings.remotes(told) if told else "")
+    refused = ""
+    try:
+        seen = topoplan.overlay(machine, text)
+    except TopologyError as error:
+        refused = str(error)
+    if refused:
+        assert "which is open" in refused or "too many sets" in refused
+    else:
+        assert seen.links == listings.damaged().links
+
+
+@st.composite
+def puzzles(draw: st.DrawFn) -> Puzzle:
+    """Small ones that have a solution, and some that have none."""
+    ends = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=5))
+    wires = tuple(draw(st.integers(1, 2)) for _ in ends)
+    levels = draw(st.integers(1, 2))
+    listed = sorted(draw(st.sets(st.integers(0, 3))))
+    sums = []
+    for gpu in listed:
+        bundles = tuple(i for i, pair in enumerate(ends) if gpu in pair)
+        sums.append((bundles, tuple(draw(st.integers(0, 2)) for _ in range(levels))))
+    known = tuple((i, (1,) + (0,) * (levels - 1)) for i in range(len(ends)) if draw(st.integers(0, 5)) == 0)
+    return Puzzle(wires, levels, tuple(sums), known)
+
+
+def solutions(puzzle: Puzzle) -> list[Table]:
+    """All of them, by trying every table."""
+    rows = [
+        [row for row in product(range(wires + 1), repeat=puzzle.levels) if sum(row) <= wires]
+        for wires in puzzle.wires
+    ]
+    return [
+        table
+        for table in product(*rows)
+        if all(table[i] == counts for i, counts in puzzle.known)
+        and all(
+            sum(table[i][level] for i in bundles) == sums[level]
+            for bundles, sums in puzzle.sums
+            for level in range(puzzle.levels)
+        )
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(puzzles())
+def test_places_are_those_of_all_solutions(puzzle: Puzzle) -> None:
+    """Least and most of every entry over all tables that fit, by enumeration; None where none fits."""
+    every = solutions(puzzle)
+    if not every:
+        assert places(puzzle) is None
+        return
+    expected = [
+        tuple(tuple(map(choose, zip(*rows, strict=True))) for rows in zip(*every, strict=True))
+        for choose in (min, max)
+    ]
+    assert places(puzzle) == tuple(expected)
+
+
+def test_a_search_that_takes_too_long_stops() -> None:
+    """Work is counted, so that the same listing gives the same answer on every machine."""
+    ring = Puzzle((2,) * 6, 1, tuple(((i, (i + 1) % 6), (2,)) for i in range(6)))
+    assert places(ring) == (((0,),) * 6, ((2,),) * 6)
+    with pytest.raises(TooManyPlaces):
+        places(ring, steps=20)
+
+
+Run = Callable[[Sequence[str]], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(arguments: Sequence[str]) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "compare", "simulate"])
+def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_path: Path, run: Run) -> None:
+    """Given twice, -s and -R; the notes say what was found, and what cannot be is one line and status 2."""
+    wires: list[Wire] = [("gpu0", "gpu1", 0), ("gpu4", "gpu5", 0)]
+    listings = Listings(V100S, dead=wires)
+    status, remotes = tmp_path / "s.txt", tmp_path / "R.txt"
+    status.write_text(listings.status())
+    remotes.write_text(listings.remotes(renumbered=True))
+    asked = [command, "dgx-1v", "--overlay", str(status)]
+    code, out, _ = run([*asked, "--overlay", str(remotes)])
+    assert code == 0
+    assert "taken out: link gpu0-gpu1, gpu4-gpu5" in out
+    code, out, err = run(asked)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"topoplan {command}: error: {status}: gpu0 has 1 of 6 NVLinks down" in err
+
+
+def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run) -> None:
+    """It is put on the machine before that becomes a cluster."""
+    path = tmp_path / "s.txt"
+    path.write_text(Listings(A100S, dead=wires_of(A100S)[:3]).status())
+    code, out, _ = run(
+        ["show", "dgx-a100", "--servers", "2", "--nic-gbps", "200", "--overlay", str(path), "--json"]
+    )
+    assert code == 0
+    links = nvlinks(topoplan.load(out))
+    assert links["s0.gpu0", "s0.nvswitch0"] == links["s1.gpu0", "s1.nvswitch0"] == (225.0, 9)
+
+
+@pytest.mark.parametrize("machine", [V100S, A100S], ids=lambda one: str(one.name))
+def test_what_a_machine_states_as_slow_already_is_not_slowed_twice(machine: Topology) -> None:
+    """As a probe of the broken machine does: its own listing changes nothing more."""
+    first, second, *_ = wires_of(machine)
+    listings = Listings(machine, dead=[second], speeds={first: HALF})
+    listed = (listings.status(), listings.remotes())
+    broken = topoplan.overlay(machine, *listed)
+    assert nvlinks(broken) == nvlinks(listings.damaged())
+    assert nvlinks(topoplan.overlay(broken, *listed)) == nvlinks(broken)
+
+
+def test_far_ends_alone_say_nothing_of_speeds() -> None:
+    note = "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead"
+    assert topoplan.overlay(FOUR, Listings(FOUR).status()).notes[-1] == f"{note} or slow"
+    assert topoplan.overlay(FOUR, Listings(FOUR).remotes()).notes[-1] == f"{note} (speeds are not listed)"
+
+
+def test_an_overlay_of_a_plan_file_is_refused(tmp_path: Path, run: Run) -> None:
+    """The plan has settled its machine."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(topoplan.plan(V100S, gpus=[0, 1]).to_json())
+    code, _, err = run(["simulate", str(plan), "--overlay", "-"])
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--overlay does not go with a plan file" in err
+
+
+def test_a_listing_given_as_the_machine_is_sent_to_the_overlay(tmp_path: Path, run: Run) -> None:
+    """In one line."""
+    path = tmp_path / "s.txt"
+    path.write_text(Listings(V100S).status())
+    code, _, err = run(["plan", str(path)])
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give it to --overlay, and the machine itself" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-", "--overlay", "-"],
+        ["dgx-1v", "--overlay", "-", "--overlay", "-"],
+        ["dgx-1v", "--merge", "-", "--overlay", "-"],
+    ],
+)
+def test_stdin_is_one_input_of_a_command(run: Run, arguments: list[str]) -> None:
+    """The second would find it empty."""
+    code, _, err = run(["plan", *arguments])
+    assert (code, err) == (
+        2,
+        "topoplan plan: error: stdin is read once; give TOPO, --merge and --overlay a file each, but for one\n",
+    )

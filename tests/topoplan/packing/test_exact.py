@@ -1,0 +1,315 @@
+"""The exact method: the optimum of independent linear programs, proved as a rational number, at the lowest height."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.small_fabrics import (
+    COLLECTIVES,
+    ROOTED,
+    WRITTEN,
+    both_ways,
+    direct_machines,
+    machine,
+    rate_by_flows,
+    rate_by_trees,
+    switched_machines,
+)
+from topoplan.columns.problem import Packing
+from topoplan.packing.exact import pack_exact
+from topoplan.plans import Fabric, Lengths, Plan
+from topoplan.plans.certificate import certified_bound
+from topoplan.plans.plan import reversed_collective
+from topoplan.topology import FASTEST, SLOWEST, Device, Link, Topology
+
+CLOSE = 1e-6
+"""What linprog's answers are good for."""
+
+ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
+
+
+def proved(topology: Topology, collective: str, *, root: int | None = None, order: str = "height") -> Plan:
+    """The plan, after the independent check found its rate equal to its bound as rational numbers."""
+    if root is None and collective in ROOTED:
+        root = 0
+    made = topoplan.plan(topology, collective, root=root, order=order)
+    report = topoplan.verify(made)
+    assert report.exact_rate == report.exact_bound
+    assert made.notes == () or len(topology.gpus) > 9
+    return made
+
+
+@given(direct_machines(most=4), ANY_COLLECTIVE, st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_the_rate_is_the_optimum_over_all_listed_trees(
+    topology: Topology, collective: str, root: int
+) -> None:
+    """Direct links of any width each way: linprog over every tree, or pair of trees, gives the same rate."""
+    top = root % len(topology.gpus) if collective in ROOTED else None
+    best = rate_by_trees(topology, collective, root=top)
+    for order in ("height", "trees"):
+        assert proved(topology, collective, root=top, order=order).rate == pytest.approx(best, rel=CLOSE)
+
+
+@given(direct_machines(most=4), ANY_COLLECTIVE)
+@settings(max_examples=40, deadline=None)
+def test_the_height_is_the_lowest_that_reaches_the_rate(topology: Topology, collective: str) -> None:
+    """All trees up to one edge less lose rate, and all trees up to the plan's height do not."""
+    root = 0 if collective in ROOTED else None
+    made = proved(topology, collective)
+    lower = rate_by_trees(topology, collective, root=root, height=made.height - 1)
+    enough = rate_by_trees(topology, collective, root=root, height=made.height)
+    assert lower < made.rate * (1 - CLOSE)
+    assert enough == pytest.approx(made.rate, rel=CLOSE)
+
+
+@given(
+    switched_machines() | switched_machines(bandwidths=WRITTEN) | direct_machines(most=5),
+    ANY_COLLECTIVE,
+    st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_rate_is_the_optimum_over_all_flows(topology: Topology, collective: str, root: int) -> None:
+    """Switches that only forward, asymmetric ports: a program over flows, without a tree in it, gives the same rate."""
+    top = root % len(topology.gpus) if collective in ROOTED else None
+    made = proved(topology, collective, root=top)
+    assert made.rate == pytest.approx(rate_by_flows(topology, collective, root=top), rel=CLOSE)
+
+
+def test_uneven_ports_need_dual_lengths_as_a_proof() -> None:
+    """No cut proves this allreduce: one port is narrower than the rest, both ways, and the others make up for it."""
+    ports = {"gpu0": (6, 6), "gpu1": (6, 6), "gpu2": (6, 6), "gpu3": (5, 5)}
+    wires = {(gpu, "sw0"): float(out) for gpu, (out, _) in ports.items()}
+    wires |= {("sw0", gpu): float(into) for gpu, (_, into) in ports.items()}
+    topology = machine(4, wires, switches=1)
+    made = proved(topology, "allreduce")
+    assert isinstance(made.certificate, Lengths)
+    assert made.rate == pytest.approx(rate_by_flows(topology, "allreduce"), rel=CLOSE)
+
+
+@given(direct_machines(most=6, bandwidths=WRITTEN, symmetric=True), ANY_COLLECTIVE)
+@settings(max_examples=30, deadline=None)
+def test_bandwidths_such_as_47_3186_are_packed_to_the_last_digit(topology: Topology, collective: str) -> None:
+    """`proved` compares rational numbers; the file carries them, whatever their length."""
+    made = proved(topology, collective)
+    assert topoplan.verify(Plan.from_json(made.to_json())).optimal
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_bandwidths_of_any_size_are_packed_exactly(collective: str) -> None:
+    """The slowest and the fastest link that a topology may have, beside measured ones, in one machine."""
+    wires = {
+        ("gpu0", "gpu1"): SLOWEST,
+        ("gpu0", "gpu2"): FASTEST,
+        ("gpu1", "gpu2"): 47.3186,
+        ("gpu2", "gpu3"): 1 / 3,
+    }
+    made = proved(machine(4, both_ways(wires)), collective)
+    assert topoplan.verify(Plan.from_json(made.to_json())).optimal
+
+
+REVERSIBLE = switched_machines() | direct_machines(most=5, bandwidths=WRITTEN)
+
+
+@given(REVERSIBLE, ANY_COLLECTIVE, st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_reversed_links_turn_a_collective_into_its_reverse(
+    topology: Topology, collective: str, root: int
+) -> None:
+    """Reduce is broadcast on reversed links, reduce-scatter is allgather, allreduce is itself."""
+    turned = replace(
+        topology, links=tuple(replace(link, src=link.dst, dst=link.src) for link in topology.links)
+    )
+    top = root % len(topology.gpus) if collective in ROOTED else None
+    there = topoplan.verify(topoplan.plan(topology, collective, root=top))
+    back = topoplan.verify(topoplan.plan(turned, reversed_collective(collective), root=top))
+    assert there.exact_rate == back.exact_rate
+
+
+@given(REVERSIBLE, ANY_COLLECTIVE, st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_names_and_order_of_devices_and_units_do_not_matter(
+    topology: Topology, collective: str, random: Random
+) -> None:
+    """Shuffled devices and links give the same rate; three times the bandwidth gives three times the rate."""
+    devices, links = list(topology.devices), list(topology.links)
+    random.shuffle(devices)
+    random.shuffle(links)
+    shuffled = replace(topology, devices=tuple(devices), links=tuple(links))
+    root = shuffled.gpus.index("gpu0") if collective in ROOTED else None
+    first = topoplan.verify(topoplan.plan(topology, collective)).exact_rate
+    assert first is not None
+    assert topoplan.verify(topoplan.plan(shuffled, collective, root=root)).exact_rate == first
+    wider = replace(
+        topology, links=tuple(replace(link, bandwidth=link.bandwidth * 1024) for link in topology.links)
+    )
+    rate = topoplan.plan(wider, collective).rate
+    assert rate == pytest.approx(float(first) * 1024, rel=1e-12)
+
+
+@given(switched_machines() | direct_machines(most=5), ANY_COLLECTIVE, st.integers(0, 30))
+@settings(max_examples=40, deadline=None)
+def test_a_wider_link_never_lowers_the_rate(topology: Topology, collective: str, which: int) -> None:
+    """The optimum is monotone in every capacity."""
+    links = list(topology.links)
+    which %= len(links)
+    links[which] = replace(links[which], bandwidth=links[which].bandwidth + 1)
+    before = topoplan.verify(topoplan.plan(topology, collective)).exact_rate
+    after = topoplan.verify(topoplan.plan(replace(topology, links=tuple(links)), collective)).exact_rate
+    assert before is not None
+    assert after is not None
+    assert after >= before
+
+
+def test_dgx_1v_broadcasts_at_six_links_over_four_trees() -> None:
+    """Design section 8: four trees of weights 2, 2, 1, 1 reach the rate of Blink's six; fewer cannot."""
+    made = proved(topoplan.load("dgx-1v"), "broadcast", order="trees")
+    assert made.rate == 150
+    assert made.trees == 4
+    assert [shard.share for shard in made.shards] == [
+        Fraction(1, 3),
+        Fraction(1, 3),
+        Fraction(1, 6),
+        Fraction(1, 6),
+    ]
+
+
+@pytest.mark.parametrize("root", range(8))
+def test_four_trees_do_from_every_root_of_a_dgx_1v(root: int) -> None:
+    """Every GPU has four neighbours, and a root of six full links over four wires needs a tree for each wire."""
+    made = proved(topoplan.load("dgx-1v"), "broadcast", root=root, order="trees")
+    assert (made.rate, made.trees) == (150, 4)
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p"])
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+def test_height_two_suffices_to_gather_on_a_dgx_1(name: str, collective: str) -> None:
+    """Design section 8: 48/7 and 32/7 links' worth, with trees of height 2."""
+    made = proved(topoplan.load(name), collective)
+    assert made.rate == pytest.approx(25 * 48 / 7 if name == "dgx-1v" else 20 * 32 / 7, rel=1e-12)
+    assert made.height == 2
+
+
+def test_dgx_2_allreduces_at_80_over_sixteen_one_hop_trees() -> None:
+    """Blink 3.5: 150 * 16 / (2 * 15) GB/s, one star for each GPU."""
+    made = proved(topoplan.load("dgx-2"), "allreduce")
+    assert (made.rate, made.trees, made.height, made.schedule) == (80, 16, 1, "one-hop")
+    assert sorted(shard.stages[0].root for shard in made.shards) == list(range(16))
+
+
+def test_an_a100_box_gathers_at_342_857_at_height_one() -> None:
+    """Design section 8: 300 * 8 / 7 GB/s."""
+    made = proved(topoplan.load("dgx-a100"), "allgather")
+    assert made.rate == pytest.approx(342.857142857, rel=1e-11)
+    assert made.height == 1
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("gpus", [[0, 1], [0, 5, 9], [1, 2, 3, 4, 5, 6, 15]])
+def test_any_part_of_a_switched_box_is_planned_at_one_port(collective: str, gpus: list[int]) -> None:
+    """N GPUs of 150 GB/s: the closed forms of Blink 3.5, proved and with trees of height 2 at most."""
+    made = topoplan.plan(topoplan.load("dgx-2"), collective, gpus=gpus)
+    n = len(gpus)
+    forms = {"allreduce": 150 * n / (2 * (n - 1)), "broadcast": 150.0, "allgather": 150 * n / (n - 1)}
+    forms |= {"reduce": 150.0, "reduce_scatter": forms["allgather"]}
+    assert made.rate == pytest.approx(forms[collective], rel=1e-12)
+    assert topoplan.verify(made).optimal
+    assert made.height <= 2
+
+
+def test_one_weak_port_leaves_no_one_hop_forest() -> None:
+    """With one port at 125 of 150 GB/s equal stars waste the others: trees do better, and are proved optimal."""
+    box = topoplan.load("dgx-2").subset(range(8))
+    links = tuple(
+        replace(link, bandwidth=125.0)
+        if "gpu3" in (link.src, link.dst) and link.channel == "nvlink"
+        else link
+        for link in box.links
+    )
+    made = proved(replace(box, links=links), "allreduce")
+    assert made.schedule == "trees"
+    assert made.rate == pytest.approx(83.9285714, rel=1e-8)
+    assert made.rate > 125 * 8 / 14
+
+
+def test_the_packing_fills_its_capacities_and_no_more() -> None:
+    """Weights in the packing's units keep every row within its limit, and sum to the certified bound."""
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    packing = Packing(fabric, "broadcast", 3)
+    packed = pack_exact(fabric, "broadcast", root=3)
+    load = sum(weight * packing.usage(column).astype(object) for column, weight in packed.weights.items())
+    assert all(x <= limit for x, limit in zip(load, packing.limits.tolist(), strict=True))
+    total = sum(packed.weights.values(), Fraction(0)) / packing.scale
+    assert total == certified_bound(packed.certificate, fabric, "broadcast", 3) == 150
+
+
+def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:
+    """A GPU with PCIe and C2C to its CPU: a route names devices only, so a plan can speak of one of them."""
+    links = [
+        Link(a, b, channel, width)
+        for i in range(3)
+        for a, b in ((f"gpu{i}", "cpu0"), ("cpu0", f"gpu{i}"))
+        for channel, width in (("pcie", 10.0), ("c2c", 20.0))
+    ]
+    devices = (*(Device(f"gpu{i}", "gpu") for i in range(3)), Device("cpu0", "cpu"))
+    topology = Topology("superchip", devices, tuple(links))
+    for collective, rate in (("allgather", 30), ("allreduce", 15), ("broadcast", 20)):
+        made = proved(topology, collective)
+        assert made.rate == rate
+        assert made.channels == ("pcie",)
+
+
+def able_a100() -> tuple[Topology, Topology]:
+    """Four GPUs of an A100 box, with a plain NVSwitch and with one that copies and adds."""
+    a100 = topoplan.load("dgx-a100").subset(range(4))
+    devices = tuple(
+        replace(d, multicast=d.kind == "nvswitch", reduce=d.kind == "nvswitch") for d in a100.devices
+    )
+    return a100, replace(a100, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("collective", "rate"),
+    [("allreduce", 300), ("broadcast", 300), ("reduce", 300), ("allgather", 400), ("reduce_scatter", 400)],
+)
+def test_exact_plans_use_switches_that_copy_and_add(collective: str, rate: float) -> None:
+    """At ports of 300 GB/s an allreduce runs at 300, not at the 200 of plain trees: the bound, proved."""
+    _, able = able_a100()
+    made = proved(able, collective)
+    assert (made.rate, made.height) == (rate, 1)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_mwu_packs_for_plain_switches_and_is_rated_on_the_real_ones(collective: str) -> None:
+    """The forest is the one of plain switches, the bound holds for all, and a gap is said, not hidden."""
+    plain, able = able_a100()
+    made = topoplan.plan(able, collective, method="mwu")
+    assert made.shards == topoplan.plan(plain, collective, method="mwu").shards
+    topoplan.verify(made)
+    assert any("copy or add" in note for note in made.notes) == (made.gap > 0)
+    assert (made.gap == 0) == (collective != "allreduce")
+
+
+def test_a_mesh_of_switches_ends() -> None:
+    """Twelve switches, all joined: there are millions of ways between two GPUs, and a plan in a moment."""
+    wires = {(f"sw{a}", f"sw{b}"): 10.0 for a, b in combinations(range(12), 2)}
+    wires |= {(f"gpu{i}", f"sw{3 * i}"): 25.0 for i in range(4)}
+    made = proved(machine(4, both_ways(wires), switches=12), "allgather")
+    assert made.rate == pytest.approx(25 * 4 / 3, rel=1e-12)
+
+
+def test_more_than_nine_ranks_say_that_heights_are_not_proved_lowest() -> None:
+    """Above nine ranks the rate is still proved, and the note names what is not."""
+    wires = {(f"gpu{i}", f"gpu{(i + 1) % 10}"): 2.0 for i in range(10)} | {("gpu0", "gpu5"): 1.0}
+    made = proved(machine(10, both_ways(wires)), "broadcast")
+    assert made.rate == 4
+    assert len(made.notes) == 1
+    assert made.notes[0] == f"height {made.height} is the lowest found, 3 the lowest not excluded"

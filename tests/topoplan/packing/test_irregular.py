@@ -1,0 +1,172 @@
+"""Machines without any symmetry: measured bandwidths, random meshes, limits that differ in the last bit."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from topoplan.columns.orbit_generation import OrbitGeneration
+from topoplan.columns.orbit_problem import OrbitPacking
+from topoplan.fabric.fabric import usable_fabric
+from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.plans.build import build_plan
+from topoplan.simplex.float_guided import GuidedSimplex
+from topoplan.symmetry.search import find_symmetry
+from topoplan.topology import Device, Link, Topology
+from topoplan.trees.route_table import Orbits
+from topoplan.trees.shortest_paths import shortest_routes
+
+
+def scaled(topology: Topology, factor: Callable[[random.Random], float], seed: int) -> Topology:
+    stream = random.Random(seed)
+    links = tuple(replace(link, bandwidth=link.bandwidth * factor(stream)) for link in topology.links)
+    return replace(topology, links=links)
+
+
+def measured(topology: Topology, seed: int) -> Topology:
+    """Every bandwidth 0.9 to 1 times as large, to four decimals."""
+    rough = scaled(topology, lambda stream: stream.uniform(0.9, 1), seed)
+    return replace(rough, links=tuple(replace(x, bandwidth=round(x.bandwidth, 4)) for x in rough.links))
+
+
+def mesh(size: int, seed: int) -> Topology:
+    """A link of 10, 20, 30 or 45 GB/s between any two GPUs."""
+    stream = random.Random(seed)
+    links = []
+    for a, b in combinations(range(size), 2):
+        width = stream.choice([10.0, 20.0, 30.0, 45.0])
+        links += [Link(f"gpu{s}", f"gpu{d}", "nvlink", width) for s, d in ((a, b), (b, a))]
+    return Topology("mesh", tuple(Device(f"gpu{i}", "gpu", "s0") for i in range(size)), tuple(links))
+
+
+TWO_SERVERS = topoplan.nvswitch_cluster(2)
+LAST_BIT = scaled(TWO_SERVERS, lambda stream: 1 + stream.randrange(-3, 4) * 2.3e-16, 4)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param(measured(TWO_SERVERS, 1), id="measured"),
+        pytest.param(mesh(12, 3), id="mesh"),
+        pytest.param(LAST_BIT, id="last bit"),
+    ],
+)
+def test_the_optimum_is_proved_to_the_last_digit(machine: Topology, collective: str) -> None:
+    """Rate and bound are equal fractions; the largest height is small."""
+    made = topoplan.plan(machine, collective)
+    assert topoplan.verify(made).optimal
+    assert made.gap == 0
+    assert made.height <= 3
+
+
+def test_large_programs_are_guided_and_small_ones_are_not() -> None:
+    """By their rows and the size of their limits: a measured cluster is, the same one with its symmetries is not."""
+    programs = []
+    for machine in (TWO_SERVERS, measured(TWO_SERVERS, 1)):
+        fabric = usable_fabric(machine)
+        generators = () if machine is not TWO_SERVERS else _symmetries(machine)
+        packing = OrbitPacking(Orbits(fabric, generators), "allgather", None)
+        programs.append(isinstance(OrbitGeneration(packing).program, GuidedSimplex))
+    assert programs == [False, True]
+
+
+def _symmetries(machine: Topology) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(one.tolist()) for one in find_symmetry(usable_fabric(machine)))
+
+
+PLAN = """
+from tests.topoplan.packing.test_irregular import LAST_BIT, mesh
+import topoplan
+for machine in (mesh(11, 5), LAST_BIT):
+    print(topoplan.plan(machine, "allgather").digest)
+"""
+
+
+def test_plans_are_the_same_in_every_process_and_on_any_number_of_threads() -> None:
+    """Byte for byte, where floating point guides and has to be mended."""
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", PLAN],
+            env={"PYTHONHASHSEED": seed, "OPENBLAS_NUM_THREADS": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+
+
+def test_a_forest_on_orbits_needs_no_more_than_its_own_fabric() -> None:
+    """Called directly, as the bench does: a broadcast over a mesh of ten in its two heights."""
+    fabric = usable_fabric(mesh(10, 1))
+    forest = pack_on_orbits(fabric, "broadcast", root=3)
+    made = build_plan(
+        fabric,
+        "broadcast",
+        root=3,
+        shards=forest.shards,
+        certificate=forest.certificate,
+        schedule="trees",
+        method="exact",
+    )
+    assert made.gap == 0
+    assert topoplan.verify(made).optimal
+
+
+@st.composite
+def wirings(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]], list[int]]:
+    """Ranks and switches, links between them, and lengths with many ties."""
+    ranks, nodes = draw(st.integers(2, 5)), draw(st.integers(0, 5))
+    nodes += ranks
+    pairs = [(s, d) for s in range(nodes) for d in range(nodes) if s != d]
+    ends = draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=len(pairs), unique=True))
+    lengths = draw(st.lists(st.integers(0, 3), min_size=len(ends), max_size=len(ends)))
+    return ranks, nodes, ends, lengths
+
+
+@given(wirings())
+@settings(max_examples=300, deadline=None)
+def test_routes_are_those_of_dijkstra(wiring: tuple[int, int, list[tuple[int, int]], list[int]]) -> None:
+    """Distance and last link from every rank, ties included."""
+    ranks, nodes, ends, lengths = wiring
+    distance, via = shortest_routes(
+        np.array(ends), np.array(lengths), np.arange(ranks), ranks=ranks, nodes=nodes
+    )
+    for start in range(ranks):
+        assert (distance[start].tolist(), via[start].tolist()) == _dijkstra(
+            start, ranks, nodes, ends, lengths
+        )
+
+
+def _dijkstra(
+    start: int, ranks: int, nodes: int, ends: list[tuple[int, int]], lengths: list[int]
+) -> tuple[list[int], list[int]]:
+    """Nodes by length, then links, then number; ranks but the first pass nothing on."""
+    best: list[tuple[int, int] | None] = [None] * nodes
+    via = [-1] * nodes
+    best[start] = (0, 0)
+    heap = [(0, 0, start)]
+    while heap:
+        length, hops, node = heapq.heappop(heap)
+        if (length, hops) > (best[node] or (0, 0)) or (node < ranks and node != start):
+            continue
+        for number, (s, d) in enumerate(ends):
+            reached = (length + lengths[number], hops + 1)
+            known = best[d]
+            if s == node and (known is None or reached < known):
+                best[d], via[d] = reached, number
+                heapq.heappush(heap, (*reached, d))
+    return [-1 if one is None else one[0] for one in best], via

@@ -1,0 +1,220 @@
+"""`topoplan.plan` as it is asked: refusals that name the value and the remedy, cuts that prove them, trivial plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.plans import Cut, Fabric, Trivial, usable_fabric
+from topoplan.topology import Link, Topology
+
+DGX = topoplan.load("dgx-1v")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("method", ["exact", "mwu"])
+def test_one_gpu_gets_a_plan_that_moves_nothing(collective: str, method: str) -> None:
+    """A valid plan of infinite rate, also where the GPU has no link at all."""
+    lonely = machine(1, {})
+    for topology, gpus in ((DGX, [6]), (lonely, None)):
+        root = 6 if gpus and collective in ROOTED else None
+        made = topoplan.plan(topology, collective, gpus=gpus, root=root, method=method)
+        assert (made.rate, made.bound, made.gap) == (float("inf"), float("inf"), 0)
+        assert (made.trees, made.height, made.certificate) == (0, 0, Trivial())
+        assert topoplan.verify(made).rate == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"collective": "alreduce"}, "collective 'alreduce' is unknown; did you mean allreduce?"),
+        ({"collective": "scan"}, "collective 'scan' is unknown; use one of allreduce, broadcast, reduce,"),
+        ({"collective": ""}, "collective '' is unknown"),
+        ({"method": "magic"}, "method 'magic' is unknown; use one of exact, mwu"),
+        ({"order": "width"}, "order 'width' is unknown; use one of height, trees"),
+        ({"channels": "copper"}, "channels 'copper' is unknown; use one of auto, nvlink, pcie"),
+        ({"gpus": [0, 8]}, "GPU 8 is out of range: dgx-1v has GPUs 0 to 7"),
+        ({"gpus": [-1, 2]}, "GPU -1 is out of range"),
+        ({"gpus": [3, 1, 3]}, "GPU 3 is named twice"),
+        ({"gpus": []}, "the GPU list is empty"),
+        ({"collective": "broadcast", "root": 8}, "root 8 is not in the allocation 0, 1, 2, 3, 4, 5, 6, 7"),
+        ({"collective": "broadcast", "root": -1}, "root -1 is not in the allocation"),
+        ({"collective": "reduce", "gpus": [2, 5], "root": 0}, "root 0 is not in the allocation 2, 5"),
+        ({"collective": "allreduce", "root": 0}, "allreduce has no root"),
+        ({"collective": "allgather", "root": 3}, "allgather has no root"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_value_and_remedy(wanted: dict[str, object], message: str) -> None:
+    """One line, before anything is planned."""
+    with pytest.raises(UsageError) as caught:
+        topoplan.plan(DGX, **wanted)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_machine_without_gpus_is_refused() -> None:
+    """There is no rank to plan for."""
+    with pytest.raises(UsageError, match="has no GPU"):
+        topoplan.plan(machine(0, {}), "allreduce")
+
+
+@pytest.mark.parametrize("name", ["all-reduce", "ALLREDUCE", "all_reduce", "AllReduce"])
+def test_spellings_of_a_collective_are_one(name: str) -> None:
+    """Dashes, underscores and capitals do not matter."""
+    assert topoplan.plan(DGX, name, gpus=[0, 1]).collective == "allreduce"
+
+
+def test_the_order_of_the_gpu_list_does_not_matter() -> None:
+    """Ranks stand in ascending GPU order, and the root is a GPU number, not a rank."""
+    made = topoplan.plan(DGX, "broadcast", gpus=[7, 4, 5], root=5)
+    assert made.ranks == ("gpu4", "gpu5", "gpu7")
+    assert made.root == 1
+    assert made == topoplan.plan(DGX, "broadcast", gpus=[4, 5, 7], root=5)
+    assert made.shards[0].stages[0].root == 1
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_unreachable_gpu_is_named_with_its_cut(collective: str) -> None:
+    """Two islands: the message names both, and the cut is one that no link leaves."""
+    islands = machine(4, both_ways({("gpu0", "gpu2"): 1.0, ("gpu1", "gpu3"): 1.0}))
+    with pytest.raises(InfeasibleError) as caught:
+        topoplan.plan(islands, collective)
+    cut, rest = ("gpu0", "gpu2"), ("gpu1", "gpu3")
+    if collective == "reduce":
+        # What its root does not hear.
+        cut, rest = rest, cut
+    assert caught.value.cut == cut
+    assert f"leads from {{{', '.join(cut)}}} to {{{', '.join(rest)}}}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wire_of_one_direction_serves_a_broadcast_and_nothing_that_needs_an_answer() -> None:
+    """gpu1 hears and cannot answer: a broadcast from gpu0 works, for a reduce the cut is what gpu1 reaches, itself."""
+    wire = machine(2, {("gpu0", "gpu1"): 5.0})
+    made = topoplan.plan(wire, "broadcast")
+    assert topoplan.verify(made).optimal
+    assert made.rate == 5
+    for collective in ("reduce", "allreduce", "allgather"):
+        with pytest.raises(InfeasibleError) as caught:
+            topoplan.plan(wire, collective)
+        assert caught.value.cut == ("gpu1",)
+
+
+@pytest.mark.parametrize("size", [5, 12])
+def test_a_chain_of_one_way_links_is_broadcast_at_its_cut(size: int) -> None:
+    """No rank reaches the root, and none needs to; the reduce of the reversed chain is the same."""
+    wires = {(f"gpu{i}", f"gpu{i + 1}"): 10.0 for i in range(size - 1)}
+    wires |= {("gpu0", f"gpu{i}"): 5.0 for i in range(2, size)}
+    back = {(dst, src): width for (src, dst), width in wires.items()}
+    for links, collective in ((wires, "broadcast"), (back, "reduce")):
+        made = topoplan.plan(machine(size, links), collective, root=0)
+        assert topoplan.verify(made).optimal
+        assert made.rate == 10
+
+
+def mixed() -> Topology:
+    """gpu0 and gpu1 have NVLink, gpu1 and gpu2 PCIe."""
+    topology = machine(3, both_ways({("gpu0", "gpu1"): 25.0}))
+    return replace(
+        topology,
+        links=(*topology.links, Link("gpu1", "gpu2", "pcie", 12.0), Link("gpu2", "gpu1", "pcie", 12.0)),
+    )
+
+
+def test_insisting_on_a_channel_that_does_not_connect_is_refused() -> None:
+    """NVLink alone misses 5 of the DGX-1V's 0 and 5; ``auto`` goes over PCIe."""
+    with pytest.raises(
+        InfeasibleError, match=r"no NVLink path leads from \{gpu0\} to \{gpu5\}.*try --channels auto"
+    ):
+        topoplan.plan(DGX, "allreduce", gpus=[0, 5], channels="nvlink")
+    assert topoplan.plan(DGX, "allreduce", gpus=[0, 5]).channels == ("pcie",)
+    assert topoplan.plan(DGX, "allreduce", gpus=[0, 4]).channels == ("nvlink",)
+    assert topoplan.plan(DGX, "allreduce", gpus=[0, 4], channels="pcie").channels == ("pcie",)
+
+
+def test_a_machine_joined_only_by_both_channels_is_not_called_disconnected() -> None:
+    """The message says which channel stops where, and does not deny the wire that is there."""
+    with pytest.raises(InfeasibleError) as caught:
+        topoplan.plan(mixed(), "allreduce")
+    assert str(caught.value).startswith("no NVLink path leads from {gpu0, gpu1} to {gpu2}")
+    assert "PCIe or network alone do not connect" in str(caught.value)
+    with pytest.raises(InfeasibleError) as caught:
+        topoplan.plan(mixed(), "allreduce", channels="pcie")
+    assert caught.value.cut == ("gpu0",)
+
+
+@given(st.integers(2, 5), st.data())
+@settings(max_examples=80, deadline=None)
+def test_every_cut_of_an_error_is_a_proof(size: int, data: st.DataObject) -> None:
+    """Random links over NVLink and PCIe: a plan, or a cut that holds a GPU, misses one, and that no link leaves."""
+    wires = data.draw(st.sets(st.sampled_from([(a, b) for a in range(size) for b in range(size) if a != b])))
+    links = tuple(
+        Link(f"gpu{a}", f"gpu{b}", data.draw(st.sampled_from(["nvlink", "pcie"])), 1.0)
+        for a, b in sorted(wires)
+    )
+    topology = replace(machine(size, {}), links=links)
+    try:
+        fabric = usable_fabric(topology)
+    except InfeasibleError as error:
+        side = set(error.cut)
+        assert 0 < len(side) < size
+        named = "no NVLink path" in str(error)
+        channels = ("nvlink",) if named else ("nvlink", "pcie")
+        crossing = [
+            link for link in links if link.src in side and link.dst not in side and link.channel in channels
+        ]
+        assert crossing == []
+        return
+    assert topoplan.verify(topoplan.plan(topology, "allreduce")).optimal
+    assert fabric.unreachable() == ()
+
+
+def test_the_seconds_of_a_plan_are_measured() -> None:
+    """And they are the time of the call, not of the import."""
+    made = topoplan.plan(DGX, "allreduce", gpus=[0, 1])
+    assert made.seconds is not None
+    assert 0 < made.seconds < 5
+
+
+def test_a_broadcast_is_bounded_at_its_root_or_at_a_leaf() -> None:
+    """gpu7 of GPUs 0-3 and 7 hangs on gpu3 alone: 25 GB/s, and the cut is all but gpu7."""
+    made = topoplan.plan(DGX, "broadcast", gpus=[0, 1, 2, 3, 7])
+    assert (made.rate, made.bound) == (25, 25)
+    assert made.certificate == Cut(("gpu0", "gpu1", "gpu2", "gpu3"))
+    assert Fabric(made.topology, made.channels).ranks == made.ranks
+
+
+def test_more_gpus_than_memory_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables grow with the square of the ranks: estimated before they are made, and said."""
+    pair = topoplan.nvswitch_cluster(2)
+    monkeypatch.setattr("topoplan.trees.route_table.physical_memory", lambda: 30_000)
+    with pytest.raises(UsageError) as caught:
+        topoplan.plan(pair, "allgather")
+    assert str(caught.value) == (
+        "packing trees of 16 GPUs takes about 15KB of memory; this machine can give 14.65KB; choose fewer GPUs"
+    )
+
+
+@pytest.mark.parametrize(("collective", "most"), [("broadcast", 12), ("allreduce", 16), ("allgather", 16)])
+def test_few_trees_on_one_switch_are_never_more_than_the_stars(collective: str, most: int) -> None:
+    """DGX-2 with `order="trees"`: no more trees than one hop has, at the same rate."""
+    dgx = topoplan.load("dgx-2")
+    made = topoplan.plan(dgx, collective, order="trees")
+    assert topoplan.verify(made).optimal
+    assert made.trees <= most
+    assert made.rate == topoplan.plan(dgx, collective).rate
+
+
+def test_peeling_finds_few_trees_on_sixteen_uneven_gpus() -> None:
+    """MI250: the broadcast of 300 GB/s fits in six trees, the allreduce in eight."""
+    machine = topoplan.load("mi250")
+    for collective, trees in (("broadcast", 6), ("allreduce", 8)):
+        made = topoplan.plan(machine, collective, order="trees")
+        assert topoplan.verify(made).optimal
+        assert made.trees <= trees

@@ -1,0 +1,290 @@
+"""Certificates are sound: whatever lengths, cut or partition one writes down, no plan beats the bound it proves."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from fractions import Fraction
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.small_fabrics import (
+    COLLECTIVES,
+    ROOTED,
+    both_ways,
+    direct_machines,
+    machine,
+    routes,
+    switched_machines,
+)
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.errors import PlanError
+from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
+from topoplan.plans.certificate import certified_bound, link_lengths
+from topoplan.plans.cheapest_forest import cheapest_forest
+from topoplan.plans.forest_length import forest_length
+from topoplan.topology import Topology
+
+MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
+ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
+
+
+def nvlink(topology: Topology) -> Fabric:
+    return Fabric(topology, ("nvlink",))
+
+
+def optimum(topology: Topology, collective: str) -> Fraction:
+    rate = topoplan.verify(topoplan.plan(topology, collective)).exact_rate
+    assert rate is not None
+    return rate
+
+
+def bound(certificate: Certificate, topology: Topology, collective: str) -> Fraction:
+    return certified_bound(certificate, nvlink(topology), collective, 0 if collective in ROOTED else None)
+
+
+@given(MACHINES, ANY_COLLECTIVE, st.data())
+@settings(max_examples=120, deadline=None)
+def test_any_lengths_bound_the_optimum(topology: Topology, collective: str, data: st.DataObject) -> None:
+    """Random lengths, zeros among them: the bound is above the optimum, or there is none because a forest is free."""
+    length = st.just(Fraction(0)) | st.fractions(0, 9, max_denominator=7)
+    certificate = Lengths(tuple((link.src, link.dst, data.draw(length)) for link in topology.links))
+    if costs_nothing(certificate, topology, collective):
+        with pytest.raises(PlanError, match="length zero"):
+            bound(certificate, topology, collective)
+        return
+    proved = bound(certificate, topology, collective)
+    assert proved >= optimum(topology, collective)
+    longer = Lengths(tuple((src, dst, y * 12) for src, dst, y in certificate.lengths))
+    assert bound(longer, topology, collective) == proved
+
+
+def costs_nothing(certificate: Lengths, topology: Topology, collective: str) -> bool:
+    """True where links of length zero carry the whole collective."""
+    free = nx.DiGraph()
+    free.add_nodes_from(topology.gpus)
+    free.add_edges_from((src, dst) for src, dst, y in certificate.lengths if y == 0)
+    ranks = set(topology.gpus)
+    down = [ranks <= nx.descendants(free, gpu) | {gpu} for gpu in topology.gpus]
+    up = [ranks <= nx.ancestors(free, gpu) | {gpu} for gpu in topology.gpus]
+    return {
+        "broadcast": down[0],
+        "reduce": up[0],
+        "allgather": all(down),
+        "reduce_scatter": all(up),
+        "allreduce": any(a and b for a, b in zip(up, down, strict=True)),
+    }[collective]
+
+
+@given(MACHINES, ANY_COLLECTIVE, st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_cut_bounds_the_optimum(topology: Topology, collective: str, data: st.DataObject) -> None:
+    """Random device sets; a set that holds all ranks, none, or not the root, proves nothing and says so."""
+    names = [device.name for device in topology.devices]
+    side = data.draw(st.sets(st.sampled_from(names)))
+    inside = [gpu for gpu in topology.gpus if gpu in side]
+    certificate = Cut(tuple(sorted(side)))
+    if not 0 < len(inside) < len(topology.gpus):
+        with pytest.raises(PlanError, match="at least one rank"):
+            bound(certificate, topology, collective)
+    elif collective in ROOTED and "gpu0" not in side:
+        with pytest.raises(PlanError, match="must hold the root, rank 0"):
+            bound(certificate, topology, collective)
+    else:
+        assert bound(certificate, topology, collective) >= optimum(topology, collective)
+
+
+@given(MACHINES, st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_partition_bounds_the_allreduce(topology: Topology, data: st.DataObject) -> None:
+    """Random parts of GPUs and switches; devices that no part names stand alone."""
+    names = [device.name for device in topology.devices]
+    part_of = {name: data.draw(st.integers(0, len(names))) for name in names}
+    parts = tuple(
+        tuple(name for name in names if part_of[name] == part) for part in range(data.draw(st.integers(1, 6)))
+    )
+    alone = {name for name in names if not any(name in part for part in parts)}
+    groups = len({part_of[gpu] if gpu not in alone else gpu for gpu in topology.gpus})
+    if groups < 2:
+        with pytest.raises(PlanError, match="at least two parts"):
+            bound(Partition(parts), topology, "allreduce")
+    else:
+        assert bound(Partition(parts), topology, "allreduce") >= optimum(topology, "allreduce")
+
+
+@given(switched_machines() | direct_machines(most=5), ANY_COLLECTIVE)
+@settings(max_examples=60, deadline=None)
+def test_lengths_of_one_across_a_cut_or_partition_prove_as_much(topology: Topology, collective: str) -> None:
+    """A cut is a certificate by lengths: with 1 on each link that it counts, the dual bound is no weaker."""
+    root = 0 if collective in ROOTED else None
+    fabric = nvlink(topology)
+    certificate = best_bound(fabric, collective, root)
+    value = certified_bound(certificate, fabric, collective, root)
+    if isinstance(certificate, Lengths):
+        return
+    counted = link_lengths(certificate, fabric, collective)
+    crossing = [link for link, length in zip(fabric.links, counted, strict=True) if length]
+    unit = Lengths(tuple((link.src, link.dst, Fraction(1)) for link in crossing))
+    assert certified_bound(unit, fabric, collective, root) <= value
+
+
+@st.composite
+def distances(draw: st.DrawFn, *, size: int) -> list[list[int]]:
+    """Shortest distances between ranks: any lengths, closed under relaying."""
+    entry = st.integers(0, 3) | st.integers(0, 40)
+    d = [[0 if u == v else draw(entry) for v in range(size)] for u in range(size)]
+    for w in range(size):
+        d = [[min(d[u][v], d[u][w] + d[w][v]) for v in range(size)] for u in range(size)]
+    return d
+
+
+@given(distances(size=3))
+@settings(max_examples=100, deadline=None)
+def test_no_order_of_sends_and_sums_is_cheaper_than_a_tree_up_and_a_tree_down(d: list[list[int]]) -> None:
+    """Not only trees: over all states of who holds which sum, the cheapest way to an allreduce is `cheapest_forest`."""
+    assert cheapest_protocol(d) == cheapest_forest(d, "allreduce", None)
+
+
+@given(distances(size=4))
+@settings(max_examples=4, deadline=None)
+def test_nor_is_it_between_four_ranks(d: list[list[int]]) -> None:
+    """65,536 states: exchanges in pairs, as recursive doubling makes them, are among the ways."""
+    assert cheapest_protocol(d) == cheapest_forest(d, "allreduce", None)
+
+
+def cheapest_protocol(d: list[list[int]]) -> int:
+    """Cheapest sequence of messages after which every rank holds the sum of all (Dijkstra).
+
+    A message replaces what the receiver holds, or is added to it; a sum that counts a contribution twice is of no use.
+    """
+    size = len(d)
+    start = tuple(1 << rank for rank in range(size))
+    cost = {start: 0}
+    heap = [(0, start)]
+    while True:
+        spent, held = heapq.heappop(heap)
+        if spent > cost[held]:
+            continue
+        if all(sums == (1 << size) - 1 for sums in held):
+            return spent
+        for u in range(size):
+            for v in range(size):
+                received = [held[u]] if held[u] & held[v] else [held[u], held[u] | held[v]]
+                for sums in received if u != v else []:
+                    following = (*held[:v], sums, *held[v + 1 :])
+                    if spent + d[u][v] < cost.get(following, 1 << 60):
+                        cost[following] = spent + d[u][v]
+                        heapq.heappush(heap, (cost[following], following))
+
+
+@given(MACHINES)
+@settings(max_examples=60, deadline=None)
+def test_arcs_are_the_simple_paths_through_switches(topology: Topology) -> None:
+    """As networkx lists them, shortest first for each pair, each with the links and the devices of its route."""
+    fabric = nvlink(topology)
+    found: dict[tuple[int, int], list[tuple[tuple[str, str], ...]]] = {}
+    for arc in fabric.arcs:
+        path = tuple((fabric.links[i].src, fabric.links[i].dst) for i in arc.links)
+        found.setdefault((arc.tail, arc.head), []).append(path)
+        assert arc.route == (path[0][0], *(dst for _, dst in path))
+        assert arc.channel == "nvlink"
+    listed = {pair: paths for pair, paths in routes(topology).items() if paths}
+    assert {pair: sorted(paths) for pair, paths in found.items()} == listed
+    for paths in found.values():
+        assert [len(path) for path in paths] == sorted(len(path) for path in paths)
+
+
+TRIANGLE = machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu1", "gpu2"): 2.0, ("gpu0", "gpu2"): 4.0}))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "collective", "message"),
+    [
+        (Cut(("gpu0", "gpu7")), "allgather", "device 'gpu7', which the topology does not have"),
+        (Cut(()), "allgather", "at least one rank"),
+        (Cut(("gpu1",)), "reduce", "must hold the root, rank 0"),
+        (
+            Partition((("gpu0",), ("gpu1", "gpu2"))),
+            "broadcast",
+            "a partition bounds allreduce, not broadcast",
+        ),
+        (Partition((("gpu0", "gpu1"), ("gpu1", "gpu2"))), "allreduce", "gpu1 stands in two parts"),
+        (Partition((("gpu0", "gpu1", "gpu2"),)), "allreduce", "at least two parts"),
+        (Partition((("gpu0",), ("gpu1", "rack"))), "allreduce", "device 'rack'"),
+        (Lengths((("gpu0", "gpu7", Fraction(1)),)), "allreduce", "gpu0->gpu7, which is no usable link"),
+        (Lengths((("gpu0", "gpu1", Fraction(-1, 3)),)), "allreduce", "below zero"),
+        (Lengths(()), "allgather", "length zero"),
+        (Trivial(), "allreduce", "'trivial' proves nothing for 3 ranks"),
+    ],
+)
+def test_a_certificate_that_proves_nothing_says_why(
+    certificate: Certificate, collective: str, message: str
+) -> None:
+    """Unknown devices and links, wrong collective, empty sides, negative and missing lengths."""
+    with pytest.raises(PlanError, match=message):
+        bound(certificate, TRIANGLE, collective)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "collective", "value"),
+    [
+        (Cut(("gpu0",)), "broadcast", 5),
+        (Cut(("gpu0", "gpu2")), "reduce", 3),
+        (Cut(("gpu0", "gpu2")), "allgather", Fraction(9, 2)),
+        (Cut(("gpu1",)), "reduce_scatter", 9),
+        (Cut(("gpu1",)), "allreduce", 3),
+        (Partition((("gpu0",), ("gpu1",), ("gpu2",))), "allreduce", Fraction(7, 2)),
+        (Partition(()), "allreduce", Fraction(7, 2)),
+        (Partition((("gpu0", "gpu2"),)), "allreduce", 3),
+        (Lengths((("gpu0", "gpu1", Fraction(1)), ("gpu2", "gpu1", Fraction(1)))), "broadcast", 3),
+    ],
+)
+def test_bounds_of_a_triangle_by_hand(certificate: Certificate, collective: str, value: Fraction) -> None:
+    """Wires of 1, 2 and 4 GB/s between gpu0-gpu1, gpu1-gpu2, gpu0-gpu2."""
+    assert bound(certificate, TRIANGLE, collective) == value
+
+
+def test_lengths_before_a_switch_that_copies_or_behind_one_that_adds_prove_nothing() -> None:
+    """One byte into a copying switch leaves it many times, and many into an adding one leave it as one."""
+    ports = machine(3, both_ways({(f"gpu{i}", "sw0"): 1.0 for i in range(3)}), switches=1)
+    into_switch = Lengths(tuple((f"gpu{i}", "sw0", Fraction(1)) for i in range(3)))
+    into_ranks = Lengths(tuple(("sw0", f"gpu{i}", Fraction(1)) for i in range(3)))
+    assert bound(into_switch, ports, "allreduce") == bound(into_ranks, ports, "allreduce") == Fraction(3, 4)
+    for able, refused, holds in (
+        ({"multicast": True}, into_switch, into_ranks),
+        ({"reduce": True}, into_ranks, into_switch),
+    ):
+        devices = tuple(replace(d, **able) if d.name == "sw0" else d for d in ports.devices)
+        gifted = replace(ports, devices=devices)
+        with pytest.raises(PlanError, match="copy or add"):
+            bound(refused, gifted, "allreduce")
+        assert bound(holds, gifted, "allreduce") == Fraction(3, 4)
+        assert bound(Cut(("gpu0",)), gifted, "allreduce") == 1
+    both = tuple(replace(d, multicast=True, reduce=True) if d.name == "sw0" else d for d in ports.devices)
+    for lengths in (into_switch, into_ranks):
+        with pytest.raises(PlanError, match="copy or add"):
+            bound(lengths, replace(ports, devices=both), "allreduce")
+
+
+def test_a_certificate_of_another_machine_is_refused_or_weaker() -> None:
+    """Lengths of a switched box name links that a direct box lacks; a cut of a smaller box bounds from above."""
+    dgx_2 = topoplan.load("dgx-2").subset(range(8))
+    dgx_1v = topoplan.load("dgx-1v")
+    of_switch = topoplan.plan(dgx_2, "allreduce").certificate
+    assert isinstance(of_switch, Lengths)
+    with pytest.raises(PlanError, match="no usable link"):
+        bound(of_switch, dgx_1v, "allreduce")
+    of_part = topoplan.plan(dgx_1v, "broadcast", gpus=[0, 1, 3], root=1).certificate
+    assert isinstance(of_part, Cut)
+    assert certified_bound(of_part, nvlink(dgx_1v), "broadcast", 1) >= 150
+
+
+def test_a_rank_out_of_reach_is_named() -> None:
+    """Distances need a path between every two ranks."""
+    fabric = nvlink(machine(3, both_ways({("gpu0", "gpu2"): 1.0})))
+    with pytest.raises(PlanError, match="rank 0 does not reach rank 1"):
+        forest_length(fabric, [1, 1], "allreduce", None)

@@ -1,0 +1,430 @@
+"""Compact plans: templates and symmetries stand for all their images, in loads, files, checks and buffers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.small_fabrics import (
+    COLLECTIVES,
+    ROOTED,
+    both_ways,
+    direct_machines,
+    machine,
+    switched_machines,
+)
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.clusters import nvswitch_cluster
+from topoplan.columns.orbit_problem import OrbitPacking
+from topoplan.errors import PlanError
+from topoplan.plans import Edge, Fabric, Plan, Shard, Stage
+from topoplan.plans.build import build_plan
+from topoplan.plans.loads import forest_rate, link_loads
+from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.symmetry.permutation_groups import group_elements, is_automorphism
+from topoplan.topology import Topology
+from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.trees.route_table import Orbits, RouteTable
+
+JsonPlan = dict[str, Any]
+
+FEW = st.sampled_from([1.0, 2.0])
+"""Few different bandwidths, so that small machines have symmetries."""
+
+ALIKE = st.one_of(
+    direct_machines(most=5, symmetric=True, bandwidths=st.just(1.0)),
+    direct_machines(most=4, bandwidths=FEW),
+    switched_machines(bandwidths=FEW),
+)
+
+
+def nvlink(topology: Topology) -> Fabric:
+    return Fabric(topology, ("nvlink",))
+
+
+def symmetries(fabric: Fabric, fixed: int | None) -> list[tuple[int, ...]]:
+    """All automorphisms of a small fabric, by trying every permutation."""
+    nodes = range(len(fabric.nodes))
+    return [
+        p
+        for p in permutations(nodes)
+        if (fixed is None or p[fixed] == fixed) and p != tuple(nodes) and is_automorphism(fabric, p)
+    ]
+
+
+def moved(shard: Shard, nodes: tuple[str, ...], element: tuple[int, ...]) -> Shard:
+    """The image of a shard, straight from the definition; its edges as a sorted list."""
+    name = {one: nodes[element[i]] for i, one in enumerate(nodes)}
+    stages = []
+    for stage in shard.stages:
+        edges = [
+            Edge(element[e.parent], element[e.child], tuple(name[d] for d in e.route), e.channel)
+            for e in stage.edges
+        ]
+        stages.append(Stage(stage.op, element[stage.root], tuple(sorted(edges, key=lambda e: e.child))))
+    return Shard(shard.share, tuple(stages))
+
+
+@st.composite
+def compact(draw: st.DrawFn) -> tuple[Fabric, str, int | None, ImageShards]:
+    """Random trees on a small fabric, with some of its symmetries."""
+    fabric = nvlink(draw(ALIKE))
+    collective = draw(st.sampled_from(COLLECTIVES))
+    root = draw(st.integers(0, fabric.size - 1)) if collective in ROOTED else None
+    known = symmetries(fabric, root)
+    generators = tuple(draw(st.lists(st.sampled_from(known), max_size=2))) if known else ()
+    packing = OrbitPacking(Orbits(fabric), collective, root)
+    lengths = tuple(draw(st.integers(0, 5)) for _ in fabric.links)
+    routes = RouteTable(packing.orbits, lengths)
+    templates = []
+    for _ in range(draw(st.integers(1, 2))):
+        top = draw(st.integers(0, fabric.size - 1)) if root is None else root
+        up, down = (draw(trees(cost, top)) for cost in (routes.cost.T, routes.cost))
+        tree = packing.tree(top, up, down, routes)
+        stages = packing.images({tree: Fraction(1)}).templates[0].stages
+        templates.append(Shard(draw(st.fractions(Fraction(1, 9), 1, max_denominator=9)), stages))
+    return fabric, collective, root, ImageShards(fabric.nodes, fabric.size, generators, tuple(templates))
+
+
+@st.composite
+def trees(draw: st.DrawFn, cost: np.ndarray, root: int) -> list[int]:
+    """Parents of a random tree along arcs that there are."""
+    parents = [-1] * len(cost)
+    known = [root]
+    while len(known) < len(cost):
+        arcs = [
+            (u, v) for u in known for v in range(len(cost)) if v not in known and cost[u, v] < UNREACHABLE
+        ]
+        u, v = draw(st.sampled_from(arcs))
+        parents[v] = u
+        known.append(v)
+    return parents
+
+
+@given(compact())
+@settings(max_examples=100, deadline=None)
+def test_images_are_the_distinct_images_of_the_definition(
+    made: tuple[Fabric, str, int | None, ImageShards],
+) -> None:
+    """Each template's images are those under every element of the group, each once; counts say how many."""
+    _, _, _, shards = made
+    elements = [tuple(range(len(shards.nodes)))]
+    if shards.generators:
+        table = group_elements([np.array(p) for p in shards.generators], 1000)
+        assert table is not None
+        elements = [tuple(row) for row in table.tolist()]
+    expected: Counter[Shard] = Counter()
+    for template, count in zip(shards.templates, shards.counts, strict=True):
+        images = {moved(template, shards.nodes, element) for element in elements}
+        assert count == len(images)
+        expected.update(images)
+    found = Counter(moved(one, shards.nodes, elements[0]) for one in shards)
+    assert found == expected
+    assert len(shards) == sum(shards.counts)
+    owners = [(s.stages[-1] if s.stages[-1].op == "reduce" else s.stages[0]).root for s in shards]
+    assert owners == sorted(owners)
+
+
+@given(compact())
+@settings(max_examples=100, deadline=None)
+def test_loads_of_templates_are_loads_of_all_images(
+    made: tuple[Fabric, str, int | None, ImageShards],
+) -> None:
+    """As rational numbers, link by link: averaging over orbits loses nothing."""
+    fabric, _, _, shards = made
+    assert link_loads(shards, fabric) == link_loads(tuple(shards), fabric)
+    assert forest_rate(shards, fabric) == forest_rate(tuple(shards), fabric)
+
+
+@given(compact())
+@settings(max_examples=60, deadline=None)
+def test_a_compact_plan_and_its_expansion_are_checked_alike(
+    made: tuple[Fabric, str, int | None, ImageShards],
+) -> None:
+    """Both pass with the same figures, or both are refused; and files of both are read as they were written."""
+    fabric, collective, root, shards = made
+    total = sum((s.share * n for s, n in zip(shards.templates, shards.counts, strict=True)), Fraction(0))
+    shares = tuple(replace(s, share=s.share / total) for s in shards.templates)
+    shards = replace(shards, templates=shares)
+    small = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=shards,
+        certificate=best_bound(fabric, collective, root),
+        schedule="trees",
+        method="hand",
+    )
+    large = replace(small, shards=tuple(shards))
+    for one in (small, large):
+        again = Plan.from_json(one.to_json())
+        assert again == one
+        assert again.to_json() == one.to_json()
+    assert (small.trees, small.height, small.depth) == (large.trees, large.height, large.depth)
+    try:
+        expected = topoplan.verify(large)
+    except PlanError:
+        with pytest.raises(PlanError):
+            topoplan.verify(small)
+        return
+    assert topoplan.verify(small) == expected
+
+
+@cache
+def cluster_plan(collective: str) -> Plan:
+    """Clusters of 144 and 128 GPUs, large enough to be written compactly."""
+    servers, gpus = (16, 8) if collective == "allreduce" else (9, 16)
+    made = topoplan.plan(nvswitch_cluster(servers, gpus=gpus), collective)
+    assert isinstance(made.shards, ImageShards)
+    return made
+
+
+@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
+def test_a_large_plan_is_compact_and_the_same_as_its_expansion(collective: str) -> None:
+    """A file of a few templates, and the check of all shards gives the same figures."""
+    made = cluster_plan(collective)
+    assert len(made.to_json()) < 300_000
+    large = replace(made, shards=tuple(made.shards))
+    assert len(large.shards) == made.trees >= len(made.ranks)
+    assert topoplan.verify(made) == topoplan.verify(large)
+    assert topoplan.verify(made).optimal
+
+
+def test_slices_and_negative_numbers_work_as_on_a_tuple() -> None:
+    """ImageShards is a sequence: of any length, from either end."""
+    shards = cluster_plan("allgather").shards
+    listed = tuple(shards)
+    assert shards[-1] == listed[-1]
+    assert shards[3:140:50] == listed[3:140:50]
+    assert listed[7] in shards
+    with pytest.raises(IndexError):
+        shards[len(listed)]
+
+
+def ring(size: int = 4) -> Topology:
+    return machine(size, both_ways({(f"gpu{i}", f"gpu{(i + 1) % size}"): 10.0 for i in range(size)}))
+
+
+def chain(root: int, size: int = 4) -> Stage:
+    """From the root all the way around, clockwise."""
+    ranks = [(root + i) % size for i in range(size)]
+    edges = tuple(Edge(a, b, (f"gpu{a}", f"gpu{b}"), "nvlink") for a, b in pairwise(ranks))
+    return Stage("broadcast", root, edges)
+
+
+def ring_plan(collective: str, stages: tuple[Stage, ...], *, root: int | None = None) -> Plan:
+    """Shards that are turned around a ring of four."""
+    fabric = nvlink(ring())
+    turned = ImageShards(fabric.nodes, 4, ((1, 2, 3, 0),), (Shard(Fraction(1, 4), stages),))
+    return build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=turned,
+        certificate=best_bound(fabric, collective, root),
+        schedule="trees",
+        method="hand",
+    )
+
+
+def test_a_chain_and_its_turns_gather_on_a_ring() -> None:
+    """Four chains, each link crossed by three of them: 10 GB/s x 4 / 3."""
+    report = topoplan.verify(ring_plan("allgather", (chain(0),)))
+    assert (report.exact_rate, report.trees, report.height) == (Fraction(40, 3), 4, 3)
+    assert set(report.loads.values()) == {0.75}
+
+
+def test_symmetries_must_keep_the_root() -> None:
+    """A broadcast from rank 0 whose images start at ranks 1, 2 and 3 delivers what is not there."""
+    for op, collective in (("broadcast", "broadcast"), ("reduce", "reduce")):
+        made = ring_plan(collective, (replace(chain(0), op=op),), root=0)
+        with pytest.raises(PlanError, match=rf"symmetry 0 moves the root of this {collective}, rank 0, to"):
+            topoplan.verify(made)
+
+
+def test_images_must_stand_in_the_order_of_their_owners() -> None:
+    """A last stage without edges would order the blocks of an allgather by its own root."""
+    made = ring_plan("allgather", (chain(0), Stage("reduce", 1, ())))
+    with pytest.raises(PlanError, match="the images would be ordered by rank 1, not by their owner"):
+        topoplan.verify(made)
+
+
+def test_channels_tell_images_apart() -> None:
+    """Of two edges that a symmetry exchanges one is called network: the images are two, not one."""
+    fabric = Fabric(
+        machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu0", "gpu2"): 1.0})), ("nvlink", "network")
+    )
+    star = Stage(
+        "broadcast",
+        0,
+        (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"), Edge(0, 2, ("gpu0", "gpu2"), "network")),
+    )
+    shards = ImageShards(fabric.nodes, 3, ((0, 2, 1),), (Shard(Fraction(1, 2), (star,)),))
+    assert shards.counts == (2,)
+
+
+def refused(value: JsonPlan, change: Callable[[JsonPlan], object]) -> str:
+    """What is said of a good plan file after a change."""
+    value = json.loads(json.dumps(value))
+    change(value)
+    with pytest.raises(PlanError) as caught:
+        topoplan.verify(Plan.from_json(json.dumps(value)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def good() -> JsonPlan:
+    value: JsonPlan = json.loads(cluster_plan("allgather").to_json())
+    return value
+
+
+def setter(symmetry: object) -> Callable[[JsonPlan], None]:
+    return lambda value: value.update(symmetry=symmetry)
+
+
+@pytest.mark.parametrize(
+    ("symmetry", "message"),
+    [
+        (None, "symmetry must be a list, not NoneType"),
+        ("s0.gpu0", "symmetry must be a list, not str"),
+        ({}, "symmetry must be a list, not dict"),
+        ([["s0.gpu0", "s0.gpu1"]], "symmetry 0 must be an object, not list"),
+        ([{"s0.gpu0": 5}], "symmetry 0 must be a text, not 5"),
+        (
+            [{}, {"s0.gpu0": "gpu99"}],
+            "symmetry 1 moves 's0.gpu0' to 'gpu99'; both must be devices of the plan",
+        ),
+        ([{"pcie0": "s0.gpu0"}], "symmetry 0 moves 'pcie0' to 's0.gpu0'; both must be devices"),
+        ([{"s0.gpu0": "s0.gpu1"}], "symmetry 0 does not map the machine's links onto equal links"),
+        ([{"s0.gpu0": "rail0", "rail0": "s0.gpu0"}], "symmetry 0 does not map the machine's links"),
+        ([{"s0.gpu0": "s1.gpu0", "s1.gpu0": "s0.gpu0"}], "symmetry 0 does not map the machine's links"),
+        ([], "the shares add up to 1/144, not 1"),
+        ([{}], "the shares add up to 1/144, not 1"),
+        ([{}] * 65, "65 symmetries are more than the 64 that a plan may list"),
+    ],
+)
+def test_a_wrong_symmetry_is_refused_by_number(symmetry: object, message: str) -> None:
+    """A wrong type, a device that is not there, no permutation, a rank to a switch, links that differ."""
+    assert message in refused(good(), setter(symmetry))
+
+
+def test_a_symmetry_of_a_broken_machine_is_none() -> None:
+    """One NIC slower than the others, in the machine of the file: the rotation of servers is no symmetry now."""
+
+    def slow(value: JsonPlan) -> None:
+        links = value["topology"]["links"]
+        next(link for link in links if link["src"] == "s3.nic2")["bandwidth"] = 24.0
+
+    assert "does not map the machine's links onto equal links" in refused(good(), slow)
+
+
+def test_shares_of_templates_count_for_all_their_images() -> None:
+    """A share that is not that of one image, and a template twice."""
+
+    def larger(value: JsonPlan) -> None:
+        value["shards"][0]["share"] = "1/143"
+
+    def twice(value: JsonPlan) -> None:
+        value["shards"].append(value["shards"][0])
+
+    assert "the shares add up to" in refused(good(), larger)
+    assert "the shares add up to" in refused(good(), twice)
+
+
+def test_templates_must_cover_all_owners_evenly() -> None:
+    """One GPU of each server owns all: the shares add up, and an owner is named."""
+    value = good()
+    rotation = {
+        f"s{s}.{device}": f"s{(s + 1) % 9}.{device}"
+        for s in range(9)
+        for device in (*(f"gpu{i}" for i in range(16)), *(f"nic{i}" for i in range(16)), "nvswitch0")
+    }
+    names = {device["name"] for device in value["topology"]["devices"]}
+    value["symmetry"] = [{a: b for a, b in rotation.items() if a in names}]
+    value["shards"] = value["shards"][:1]
+    value["shards"][0]["share"] = "1/9"
+    assert "owns 1/9 of the buffer instead of 1/144" in refused(value, lambda _: None)
+
+
+@pytest.mark.parametrize("rank", [-1, 144, 10**6, 10**30])
+@pytest.mark.parametrize("place", ["root", "parent", "child"])
+def test_ranks_that_there_are_not_are_found_in_templates(place: str, rank: int) -> None:
+    """Before any image is looked up by them, and by all who ask for the images."""
+
+    def change(value: JsonPlan) -> None:
+        stage = value["shards"][0]["stages"][0]
+        if place == "root":
+            stage["root"] = rank
+        else:
+            stage["edges"][-1][0 if place == "parent" else 1] = rank
+
+    assert "is out of range 0 to 143" in refused(good(), change)
+    value = good()
+    change(value)
+    with pytest.raises(PlanError, match="is out of range 0 to 143"):
+        len(Plan.from_json(json.dumps(value)).shards)
+
+
+def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
+    """In a plan whose symmetries keep the root, where images are told apart by their routes."""
+    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "broadcast").to_json())
+    names = [f"gpu{i}" for i in range(1, 16)]
+    value["symmetry"] = [dict(zip(names, names[1:] + names[:1], strict=True))]
+    value["shards"] = value["shards"][:1]
+    value["shards"][0]["stages"][0]["edges"][0][2][1] = "nvswitch9"
+    assert "'nvswitch9', which is no device of this plan" in refused(value, lambda _: None)
+
+
+def test_all_permutations_of_a_switch_are_too_many() -> None:
+    """16! of them: refused after a look at some, in words."""
+    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "allgather").to_json())
+    names = [f"gpu{i}" for i in range(16)]
+    turn = dict(zip(names, names[1:] + names[:1], strict=True))
+    value["shards"] = value["shards"][:1]
+    value["symmetry"] = [turn]
+    assert topoplan.verify(Plan.from_json(json.dumps(value))).optimal
+    said = refused(value, setter([turn, {"gpu0": "gpu1", "gpu1": "gpu0"}]))
+    assert "the symmetries generate more than 65536 permutations of 17 devices; list fewer" in said
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_random_damage_to_a_compact_file_is_an_error_or_leaves_a_true_plan(seed: int) -> None:
+    """Whatever is changed in symmetries and templates: PlanError, or the figures of the expanded plan."""
+    pick = random.Random(seed)
+    value = json.loads(ring_plan("allgather", (chain(0),)).to_json())
+    devices = [*value["ranks"], "sw0", ""]
+    stage = value["shards"][0]["stages"][0]
+    turn = value["symmetry"]
+    for _ in range(pick.randint(1, 3)):
+        pick.choice(
+            [
+                lambda: turn.append({pick.choice(devices): pick.choice(devices)}),
+                lambda: turn.append({"gpu0": "gpu3", "gpu3": "gpu0", "gpu1": "gpu2", "gpu2": "gpu1"}),
+                lambda: turn[0].update({pick.choice(devices): pick.choice(devices)}),
+                lambda: pick.choice(stage["edges"]).__setitem__(pick.randint(0, 1), pick.randint(-1, 5)),
+                lambda: stage.update(root=pick.randint(-1, 4)),
+                lambda: value["shards"][0].update(share=pick.choice(["1/4", "1/8", "1/2"])),
+                lambda: value["shards"].append(value["shards"][0]),
+                lambda: value["shards"][0]["stages"].append({"op": "reduce", "root": 1, "edges": []}),
+            ]
+        )()
+    try:
+        plan = Plan.from_json(json.dumps(value))
+        report = topoplan.verify(plan)
+    except PlanError:
+        return
+    assert topoplan.verify(replace(plan, shards=tuple(plan.shards))) == report

@@ -1,0 +1,585 @@
+"""The checker believes nothing: every way to spoil a good plan is caught, with shard, stage and rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.hand_plans import full_mesh, plan_of, stage, star, three_phase_plan
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.errors import PlanError
+from topoplan.plans import Fabric, Plan, Shard, Verification
+from topoplan.plans.certificate import certified_bound
+from topoplan.topology import Topology
+
+JsonPlan = dict[str, Any]
+
+
+@cache
+def good(machine_name: str, collective: str) -> str:
+    """A plan file that verifies: the hybrid mesh, a switch, PCIe, and a switch with a weak port."""
+    made = {
+        "dgx-1v": lambda: topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 2, 3, 4, 7]),
+        "dgx-2": lambda: topoplan.plan(topoplan.load("dgx-2"), collective, gpus=[0, 3, 7, 9]),
+        "pcie-x8": lambda: topoplan.plan(topoplan.load("pcie-x8"), collective, gpus=[0, 1, 6]),
+        "uneven": lambda: topoplan.plan(uneven_switch(), collective),
+    }[machine_name]()
+    return made.to_json()
+
+
+def uneven_switch() -> Topology:
+    """The proof of its allreduce needs dual lengths, and its plans several trees."""
+    ports = {("gpu0", "sw0"): 4.0, ("gpu1", "sw0"): 3.0, ("gpu2", "sw0"): 7.0, ("gpu3", "sw0"): 3.0}
+    ports |= {("sw0", "gpu0"): 6.0, ("sw0", "gpu1"): 5.0, ("sw0", "gpu2"): 3.0, ("sw0", "gpu3"): 3.0}
+    return machine(4, ports, switches=1)
+
+
+def checked(value: JsonPlan) -> Verification:
+    return topoplan.verify(Plan.from_json(json.dumps(value)))
+
+
+def spoiled(text: str, change: Callable[[JsonPlan], object]) -> PlanError:
+    """The error that a change to a good plan file causes."""
+    value = json.loads(text)
+    change(value)
+    with pytest.raises(PlanError) as caught:
+        checked(value)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+MACHINES = ["dgx-1v", "dgx-2", "pcie-x8", "uneven"]
+EVERY_PLAN = [(name, collective) for name in MACHINES for collective in COLLECTIVES]
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_good_plans_pass_and_name_a_full_link(name: str, collective: str) -> None:
+    """Rate and bound agree as rational numbers, and the bottleneck links are full at that rate."""
+    value = json.loads(good(name, collective))
+    report = checked(value)
+    assert report.optimal
+    assert report.exact_rate == rate_by_hand(value)
+    widths = {(link["src"], link["dst"]): link["bandwidth"] for link in value["topology"]["links"]}
+    assert report.bottleneck
+    for ends, load in report.loads.items():
+        full = report.rate * load == pytest.approx(widths[ends], rel=1e-12)
+        assert full == (ends in report.bottleneck)
+
+
+def rate_by_hand(value: JsonPlan) -> Fraction:
+    """min c(e) / load(e), straight from the file."""
+    kinds = {"nvlink": {"nvlink"}, "pcie": {"pcie", "sys", "c2c"}, "network": {"network"}}
+    usable = {kind for channel in value["channels"] for kind in kinds[channel]}
+    width: dict[tuple[str, str], Fraction] = {}
+    for link in value["topology"]["links"]:
+        if link["channel"] in usable:
+            ends, wide = (link["src"], link["dst"]), Fraction(repr(float(link["bandwidth"])))
+            width[ends] = max(wide, width.get(ends, wide))
+    load: dict[tuple[str, str], Fraction] = {}
+    for shard in value["shards"]:
+        for tree in shard["stages"]:
+            for _, _, route, _ in tree["edges"]:
+                for hop in pairwise(route if tree["op"] == "broadcast" else route[::-1]):
+                    load[hop] = load.get(hop, Fraction(0)) + Fraction(shard["share"])
+    return min(width[hop] / x for hop, x in load.items())
+
+
+def last_stage(value: JsonPlan) -> int:
+    return len(value["shards"][-1]["stages"]) - 1
+
+
+def leaf_edge(tree: JsonPlan) -> int:
+    parents = {edge[0] for edge in tree["edges"]}
+    return next(i for i, edge in enumerate(tree["edges"]) if edge[1] not in parents)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_a_missing_edge_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+    """A leaf that is cut off never gets, or never gives, its part."""
+    text = good(name, collective)
+    value = json.loads(text)
+    tree = value["shards"][-1]["stages"][0]
+    which = leaf_edge(tree)
+    lost, owner = tree["edges"][which][1], tree["root"]
+    error = spoiled(text, lambda v: v["shards"][-1]["stages"][0]["edges"].pop(which))
+    assert error.shard == len(value["shards"]) - 1
+    assert error.stage == last_stage(value)
+    if tree["op"] == "broadcast":
+        assert error.rank == lost
+        assert f"contribution of rank {owner} 0 times" in str(error)
+    else:
+        assert f"contribution of rank {lost} 0 times instead of 1" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_a_doubled_edge_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+    """Its child would have two parents."""
+    text = good(name, collective)
+    shards = json.loads(text)["shards"]
+    edge = shards[-1]["stages"][0]["edges"][-1]
+    error = spoiled(text, lambda v: v["shards"][-1]["stages"][0]["edges"].append(edge))
+    assert (error.shard, error.stage, error.rank) == (len(shards) - 1, 0, edge[1])
+    assert "two parents" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_a_swapped_parent_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+    """The tree may still be one, but the route does not begin where it says."""
+    text = good(name, collective)
+    tree = json.loads(text)["shards"][0]["stages"][0]
+    which = leaf_edge(tree)
+    parent, child = tree["edges"][which][:2]
+    other = next(e[1] for e in tree["edges"] if e[1] not in (parent, child))
+
+    def swap(value: JsonPlan) -> None:
+        value["shards"][0]["stages"][0]["edges"][which][0] = other
+
+    error = spoiled(text, swap)
+    assert (error.shard, error.stage, error.rank) == (0, 0, child)
+    assert "does not lead from" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_a_cycle_beside_the_tree_is_found(name: str, collective: str) -> None:
+    """Two ranks that are each other's parent are reached from no root."""
+    text = good(name, collective)
+    tree = json.loads(text)["shards"][0]["stages"][0]
+    one, two = (edge[1] for edge in tree["edges"][:2])
+
+    def tie(value: JsonPlan) -> None:
+        for edge in value["shards"][0]["stages"][0]["edges"]:
+            if edge[1] in (one, two):
+                edge[0] = two if edge[1] == one else one
+
+    error = spoiled(text, tie)
+    assert (error.shard, error.stage) == (0, 0)
+    assert error.rank is not None
+    assert "does not reach it" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_a_route_over_a_missing_link_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+    """The link of the first edge is taken out of the machine; everything else is as it was."""
+    text = good(name, collective)
+    tree = json.loads(text)["shards"][0]["stages"][0]
+    route = tree["edges"][0][2]
+    src, dst = route[:2] if tree["op"] == "broadcast" else route[1::-1]
+
+    def cut(value: JsonPlan) -> None:
+        links = value["topology"]["links"]
+        links[:] = [link for link in links if (link["src"], link["dst"]) != (src, dst)]
+
+    error = spoiled(text, cut)
+    if "not connected" not in str(error):
+        assert (error.shard, error.stage) == (0, 0)
+        assert f"crosses {src}->{dst}, where there is no" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@pytest.mark.parametrize("channel", ["nvlink", "pcie", "network", "wireless", ""])
+def test_a_wrong_channel_is_named_by_shard_stage_and_rank(name: str, collective: str, channel: str) -> None:
+    """An edge may use the channels that the plan speaks of, and no other."""
+    text = good(name, collective)
+    value = json.loads(text)
+    child = value["shards"][-1]["stages"][-1]["edges"][0][1]
+    if channel in value["channels"]:
+        return
+
+    def rename(value: JsonPlan) -> None:
+        value["shards"][-1]["stages"][-1]["edges"][0][3] = channel
+
+    error = spoiled(text, rename)
+    assert (error.shard, error.stage, error.rank) == (len(value["shards"]) - 1, last_stage(value), child)
+    assert f"channel {channel!r}" in str(error)
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_changed_shares_are_found(name: str, collective: str) -> None:
+    """A sum that is not 1, a share of zero or less, and the right sum with an owner's part moved to another."""
+    text = good(name, collective)
+    shards = json.loads(text)["shards"]
+    share = Fraction(shards[-1]["share"])
+
+    def put(value: Fraction) -> Callable[[JsonPlan], None]:
+        return lambda v: v["shards"][-1].update(share=str(value))
+
+    assert "add up to" in str(spoiled(text, put(share + Fraction(1, 10**9))))
+    for none in (Fraction(0), -share):
+        assert spoiled(text, put(none)).shard == len(shards) - 1
+
+    def shift(value: JsonPlan) -> None:
+        first = Fraction(shards[0]["share"])
+        value["shards"][0]["share"] = str(first / 2)
+        value["shards"][-1]["share"] = str(share + first / 2)
+
+    if collective in ("allgather", "reduce_scatter"):
+        error = spoiled(text, shift)
+        assert error.rank == 0
+        assert "of the buffer instead of 1/" in str(error)
+
+
+def test_shares_in_the_wrong_places_change_the_rate() -> None:
+    """The sum is 1, every tree is right, and the claimed rate is not that of these shares."""
+
+    def shift(value: JsonPlan) -> None:
+        for number, share in ((0, "1/7"), (1, "1/7")):
+            value["shards"][number]["share"] = share
+        rest = value["shards"][2:]
+        for shard in rest:
+            shard["share"] = str(Fraction(5, 7) / len(rest))
+
+    for name in ("dgx-1v", "uneven"):
+        assert "claims a rate" in str(spoiled(good(name, "broadcast"), shift))
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@pytest.mark.parametrize("key", ["rate", "bound"])
+def test_claims_that_are_not_recomputed_are_refused(name: str, collective: str, key: str) -> None:
+    """Inflated by a millionth, deflated, infinite, zero: each is compared with what the file shows."""
+    text = good(name, collective)
+    claimed = json.loads(text)[key]
+    for wrong in (claimed * (1 + 1e-6), claimed * (1 - 1e-6), claimed * 2, 0, None, float("inf"), 10**400):
+        assert f"claims a {key} of" in str(spoiled(text, lambda v, wrong=wrong: v.update({key: wrong})))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_certificate_of_another_machine_is_refused(collective: str) -> None:
+    """Another machine's certificate names what is not there, or proves another bound than the plan claims."""
+    for name in MACHINES:
+        for other in MACHINES:
+            certificate = json.loads(good(other, collective))["certificate"]
+            if certificate != json.loads(good(name, collective))["certificate"]:
+                spoiled(good(name, collective), lambda v, c=certificate: v.update(certificate=c))
+
+
+def test_a_certificate_that_undercuts_the_rate_is_called_out() -> None:
+    """A bound below what the forest does is no bound: a rate above it is reported as a contradiction."""
+    broken = json.loads(good("dgx-1v", "broadcast"))
+    broken["topology"]["links"] = [
+        link | ({"bandwidth": 1e-3} if link["src"] == "gpu1" and link["channel"] == "nvlink" else {})
+        for link in broken["topology"]["links"]
+    ]
+    broken["bound"] = 0.004
+    with pytest.raises(PlanError, match="claims a rate"):
+        checked(broken)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("collective", ROOTED)
+def test_a_changed_root_is_found(name: str, collective: str) -> None:
+    """Of the plan: the trees do not serve that rank. Of a tree: its new root has a parent."""
+    text = good(name, collective)
+    error = spoiled(text, lambda v: v.update(root=2))
+    assert (error.shard, error.stage) == (0, 0)
+    assert error.rank is not None
+    assert "times instead of" in str(error)
+    error = spoiled(text, lambda v: v["shards"][0]["stages"][0].update(root=2))
+    assert (error.shard, error.stage, error.rank) == (0, 0, 2)
+    for nowhere in (99, -1, None):
+        assert "is no rank" in str(spoiled(text, lambda v, root=nowhere: v.update(root=root)))
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_a_root_where_there_is_none_is_found(collective: str) -> None:
+    """Only a broadcast and a reduce have a root of their own."""
+    assert "has no root" in str(spoiled(good("dgx-2", collective), lambda v: v.update(root=1)))
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_permuted_ranks_are_found(name: str, collective: str) -> None:
+    """Of the list alone, and of list and machine together: then the routes lead between other devices."""
+    text = good(name, collective)
+    assert "are not the GPUs" in str(spoiled(text, lambda v: v["ranks"].reverse()))
+    assert "are not the GPUs" in str(spoiled(text, lambda v: v["ranks"].pop()))
+
+    def turn(value: JsonPlan) -> None:
+        value["ranks"].reverse()
+        value["topology"]["devices"].reverse()
+
+    error = spoiled(text, turn)
+    assert (error.shard, error.stage) == (0, 0)
+    assert error.rank is not None
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
+def test_shards_out_of_the_order_of_their_owners_are_found(name: str, collective: str) -> None:
+    """Where a shard lies in the gathered buffer follows from its place, so owners stand in rank order."""
+    text = good(name, collective)
+
+    def swap(value: JsonPlan) -> None:
+        shards = value["shards"]
+        shards[0], shards[-1] = shards[-1], shards[0]
+
+    shards = json.loads(text)["shards"]
+    error = spoiled(text, swap)
+    assert error.shard == 1
+    assert error.rank == (shards[1] if len(shards) > 2 else shards[0])["stages"][0]["root"]
+    assert "order of their owners" in str(error)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_stage_of_the_other_kind_is_found(name: str) -> None:
+    """A broadcast where a reduce belongs, stages in the wrong order, no stage, and an op that there is not."""
+    text = good(name, "allreduce")
+    for change in (
+        lambda v: v["shards"][0]["stages"][0].update(op="broadcast"),
+        lambda v: v["shards"][0]["stages"][1].update(op="reduce"),
+        lambda v: v["shards"][0]["stages"].reverse(),
+        lambda v: v["shards"][0]["stages"].pop(),
+        lambda v: v["shards"][0].update(stages=[]),
+        lambda v: v["shards"][0]["stages"][0].update(op="scan"),
+    ):
+        assert spoiled(text, change).shard == 0
+
+
+@pytest.mark.parametrize("rank", [-1, 6, 10**30])
+def test_ranks_that_there_are_not_are_found(rank: int) -> None:
+    """As parent, as child, and as the root of a tree."""
+    text = good("dgx-1v", "allreduce")
+    for change in (
+        lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(0, rank),
+        lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(1, rank),
+        lambda v: v["shards"][1]["stages"][1].update(root=rank),
+    ):
+        error = spoiled(text, change)
+        assert (error.shard, error.stage, error.rank) == (1, 1, rank)
+    for collective in ("allgather", "reduce_scatter"):
+        error = spoiled(good("dgx-1v", collective), lambda v: v["shards"][-1]["stages"][0].update(root=rank))
+        assert error.rank == rank
+
+
+@pytest.mark.parametrize(
+    ("channels", "message"),
+    [([], "not connected over"), (["pcie"], "channel 'nvlink'"), (["nvlink", "network"], "")],
+)
+def test_the_channels_that_a_plan_speaks_of_matter(channels: list[str], message: str) -> None:
+    """None connect nothing; others are not those of the edges; more than are used change nothing that is claimed."""
+    value = json.loads(good("dgx-1v", "allreduce"))
+    value["channels"] = channels
+    if message:
+        with pytest.raises(PlanError, match=message):
+            checked(value)
+    else:
+        assert checked(value).optimal
+
+
+def test_what_a_rank_held_before_must_not_be_added_to_a_broadcast() -> None:
+    """The root first adds what happens to lie in rank 1's buffer, then broadcasts: that is not the root's data."""
+    into_root = stage("reduce", 0, {1: 0})
+    out = stage("broadcast", 0, star(range(3), 0))
+    with pytest.raises(PlanError, match="contribution of rank 1 1 times instead of 0") as caught:
+        topoplan.verify(plan_of(3, "broadcast", [Shard(Fraction(1), (into_root, out))], root=0))
+    assert (caught.value.shard, caught.value.stage, caught.value.rank) == (0, 1, 0)
+    thirds = [Shard(Fraction(1, 3), (stage("broadcast", r, star(range(3), r)),)) for r in range(3)]
+    added = stage("reduce", 2, {0: 2})
+    thirds[2] = Shard(
+        Fraction(1, 3), (*thirds[2].stages[:0], added, stage("broadcast", 2, star(range(3), 2)))
+    )
+    with pytest.raises(PlanError, match="contribution of rank 0 1 times instead of 0"):
+        topoplan.verify(plan_of(3, "allgather", thirds))
+
+
+def test_counts_do_not_wrap_around() -> None:
+    """A value doubled 64 times is 2^64 times too much, and zero in a machine word: it must not look like nothing."""
+    gathered = stage("reduce", 0, star(range(4), 0))
+    doubled = [stage("broadcast", 2, {3: 2}), stage("reduce", 2, {3: 2})] * 64
+    spoil = stage("reduce", 0, {2: 0})
+    out = stage("broadcast", 0, star(range(4), 0))
+    with pytest.raises(PlanError, match="contribution of rank 2"):
+        topoplan.verify(plan_of(4, "allreduce", [Shard(Fraction(1), (gathered, *doubled, spoil, out))]))
+    fine = plan_of(4, "allreduce", [Shard(Fraction(1), (gathered, *doubled, out))])
+    assert topoplan.verify(fine).exact_rate is not None
+
+
+def test_stages_over_parts_of_the_ranks_pass() -> None:
+    """Three phases over servers of 3, 2 and 3 GPUs: trees need not span all ranks, only their work together must."""
+    made = three_phase_plan([[0, 1, 2], [3, 4], [5, 6, 7]])
+    report = topoplan.verify(made)
+    assert not report.optimal
+    assert report.exact_rate == rate_by_hand(json.loads(made.to_json())) == 1
+    assert runs_right(made)
+
+
+def test_a_plan_of_one_rank_claims_nothing() -> None:
+    """It moves nothing: no rate, no bound, and a file that claims one is refused."""
+    single = topoplan.plan(full_mesh(1), "allreduce")
+    report = topoplan.verify(single)
+    assert (report.exact_rate, report.exact_bound, report.rate) == (None, None, float("inf"))
+    for key in ("rate", "bound"):
+        assert "no byte crosses" in str(spoiled(single.to_json(), lambda v, key=key: v.update({key: 5.0})))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, child in items for place in [(value, key), *places(child)]]
+
+
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    10**30,
+    10**400,
+    0.5,
+    -0.5,
+    1e308,
+    5e-324,
+    float("nan"),
+    float("inf"),
+]
+ODD += [
+    "",
+    "1/2",
+    "1/0",
+    "0",
+    "-1/3",
+    "1e9",
+    "1e999999999",
+    "9" * 900,
+    "gpu0",
+    "gpu1",
+    "gpu7",
+    "nvlink",
+    "pcie",
+]
+ODD += [
+    "\ud800",
+    "reduce",
+    "broadcast",
+    "allreduce",
+    "allgather",
+    "cut",
+    "lengths",
+    "trivial",
+    [],
+    {},
+    [[]],
+    "½",
+]
+
+
+def mutate(value: JsonPlan, chance: random.Random) -> None:
+    """One random damage: another value, a neighbour's value, a nudge, a removal, a repetition, a swap."""
+    spots = [spot for spot in places(value) if chance.random() < 0.3 or spot[1] != "topology"]
+    container, key = chance.choice(spots)
+    kind = chance.randrange(6)
+    if kind == 0:
+        container[key] = copy.deepcopy(chance.choice(ODD))
+    elif kind == 1:
+        same = [c[k] for c, k in spots if type(c[k]) is type(container[key])]
+        container[key] = copy.deepcopy(chance.choice(same))
+    elif kind == 2 and isinstance(container[key], (int, float)) and not isinstance(container[key], bool):
+        container[key] = chance.choice([container[key] + 1, container[key] - 1, container[key] * 2])
+    elif kind == 3:
+        del container[key]
+    elif kind == 4 and isinstance(container, list):
+        container.insert(chance.randrange(len(container) + 1), copy.deepcopy(container[key]))
+    elif isinstance(container, list):
+        other = chance.randrange(len(container))
+        container[key], container[other] = container[other], container[key]
+
+
+SMALL_PLANS = [("uneven", c) for c in COLLECTIVES] + [("dgx-2", "allreduce"), ("dgx-1v", "broadcast")]
+
+
+@pytest.mark.thorough
+@given(st.sampled_from(SMALL_PLANS), st.integers(0, 1 << 60), st.integers(1, 3))
+@settings(max_examples=500, deadline=None)
+def test_random_damage_raises_plan_error_or_leaves_a_true_plan(
+    base: tuple[str, str], seed: int, damages: int
+) -> None:
+    """Nothing but PlanError; what still passes really does its collective, at its rate, below an independent bound."""
+    value = json.loads(good(*base))
+    chance = random.Random(seed)
+    for _ in range(damages):
+        mutate(value, chance)
+    try:
+        plan = Plan.from_json(json.dumps(value))
+        report = topoplan.verify(plan)
+    except PlanError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    if len(plan.ranks) == 1:
+        return
+    assert report.exact_rate == rate_by_hand(json.loads(plan.to_json()))
+    assert report.exact_rate is not None
+    assert report.exact_bound is not None
+    assert report.exact_rate <= report.exact_bound
+    fabric = Fabric(plan.topology, plan.channels)
+    lowest = best_bound(fabric, plan.collective, plan.root)
+    assert report.exact_rate <= certified_bound(lowest, fabric, plan.collective, plan.root)
+    assert runs_right(plan)
+
+
+def runs_right(plan: Plan) -> bool:
+    """Run the trees on random numbers, whatever buffers hold at first, and compare with the collective's definition."""
+    chance = np.random.Generator(np.random.PCG64(3))
+    size = len(plan.ranks)
+    for shard in plan.shards:
+        given_to = chance.integers(-(10**9), 10**9, size).tolist()
+        held = list(given_to)
+        for tree in shard.stages:
+            edges = tree.top_down() if tree.op == "broadcast" else tree.top_down()[::-1]
+            for edge in edges:
+                if tree.op == "broadcast":
+                    held[edge.child] = held[edge.parent]
+                else:
+                    held[edge.parent] += held[edge.child]
+        owner = {"allgather": shard.stages[0].root, "reduce_scatter": shard.stages[-1].root}.get(
+            plan.collective, plan.root
+        )
+        everyone = plan.collective in ("allreduce", "broadcast", "allgather")
+        summed = plan.collective in ("allreduce", "reduce", "reduce_scatter")
+        for rank in range(size) if everyone else [owner]:
+            assert rank is not None
+            if held[rank] != (sum(given_to) if summed else given_to[owner or 0]):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+def test_good_plans_run_right_on_numbers(name: str, collective: str) -> None:
+    """The other road to the postcondition: run it."""
+    assert runs_right(Plan.from_json(good(name, collective)))
+
+
+def test_certificates_may_be_rescaled_and_no_more() -> None:
+    """Dual lengths times three prove the same; one of them raised proves less, and the claim no longer fits."""
+    text = good("uneven", "allreduce")
+    value = json.loads(text)
+    assert value["certificate"]["kind"] == "lengths"
+    for row in value["certificate"]["lengths"]:
+        row[2] = str(3 * Fraction(row[2]))
+    assert checked(value).optimal
+    value["certificate"]["lengths"][0][2] = str(2 * Fraction(value["certificate"]["lengths"][0][2]))
+    with pytest.raises(PlanError, match="claims a bound"):
+        checked(value)
+
+
+def test_wires_back_and_forth_serve_both_stages() -> None:
+    """On the two-GPU machine each direction carries the whole buffer once: the rate is the wire's."""
+    pair = machine(2, both_ways({("gpu0", "gpu1"): 7.5}))
+    report = topoplan.verify(topoplan.plan(pair, "allreduce"))
+    assert report.loads == {("gpu0", "gpu1"): 1.0, ("gpu1", "gpu0"): 1.0}
+    assert report.exact_rate == Fraction(15, 2)

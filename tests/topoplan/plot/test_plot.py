@@ -1,0 +1,475 @@
+"""Figures: what must be on them is on them, nothing overlaps, nothing is cut off, and files appear whole."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, partial
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.listings import MATRICES, each
+from topoplan.degraded import without_links
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import usable_fabric
+from topoplan.plans.build import trivial_plan
+from topoplan.plot.bars import draw_comparison
+from topoplan.plot.canvas import save_figure
+from topoplan.plot.circle_order import circle_order, circle_places
+from topoplan.plot.machine import MAX_DEVICES, draw_topology
+from topoplan.plot.sweep import draw_sweep
+from topoplan.plot.trees import draw_trees
+from topoplan.plot.wires import wires
+from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.rings.ring import ring
+from topoplan.simulation.table import sweep
+from topoplan.topology import Device, Link, Topology, facts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+LIBRARY = (
+    "dgx-1p",
+    "dgx-1v",
+    "dgx-2",
+    "dgx-a100",
+    "dgx-h100",
+    "dgx-b200",
+    "mi250",
+    "mi250x",
+    "nvlink-x4",
+    "pcie-x8",
+    "v100x4",
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A row of the comparison figure."""
+
+    gpus: tuple[int, ...]
+    members: int
+    trees: float
+    bound: float
+    ring: float
+    ring_kind: str
+    ratio: float
+
+
+def class_rows(count: int) -> list[Rates]:
+    """Allocations of growing size with made-up rates, every third without an NVLink ring."""
+    rows = []
+    for number in range(count):
+        size = 3 + 6 * number // count
+        trees = 25.0 * (1 + number % 6)
+        loop = 5.0 if number % 3 == 0 else trees
+        kind = "pcie ring" if number % 3 == 0 else "nvlink ring"
+        rows.append(Rates(tuple(range(8 - size, 8)), 1 + number % 4, trees, trees, loop, kind, trees / loop))
+    return rows
+
+
+def box(text: Text) -> Bbox:
+    """The place of a text on the page, with the patch around it."""
+    patch = text.get_bbox_patch()
+    renderer = text.figure.canvas.get_renderer()  # type: ignore[union-attr]
+    return text.get_window_extent(renderer) if patch is None else patch.get_window_extent(renderer)
+
+
+def visible_texts(figure: Figure) -> list[Text]:
+    """Every text that is drawn: titles, legends, labels in panels, and labels of axes and ticks in view."""
+    figure.canvas.draw()
+    found = list(figure.texts)
+    for axes in figure.axes:
+        found += [*axes.texts, axes.title, axes._left_title, axes._right_title]
+        if axes.axison:
+            for axis in (axes.xaxis, axes.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+                found += [axis.label, *(tick.label1 for tick in ticks)]
+    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
+        if legend is not None:
+            found += [legend.get_title(), *legend.get_texts()]
+    return [text for text in found if text.get_text().strip() and text.get_visible()]
+
+
+def overlapping(texts: list[Text]) -> list[tuple[str, str]]:
+    """Pairs of texts whose boxes share more than a hair."""
+    boxes = [(text.get_text(), box(text)) for text in texts]
+    return [
+        (first, second)
+        for (first, a), (second, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 0.5 and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.5
+    ]
+
+
+def cut_off(figure: Figure) -> list[str]:
+    """Texts that leave the page."""
+    page = figure.bbox
+    return [
+        text.get_text()
+        for text in visible_texts(figure)
+        if (b := box(text)).x0 < page.x0 or b.y0 < page.y0 or b.x1 > page.x1 or b.y1 > page.y1
+    ]
+
+
+def panel_texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_machine_shows_every_device_and_link_count(name: str) -> None:
+    """Each panel names the devices on its channels; every NVLink bundle carries its number of links."""
+    topology = topoplan.load(name)
+    panels = {axes.get_title(loc="left"): axes for axes in draw_topology(topology).axes}
+    drawn = wires(topology)
+    for title, wanted in (("NVLink", True), ("PCIe", False)):
+        shown = [wire for wire in drawn if (wire.channel == "nvlink") == wanted]
+        assert (title in panels) == bool(shown)
+        if shown:
+            names = {end for wire in shown for end in wire.ends}
+            texts = panel_texts(panels[title])
+            assert names <= set(texts)
+            counts = sorted(f"×{wire.count}" for wire in shown if wire.count > 1)
+            assert sorted(text for text in texts if text.startswith("×")) == counts
+            assert len(panels[title].lines) == len(shown)
+
+
+def servers(name: str, count: int, **network: Any) -> Topology:
+    """A cluster of equal machines."""
+    return topoplan.cluster([topoplan.Server(topoplan.load(name), count=count)], **network)
+
+
+def with_bus_ids(machine: Topology) -> Topology:
+    """The machine as a probe would see it: every GPU, switch and NIC has a bus id."""
+    named = [
+        replace(device, busid=f"0000:{number:02x}:00.0") if device.kind != "cpu" else device
+        for number, device in enumerate(machine.devices)
+    ]
+    return replace(machine, devices=tuple(named))
+
+
+def four_nodes() -> Topology:
+    """Four NUMA nodes, each joined to the others but for one pair, a GPU with chip-to-chip links, NICs apart."""
+    ends = [
+        (f"cpu{i}", f"cpu{j}", "sys", 20.0) for i in range(4) for j in range(i + 1, 4) if (i, j) != (1, 2)
+    ]
+    ends += [(f"gpu{i}", f"cpu{i}", channel, 50.0) for i in range(4) for channel in ("pcie", "c2c")]
+    ends += [(f"gpu{i}", f"gpu{i + 1}", "nvlink", 100.0) for i in (0, 2)]
+    ends += [(f"gpu{i}", f"cpu{i}", "nvlink", 100.0) for i in (0, 1)]
+    ends += [("gpu3", "nic0", "network", 25.0), ("gpu2", "nic0", "network", 25.0)]
+    kinds = {f"{kind}{i}": kind for kind in ("gpu", "cpu") for i in range(4)} | {"nic0": "nic"}
+    links = tuple(Link(*pair, channel, rate, 2) for a, b, channel, rate in ends for pair in ((a, b), (b, a)))
+    return Topology("four", tuple(Device(name, kind) for name, kind in kinds.items()), links)
+
+
+PICTURES: dict[str, Callable[[], Topology]] = {
+    **{name: partial(topoplan.load, name) for name in LIBRARY},
+    "dgx-1v with bus ids": lambda: with_bus_ids(topoplan.load("dgx-1v")),
+    "dgx-2 with bus ids": lambda: with_bus_ids(topoplan.load("dgx-2")),
+    "dgx-1v with a dead link": lambda: without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"]),
+    "two dgx-1v": lambda: servers("dgx-1v", 2, nic_gbps=100),
+    "two dgx-h100 on rails": lambda: servers("dgx-h100", 2, nic_gbps=400, network="rail-optimised"),
+    "four dgx-a100 on a fat tree": lambda: servers(
+        "dgx-a100", 4, nic_gbps=200, network="fat-tree", leaf_size=2
+    ),
+    "two pcie-x8 with shared NICs": lambda: servers("pcie-x8", 2, nic_gbps=100, nics=2, nic_access="direct"),
+    "64 dgx-h100": lambda: servers(
+        "dgx-h100", 64, nic_gbps=400, network="rail-optimised", oversubscription=2
+    ),
+    "four nodes": four_nodes,
+}
+LISTED = {path.stem: partial(topoplan.load, path) for path in MATRICES}
+
+
+@cache
+def picture(name: str) -> Figure:
+    """The figure of that name, drawn once for all tests."""
+    figure = draw_topology((PICTURES | LISTED)[name]())
+    figure.canvas.draw()
+    return figure
+
+
+EACH_PICTURE = pytest.mark.parametrize("name", [*PICTURES, *each(LISTED)])
+
+
+@EACH_PICTURE
+def test_machine_labels_do_not_overlap_and_are_on_the_page(name: str) -> None:
+    """No two texts of the figure touch, titles, notes and legend included, and none leaves the page."""
+    figure = picture(name)
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+@EACH_PICTURE
+def test_wires_pass_no_foreign_device(name: str) -> None:
+    """Every line stays clear of the boxes of devices that it does not join, and of the small texts beside them."""
+    for axes in picture(name).axes:
+        boxes = [box(text) for text in axes.texts if not text.get_text().startswith("×")]
+        for line in axes.lines:
+            corners = axes.transData.transform(line.get_xydata())
+            steps = numpy.linspace(0, 1, 101)[:, None]
+            points = numpy.vstack([first + (second - first) * steps for first, second in pairwise(corners)])
+            touched = sum(bool(((points > b.min) & (points < b.max)).all(axis=1).any()) for b in boxes)
+            # A line above CPUs that are all joined to each other touches none, its branches one each.
+            assert touched <= 2
+            if name in LIBRARY:
+                assert touched == 2
+
+
+@EACH_PICTURE
+def test_figures_are_no_larger_than_a_page_or_a_screen(name: str) -> None:
+    """Letters of 8 points can be read where the whole figure is in view: at most 14 inches wide and 20 high."""
+    width, height = picture(name).get_size_inches()
+    assert width <= 14
+    assert height <= 20
+
+
+def test_bus_ids_and_adapters_stand_beside_their_devices() -> None:
+    """Short: without the domain 0000; adapters go before bus ids."""
+    machine = with_bus_ids(topoplan.load("dgx-1v"))
+    named = tuple(
+        replace(device, facts=facts(adapter="mlx5_0")) if device.name == "nic0" else device
+        for device in machine.devices
+    )
+    texts = panel_texts(draw_topology(replace(machine, devices=named)).axes[1])
+    assert {"00:00.0", "07:00.0", "mlx5_0"} <= set(texts)
+    assert not any("0000:" in text for text in texts)
+
+
+def test_a_nic_of_two_devices_is_drawn_as_one() -> None:
+    """The NIC of two GPUs is one box below them, and wired to both."""
+    panels = {
+        axes.get_title(loc="left"): axes for axes in draw_topology(servers("dgx-1v", 2, nic_gbps=100)).axes
+    }
+    assert list(panels) == ["NVLink", "PCIe and NICs", "network"]
+    texts = panel_texts(panels["PCIe and NICs"])
+    assert texts.count("s0.nic0") == 1
+    assert not any(text.endswith((".tx", ".rx")) for text in texts)
+    dotted = [line for line in panels["PCIe and NICs"].lines if line.get_linestyle() == ":"]
+    assert len(dotted) == 16
+
+
+def test_warnings_stand_first_and_notes_are_few() -> None:
+    """What is amiss is on the figure whatever else is to be said, and the rest is counted."""
+    machine = without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"])
+    many = replace(machine, notes=tuple(f"note number {i}" for i in range(9)))
+    texts = [text.get_text() for text in draw_topology(many).texts]
+    assert texts[1] == "warning: gpu0, gpu3: 4 NVLinks where most GPUs have 6"
+    assert texts[2:] == [*(f"note number {i}" for i in range(4)), "5 more notes: topoplan show prints all"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 6)), max_size=14))
+@settings(max_examples=60, deadline=None)
+def test_order_on_the_circle_is_never_worse_than_as_listed(wires: list[tuple[int, int, int]]) -> None:
+    """All GPUs stay, and the wires cross and cover no more than in the order of their numbers."""
+    names = [f"gpu{i}" for i in range(10)]
+    counts = {(names[a], names[b]): count for a, b, count in wires if a < b}
+    order = circle_order(names, counts, radius=1.7)
+    assert sorted(order) == sorted(names)
+    assert covering(order, counts) <= covering(names, counts)
+
+
+def covering(order: Sequence[str], counts: Mapping[tuple[str, str], int]) -> tuple[int, int]:
+    """Pairs of a wire and a foreign box of 0.56 by 0.3 inches on it, by sampling; and crossings."""
+    places = dict(zip(order, circle_places(len(order), 1.7), strict=True))
+    number = {name: position for position, name in enumerate(order)}
+    covered = 0
+    for a, b in counts:
+        (x, y), (u, v) = places[a], places[b]
+        points = [(x + (u - x) * step / 400, y + (v - y) * step / 400) for step in range(401)]
+        covered += sum(
+            any(abs(p - x) < 0.28 and abs(q - y) < 0.15 for p, q in points)
+            for name, (x, y) in places.items()
+            if name not in (a, b)
+        )
+    chords = [sorted((number[a], number[b])) for a, b in counts]
+    return covered, sum(a < c < b < d or c < a < d < b for (a, b), (c, d) in combinations(chords, 2))
+
+
+def test_two_servers_stand_side_by_side() -> None:
+    """NVLink graphs of separate servers do not overlap, and the network gets its own panel title."""
+    devices, links = [], []
+    for server in ("s0", "s1"):
+        devices += [Device(f"{server}.gpu{i}", "gpu", server) for i in range(4)]
+        devices += [
+            Device(f"{server}.nvswitch0", "nvswitch", server),
+            Device(f"{server}.nic0", "nic", server),
+        ]
+        pairs = [(f"{server}.gpu{i}", f"{server}.nvswitch0", "nvlink", 300.0) for i in range(4)]
+        pairs += [(f"{server}.gpu{i}", f"{server}.nic0", "pcie", 24.0) for i in range(4)]
+        pairs += [(f"{server}.nic0", "fabric", "network", 25.0)]
+        links += [Link(*ends, c, bw) for a, b, c, bw in pairs for ends in ((a, b), (b, a))]
+    topology = Topology("two", (*devices, Device("fabric", "switch")), tuple(links))
+    figure = draw_topology(topology)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["NVLink", "PCIe", "network"]
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
+    """A wire that is slower one way says both figures; a machine too large to draw says so."""
+    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
+    links = (Link("gpu0", "gpu1", "nvlink", 50.0, 2), Link("gpu1", "gpu0", "nvlink", 25.0))
+    figure = draw_topology(Topology("lame", devices, links))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["NVLink ×2: 50 and 25 GB/s"]
+    crowd = Topology("crowd", tuple(Device(f"gpu{i}", "gpu") for i in range(MAX_DEVICES + 1)), ())
+    with pytest.raises(UsageError, match=r"crowd has 161 devices"):
+        draw_topology(crowd)
+
+
+@pytest.mark.parametrize(
+    ("name", "collective"), [("dgx-1v", "broadcast"), ("dgx-2", "allreduce"), ("pcie-x8", "allgather")]
+)
+def test_trees_show_every_rank_and_no_overlap(name: str, collective: str) -> None:
+    """Every panel holds each rank once; numbers, titles and headline do not touch or leave the page."""
+    plan = (
+        double_binary_tree(topoplan.load(name))
+        if collective == "allreduce"
+        else ring(topoplan.load(name), collective)
+    )
+    figure = draw_trees(plan)
+    ranks = sorted(map(str, range(len(plan.ranks))))
+    assert all(sorted(panel_texts(axes)) == ranks for axes in figure.axes)
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_depth_of_a_rank_is_its_row() -> None:
+    """Ranks of one depth stand on one line, deeper ones below."""
+    plan = double_binary_tree(topoplan.load("dgx-1v"))
+    stage = plan.shards[0].stages[0]
+    heights = {int(text.get_text()): text.get_position()[1] for text in draw_trees(plan).axes[0].texts}
+    depths = stage.depths()
+    rows = {depth: {heights[rank] for rank in depths if depths[rank] == depth} for depth in depths.values()}
+    assert all(len(row) == 1 for row in rows.values())
+    levels = [max(rows[depth]) for depth in sorted(rows)]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_weights_of_all_panels_add_up_to_the_rate() -> None:
+    """Shares in the titles sum to one and the GB/s to the plan's rate."""
+    plan = ring(topoplan.load("dgx-1v"), "broadcast")
+    titles = [axes.get_title(loc="left").split("\n")[0].split(": ")[1] for axes in draw_trees(plan).axes]
+    assert sum(Fraction(title.split(", ")[0]) for title in titles) == 1
+    assert math.isclose(
+        sum(float(title.split(", ")[1].split()[0]) for title in titles), plan.rate, rel_tol=1e-3
+    )
+
+
+def test_trees_left_out_are_counted() -> None:
+    """A ring has a panel for the reduce path and one for the broadcast path; a shard is whole or left out."""
+    plan = ring(topoplan.load("dgx-1v"), "allreduce")
+    figure = draw_trees(plan, most=7)
+    assert len(figure.axes) == 6
+    assert "45 more of 48 trees are not shown" in figure.get_suptitle()
+    assert "more of" not in draw_trees(plan, most=96).get_suptitle()
+
+
+def test_ranks_of_an_allocation_are_named() -> None:
+    """Where rank i is not GPU i the headline says which GPU it is; one rank draws no tree."""
+    machine = topoplan.load("dgx-1v")
+    assert "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring(machine, gpus=[1, 4, 5, 7])).get_suptitle()
+    alone = trivial_plan(usable_fabric(machine.subset([3])), "allreduce", root=None, method="trivial")
+    figure = draw_trees(alone)
+    assert figure.axes == []
+    assert "nothing to move" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("count", [1, 3, 14, 46])
+def test_bars_have_a_group_for_each_class(count: int) -> None:
+    """One bar of trees and one of a ring for each class, at its height; labels readable and on the page."""
+    rows = class_rows(count)
+    figure = draw_comparison(rows, title="broadcast on dgx-1v")
+    upper, lower = figure.axes
+    bars = {container.get_label(): container for container in upper.containers}
+    assert [bar.get_height() for bar in bars["trees"]] == [row.trees for row in rows]
+    assert sum(len(bars[kind]) for kind in {row.ring_kind for row in rows}) == count
+    assert [text.get_text() for text in lower.get_xticklabels()] == [
+        ",".join(map(str, row.gpus)) for row in rows
+    ]
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_ring_kinds_differ_by_more_than_colour() -> None:
+    """NVLink, PCIe, relay and unknown rings have hatches of their own."""
+    kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree")
+    rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, kind, 2.0) for i, kind in enumerate(kinds)]
+    bars = {c.get_label(): c for c in draw_comparison(rows).axes[0].containers}
+    assert len({bars[kind][0].get_hatch() for kind in kinds}) == len(kinds)
+
+
+def test_comparison_says_largest_and_mean_ratio() -> None:
+    """The line under the title counts members and gives the largest ratio and the geometric mean."""
+    rows = [
+        Rates((0, 1), 3, 40.0, 40.0, 10.0, "pcie ring", 4.0),
+        Rates((0, 2), 1, 9.0, 9.0, 9.0, "nvlink ring", 1.0),
+    ]
+    texts = [text.get_text() for text in draw_comparison(rows).texts]
+    assert "4 allocations in 2 classes; trees / ring: largest 4, geometric mean 2" in texts
+    with pytest.raises(UsageError, match="no allocation to draw"):
+        draw_comparison([])
+
+
+def test_sweep_draws_the_points_it_is_given() -> None:
+    """One curve for each plan through its points, sizes as tick labels that do not overlap."""
+    machine = topoplan.load("dgx-1v")
+    sizes = [1 << power for power in range(10, 31)]
+    curves = {
+        "ring": sweep(ring(machine), sizes),
+        "double binary tree": sweep(double_binary_tree(machine), sizes),
+    }
+    figure = draw_sweep(curves, title="allreduce on dgx-1v")
+    axes = figure.axes[0]
+    assert [line.get_label() for line in axes.lines] == list(curves)
+    for line, rows in zip(axes.lines, curves.values(), strict=True):
+        assert list(line.get_xdata()) == sizes
+        assert list(line.get_ydata()) == [row.algbw for row in rows]
+    assert axes.get_xscale() == "log"
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+    with pytest.raises(UsageError, match="no size to draw"):
+        draw_sweep({"nothing": []})
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_same_machine_gives_the_same_file(suffix: str, tmp_path: Path) -> None:
+    """Two drawings of one machine are equal byte for byte, and nothing is left beside them."""
+    for name in ("one", "two"):
+        save_figure(draw_topology(topoplan.load("v100x4")), tmp_path / f"{name}.{suffix}")
+    assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one.{suffix}", f"two.{suffix}"]
+
+
+@pytest.mark.parametrize("name", ["figure.docx", "figure", "no-such-folder/figure.png"])
+def test_bad_figure_files_are_one_line(name: str, tmp_path: Path) -> None:
+    """An unknown suffix or a missing folder is a UsageError of one line that names the file, and writes nothing."""
+    figure = draw_sweep({"ring": sweep(ring(topoplan.load("v100x4")), [1024])})
+    with pytest.raises(UsageError) as caught:
+        save_figure(figure, tmp_path / name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_plot_room_does_not_load_matplotlib() -> None:
+    """matplotlib is loaded when a figure is drawn, not before."""
+    code = (
+        "import sys, topoplan.plot.machine, topoplan.plot.trees, topoplan.plot.bars, topoplan.plot.sweep;"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,358 @@
+"""The probe against fake machines that are real to it: the genuine nvidia-ml-py, a library of our own, a sysfs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.fake_machine.fixtures import Installer
+from tests.support.fake_machine.install import FakeHost
+from tests.support.fake_machine.machines import MACHINES
+from topoplan.cli.show import link_summary
+from topoplan.formats.matrix import affinity_columns, relation_matrix
+from topoplan.probing.answers import INSTEAD
+from topoplan.topology import Topology
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def run(host: FakeHost, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that sees the machine."""
+    command = [sys.executable, "-m", "topoplan", *arguments]
+    return subprocess.run(
+        command, env=host.environment | settings, capture_output=True, text=True, check=False
+    )
+
+
+def wires(machine: Topology) -> set[tuple[str, str, str, float, int]]:
+    return {(link.src, link.dst, link.channel, link.bandwidth, link.count) for link in machine.links}
+
+
+def warnings(machine: Topology) -> list[str]:
+    return [note.removeprefix("warning: ") for note in machine.notes if note.startswith("warning: ")]
+
+
+def test_a_probed_dgx_1v_is_the_one_of_the_library(fake_here: Installer) -> None:
+    """Every link and every device; the names are even the same."""
+    fake_here("dgx1v")
+    probed, known = topoplan.probe(), topoplan.load("dgx-1v")
+    assert wires(probed) == wires(known)
+    assert {(d.name, d.kind) for d in probed.devices} == {(d.name, d.kind) for d in known.devices}
+    assert probed.device("cpu0").model == known.device("cpu0").model == "Xeon E5-2698 v4"
+    assert probed.device("nic0").model == known.device("nic0").model == "ConnectX-4 100 Gb/s"
+    assert topoplan.plan(probed).rate == topoplan.plan(known).rate
+    assert warnings(probed) == []
+
+
+def test_the_probed_matrix_is_the_genuine_text_cell_for_cell(
+    fake_here: Installer, machines_dir: Path
+) -> None:
+    """CPU affinity included; the text is what nvidia-smi printed on such a machine."""
+    fake_here("dgx1v")
+    probed = topoplan.probe()
+    lines = (machines_dir / "nvidia-smi" / "dgx1_v100.txt").read_text().split("Legend")[0].splitlines()
+    header, *rows = [line.split() for line in lines if not line.startswith("#") and line.strip()]
+    columns = header[: header.index("CPU")]
+    named = {d.fact("adapter") or d.name.upper(): d.name for d in probed.devices if d.kind in ("gpu", "nic")}
+    names, cells = relation_matrix(probed)
+    printed = {(a, b): cells[i][j] for i, a in enumerate(names) for j, b in enumerate(names)}
+    affinity = dict(zip(names, affinity_columns(probed, names)["CPU Affinity"], strict=True))
+    compared = 0
+    for row, *genuine in rows:
+        for column, code in zip(columns, genuine, strict=False):
+            assert printed[named[row], named[column]] == code, (row, column)
+            compared += 1
+        if len(genuine) > len(columns):
+            assert affinity[named[row]] == genuine[len(columns)]
+            compared += 1
+    assert compared == 12 * 12 + 8
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "nvlinks", "switched", "nics", "rate"),
+    [
+        ("dgx1p", 8, 32, False, 4, 20 * 16 / 7),
+        ("dgx1v", 8, 24 * 2, False, 4, 25 * 24 / 7),
+        ("dgx2", 16, 6 * 16 * 2, True, 10, 80.0),
+        ("dgx_a100", 8, 12 * 8 * 2, True, 9, 300 * 8 / 14),
+        ("dgx_h100", 8, 18 * 8 * 2, True, 10, 450 * 8 / 14),
+        ("hidden_switch", 8, 12 * 8 * 2, True, 4, 300 * 8 / 14),
+        ("pcie_box", 8, 0, False, 2, 24 * 8 / 14),
+        ("dead_nvlinks", 8, 46, False, 4, (48 * 25 - 2 * 25 - 2 * (25 - 12.89)) / 14),
+        ("refused_p2p", 8, 46, False, 4, 25 * 23 / 7),
+        ("old_driver", 8, 48, False, 4, 25 * 24 / 7),
+        ("grace_hopper", 1, 0, False, 1, None),
+    ],
+)
+def test_machines_are_found_whole(
+    fake_host: Installer,
+    tmp_path: Path,
+    machine: str,
+    gpus: int,
+    nvlinks: int,
+    switched: bool,
+    nics: int,
+    rate: float | None,
+) -> None:
+    """GPUs, directed NVLinks, NVSwitch, NICs, and the AllReduce that they can do, proved."""
+    host = fake_host(machine)
+    path = tmp_path / "machine.json"
+    assert run(host, "probe", "-o", str(path)).returncode == 0
+    probed = topoplan.load(path)
+    kinds = Counter(device.kind for device in probed.devices)
+    assert (kinds["gpu"], kinds["nvswitch"], kinds["nic"]) == (gpus, int(switched), nics)
+    assert sum(link.count for link in probed.links if link.channel == "nvlink") == nvlinks
+    plan = topoplan.plan(probed)
+    assert topoplan.verify(plan).optimal
+    assert plan.rate == pytest.approx(rate, rel=1e-12) if rate else len(plan.ranks) == 1
+
+
+def test_a_dead_wire_and_a_slow_one_are_warned_of_by_gpu_and_number(fake_here: Installer) -> None:
+    fake_here("dead_nvlinks")
+    machine = topoplan.probe()
+    links = {(link.src, link.dst): link for link in machine.links if link.channel == "nvlink"}
+    assert (links["gpu0", "gpu3"].count, links["gpu3", "gpu0"].count) == (1, 1)
+    assert links["gpu5", "gpu6"].bandwidth == 25.0 + 12.89
+    assert warnings(machine) == [
+        "gpu0: NVLink 2 of 6 is down",
+        "gpu3: NVLink 0 of 6 is down",
+        "gpu5: 1 NVLink at 12.89 GB/s, others at 25",
+        "gpu6: 1 NVLink at 12.89 GB/s, others at 25",
+    ]
+
+
+def test_wires_over_which_access_is_refused_are_left_out_and_warned_of(fake_here: Installer) -> None:
+    fake_here("refused_p2p")
+    machine = topoplan.probe()
+    assert not [link for link in machine.links if {link.src, link.dst} == {"gpu0", "gpu1"}]
+    assert warnings(machine)[0] == (
+        "gpu0-gpu1: access over NVLink is refused (not supported) though 1 link joins them; left out"
+    )
+
+
+def test_half_of_the_answers_are_enough_for_a_machine_and_its_gaps_are_named(fake_here: Installer) -> None:
+    fake_here("half_failing")
+    machine = topoplan.probe()
+    whole = topoplan.load("dgx-1v")
+    assert machine.gpus == whole.gpus
+    known = {(link.src, link.dst): link.count for link in whole.links if link.channel == "nvlink"}
+    found = {(link.src, link.dst): link.count for link in machine.links if link.channel == "nvlink"}
+    assert found, "some NVLinks are told"
+    assert all(count <= known[ends] for ends, count in found.items()), "none is invented"
+    assert any(line.startswith("the driver did not answer ") for line in warnings(machine))
+    unread = next(line for line in warnings(machine) if " cannot be read: " in line)
+    assert unread.endswith(" (18 files); what they hide is assumed")
+    assert topoplan.verify(topoplan.plan(machine)).optimal
+
+
+def test_a_gpu_in_mig_mode_has_no_nvlinks_and_its_instances_name_it(
+    fake_here: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_here("one_mig")
+    machine = topoplan.probe()
+    linked = {link.src for link in machine.links if link.channel == "nvlink"}
+    assert set(machine.gpus) - linked == {"gpu3"}
+    instances = machine.device("gpu3").fact("mig").split(",")
+    assert len(instances) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", instances[1])
+    assert topoplan.probe().gpus == ("gpu3",)
+
+
+def test_a_lost_gpu_is_left_out_with_a_warning(fake_host: Installer) -> None:
+    done = run(fake_host("lost_gpu"), "probe", "--json")
+    machine = topoplan.load(done.stdout)
+    assert "gpu5" not in machine.gpus
+    assert len(machine.gpus) == 7
+    assert "GPU 5 does not answer; it is left out" in warnings(machine)
+
+
+def test_a_superchip_has_its_link_to_the_cpu(fake_here: Installer) -> None:
+    """Ten links of 44.712 GB/s, as the driver of a GH200 states them; the summary names them."""
+    fake_here("grace_hopper")
+    machine = topoplan.probe()
+    assert link_summary(machine) == "1 c2c of 447.12 GB/s"
+    c2c = {(link.src, link.dst): link.bandwidth for link in machine.links if link.channel == "c2c"}
+    assert c2c == {("gpu0", "cpu0"): 447.12, ("cpu0", "gpu0"): 447.12}
+
+
+def test_where_the_kernel_tells_no_numa_nodes_the_driver_does(fake_here: Installer) -> None:
+    """The affinity is that of the genuine machine; a GH200's own memory, which is a node too, is no CPU of it."""
+    known = MACHINES["dgx1v"]()
+    silent = tuple(
+        "/".join((f"devices/pci{root.bus}", *(pci.busid for pci in chain), "numa_node"))
+        for root, chain in known.places().values()
+    )
+    fake_here(replace(known, name="no_numa", absent=silent))
+    machine = topoplan.probe()
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    superchip = MACHINES["grace_hopper"]()
+    roots = tuple(replace(root, numa=-1) for root in superchip.roots)
+    fake_here(replace(superchip, name="superchip_without_numa", roots=roots))
+    machine = topoplan.probe(refresh=True)
+    assert machine.device("gpu0").numa == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "beginning"),
+    [
+        ("no_driver", "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found); install it"),
+        ("driver_not_loaded", "the NVIDIA driver is installed but not loaded; load it (modprobe nvidia)"),
+        ("no_gpu", "the NVIDIA driver is there but shows no GPU; look at the container's devices"),
+    ],
+)
+def test_without_driver_or_gpu_one_line_says_what_to_do(
+    fake_host: Installer, machine: str, beginning: str
+) -> None:
+    done = run(fake_host(machine), "probe")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"topoplan probe: error: {beginning}")
+    assert line.endswith(INSTEAD)
+
+
+@pytest.mark.parametrize("arguments", [["--sysfs-root", ""], ["--sysfs-root", "nowhere"], []])
+def test_a_folder_that_is_not_there_is_not_read_in_place_of_sys(
+    fake_host: Installer, arguments: list[str]
+) -> None:
+    done = run(fake_host("dgx1v"), "probe", *arguments, TOPOPLAN_SYSFS_ROOT="nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    named = arguments[-1] if arguments else "nowhere"
+    assert done.stderr == (
+        f"topoplan probe: error: {named!r} is no folder to read in place of /sys; "
+        "name one, or leave --sysfs-root and TOPOPLAN_SYSFS_ROOT out\n"
+    )
+
+
+def test_a_kept_probe_needs_no_driver_until_it_is_to_be_read_anew(
+    fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host = fake_here(MACHINES["dgx1v"]())
+    first = topoplan.probe()
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gone.txt"))
+    assert topoplan.probe() == first
+    with pytest.raises(topoplan.ProbeError):
+        topoplan.probe(refresh=True)
+    (host.folder / "proc/sys/kernel/random/boot_id").write_text("another start\n")
+    with pytest.raises(topoplan.ProbeError):
+        topoplan.probe()
+
+
+def test_the_process_sees_what_cuda_shows_it(fake_here: Installer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kept probe serves processes with different views."""
+    fake_here("dgx1v")
+    whole = topoplan.probe()
+    named = ",".join(whole.device(gpu).fact("uuid")[:12] for gpu in ("gpu7", "gpu4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    shown = topoplan.probe()
+    assert shown.gpus == ("gpu7", "gpu4")
+    assert "CUDA_VISIBLE_DEVICES=" in shown.notes[-1]
+    assert topoplan.plan(shown).rate == 50.0
+
+
+def test_without_the_kernels_tree_the_driver_still_places_the_gpus(
+    fake_here: Installer, tmp_path: Path
+) -> None:
+    """As in a sandbox that hides /sys."""
+    fake_here("dgx1v")
+    empty = tmp_path / "hidden" / "sys"
+    empty.mkdir(parents=True)
+    machine = topoplan.probe(sysfs_root=empty)
+    quads = [
+        [row[:4] for row in relation_matrix(one, ("gpu",))[1][:4]]
+        for one in (machine, topoplan.load("dgx-1v"))
+    ]
+    assert quads[0] == quads[1]
+    pcie = [link for link in machine.links if link.channel == "pcie" and link.src.startswith("gpu")]
+    assert Counter(link.dst for link in pcie) == Counter({f"pcie{i}": 2 for i in range(4)})
+    assert (
+        "the kernel's PCIe tree is not visible here: placed by what the driver says of each pair"
+        in machine.notes
+    )
+
+
+def test_nodes_that_devices_name_are_there_even_if_the_kernel_lists_none(fake_here: Installer) -> None:
+    host = fake_here(replace(MACHINES["dgx1v"](), name="no_nodes"))
+    shutil.rmtree(host.sysfs_root / "devices/system/node")
+    machine = topoplan.probe()
+    assert wires(machine) == wires(topoplan.load("dgx-1v"))
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert warnings(machine) == []
+
+
+def test_devices_whose_node_is_not_told_are_named(fake_here: Installer) -> None:
+    """As in a virtual machine whose firmware tells none: NCCL takes node 0."""
+    told = MACHINES["dgx1v"]()
+    roots = (told.roots[0], *(replace(root, numa=-1) for root in told.roots[1:]))
+    machine = (fake_here(replace(told, name="untold", roots=roots)), topoplan.probe())[1]
+    assert [machine.device(gpu).numa for gpu in machine.gpus] == [0] * 8
+    assert (
+        "the NUMA node of gpu4, gpu5, gpu6 ... 0000:8b:00.0 (6 devices) is not told; node 0 taken, as NCCL takes "
+        "node 0"
+    ) in machine.notes
+
+
+@pytest.mark.parametrize("busid", ["0000:06:00.0", "0000:0c:00.0"])
+def test_a_device_whose_link_leads_to_another_has_no_place_in_the_tree(
+    fake_here: Installer, busid: str
+) -> None:
+    host = fake_here(replace(MACHINES["dgx1v"](), name=f"astray-{busid[5:7]}"))
+    link = host.sysfs_root / "bus/pci/devices" / busid
+    link.unlink()
+    link.symlink_to("0000:0a:00.0")
+    assert (
+        sum(f"{busid}) is not in the kernel's PCIe tree" in line for line in warnings(topoplan.probe())) == 1
+    )
+
+
+def test_the_probe_prints_the_machine_and_writes_what_every_command_reads(
+    fake_host: Installer, tmp_path: Path
+) -> None:
+    host = fake_host("dgx1v")
+    path = tmp_path / "machine.json"
+    done = run(host, "probe", "-o", str(path), "--plot", str(tmp_path / "machine.png"))
+    assert done.returncode == 0, done.stderr
+    assert "24 nvlink of 25 GB/s" in done.stdout.splitlines()[0]
+    assert done.stdout.rstrip().endswith(f"written: {path}")
+    assert (tmp_path / "machine.png").stat().st_size > 10_000
+    printed = run(host, "probe", "--json")
+    assert json.loads(printed.stdout) == json.loads(path.read_text())
+    figure = tmp_path / "other.svg"
+    assert run(host, "probe", "-o", "-", "--plot", str(figure)).stdout == path.read_text()
+    assert figure.stat().st_size > 10_000
+    assert replace(topoplan.load(printed.stdout), name="") == replace(topoplan.load(path), name="")
+
+
+def test_the_switches_of_a_dgx_a100_are_four(fake_here: Installer) -> None:
+    """As in the library, and as NCCL 2.30 sees it: two GPUs and two NICs on each, for one chip shows itself as many."""
+    fake_here("dgx_a100")
+    machine = topoplan.probe()
+    below = Counter(
+        (link.dst, machine.device(link.src).kind)
+        for link in machine.links
+        if machine.device(link.dst).kind == "pcie"
+    )
+    assert below == {(f"pcie{i}", kind): 2 for i in range(4) for kind in ("gpu", "nic")} | {
+        (f"pcie{i}", "cpu"): 1 for i in range(4)
+    }
+
+
+def test_probing_twice_gives_the_same_bytes(fake_host: Installer) -> None:
+    host = fake_host("dgx_a100")
+    first, second = (
+        run(host, "probe", "--refresh", "-o", "-", PYTHONHASHSEED=seed).stdout for seed in ("1", "2")
+    )
+    assert first
+    assert first == second

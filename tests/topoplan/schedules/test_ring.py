@@ -1,0 +1,440 @@
+"""Rings as plans: known answers for every DGX-1 allocation, and independent roads to the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.known_answers import Allocation, allocations
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.verify import verify
+from topoplan.schedules.relay import relay_rings
+from topoplan.schedules.rings.hamiltonian_cycles import all_cycles, varied_cycles
+from topoplan.schedules.rings.ring import ring
+from topoplan.schedules.rings.search import disjoint_rings, ring_limit
+from topoplan.topology import Device, Link, Topology
+
+PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
+DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
+"""Links of DGX-1 (design, known answers); on DGX-1V the doubled ones have two wires."""
+
+
+def wired(size: int, wires: Iterable[tuple[int, int, float, int]], name: str = "machine") -> Topology:
+    """GPUs joined by NVLinks (a, b, GB/s of one wire, wires), both ways."""
+    links = [
+        Link(f"gpu{u}", f"gpu{v}", "nvlink", speed * count, count)
+        for a, b, speed, count in wires
+        for u, v in ((a, b), (b, a))
+    ]
+    return Topology(name, tuple(Device(f"gpu{i}", "gpu") for i in range(size)), tuple(links))
+
+
+def dgx1(machine: str) -> Topology:
+    """The NVLinks of a DGX-1 in units of one wire."""
+    doubled = DOUBLED if machine == "dgx-1v" else []
+    return wired(8, [(int(p[0]), int(p[1]), 1.0, 2 if p in doubled else 1) for p in PAIRS], machine)
+
+
+def full_mesh(size: int) -> Topology:
+    return wired(size, [(a, b, 1.0, 1) for a, b in combinations(range(size), 2)])
+
+
+def box(switch_of: list[int], *, link: float = 12.0, sockets: float = 40.0) -> Topology:
+    """GPUs on PCIe switches, each switch on a CPU of its own."""
+    switches = sorted(set(switch_of))
+    wires = [(f"gpu{gpu}", f"pcie{switch}", "pcie", link) for gpu, switch in enumerate(switch_of)]
+    wires += [(f"pcie{switch}", f"cpu{switch}", "pcie", link) for switch in switches]
+    wires += [(f"cpu{a}", f"cpu{b}", "sys", sockets) for a, b in combinations(switches, 2)]
+    devices = [Device(f"gpu{gpu}", "gpu") for gpu in range(len(switch_of))]
+    devices += [Device(f"{kind}{switch}", kind) for kind in ("pcie", "cpu") for switch in switches]
+    links = [Link(u, v, channel, bw) for a, b, channel, bw in wires for u, v in ((a, b), (b, a))]
+    return Topology("box", tuple(devices), tuple(links))
+
+
+def switched(size: int, ports: list[float]) -> Topology:
+    """GPUs with a port of so many GB/s on each of several NVSwitches."""
+    devices = [Device(f"gpu{gpu}", "gpu") for gpu in range(size)]
+    devices += [Device(f"nvswitch{plane}", "nvswitch") for plane in range(len(ports))]
+    links = [
+        Link(u, v, "nvlink", port)
+        for gpu in range(size)
+        for plane, port in enumerate(ports)
+        for u, v in ((f"gpu{gpu}", f"nvswitch{plane}"), (f"nvswitch{plane}", f"gpu{gpu}"))
+    ]
+    return Topology("switched", tuple(devices), tuple(links))
+
+
+def exact_rate(plan: Plan) -> Fraction:
+    rate = verify(plan).exact_rate
+    assert rate is not None
+    return rate
+
+
+def nvlink_ring(row: Allocation, collective: str) -> Plan | None:
+    try:
+        return ring(dgx1(row.machine), collective, gpus=row.gpus, kind="nvlink")
+    except InfeasibleError:
+        return None
+
+
+def test_every_known_allocation_has_the_known_number_of_rings_and_their_rates() -> None:
+    """63 classes of DGX-1V and DGX-1P, from an independent enumeration; pairs of GPUs are counted there as 0."""
+    assert len(allocations()) == 63
+    for row in allocations():
+        size = len(row.gpus)
+        plan = nvlink_ring(row, "allreduce")
+        if row.rings == 0 and size > 2:
+            assert plan is None, row.gpus
+            continue
+        rings = row.links if size == 2 else row.rings
+        known = Fraction(rings) if size == 2 else row.ring_allreduce
+        assert plan is not None, row.gpus
+        assert len(plan.shards) == rings * size, row.gpus
+        assert "exhaustive" in plan.notes[0]
+        assert exact_rate(plan) == known == Fraction(rings * size, 2 * (size - 1)), row.gpus
+        broadcast = nvlink_ring(row, "broadcast")
+        assert broadcast is not None
+        assert exact_rate(broadcast) == rings, row.gpus
+
+
+def test_the_rings_of_a_plan_share_no_wire() -> None:
+    for row in allocations():
+        plan = nvlink_ring(row, "allreduce")
+        if plan is None:
+            continue
+        size = len(row.gpus)
+        used: Counter[tuple[str, ...]] = Counter()
+        for first in range(0, len(plan.shards), size):
+            chains = [shard.stages[1] for shard in plan.shards[first : first + size]]
+            ring_hops = {edge.route for chain in chains for edge in chain.edges}
+            assert len(ring_hops) == size
+            used.update(ring_hops)
+        wires = {(link.src, link.dst): link.count for link in plan.topology.links}
+        assert all(used[pair] <= count for pair, count in wires.items()), row.gpus
+        assert set(used) <= set(wires)
+
+
+def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
+    better = 0
+    for row in allocations():
+        for collective in COLLECTIVES:
+            relay = exact_rate(ring(dgx1(row.machine), collective, gpus=row.gpus, kind="relay"))
+            direct = nvlink_ring(row, collective)
+            if direct is not None:
+                assert relay >= exact_rate(direct), (row.gpus, collective)
+                better += relay > exact_rate(direct)
+    assert better > 0
+
+
+def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None:
+    """104 of the 197 that NVLink connects, and the 50 that it does not, fall back to PCIe."""
+    machine = topoplan.load("dgx-1v")
+    schedules = []
+    for size in range(2, 9):
+        for gpus in combinations(range(8), size):
+            plan = ring(machine, gpus=gpus)
+            verify(plan)
+            schedules.append((plan.schedule, plan.channels))
+    assert schedules.count(("nvlink ring", ("nvlink",))) == 93
+    assert schedules.count(("pcie ring", ("pcie",))) == 154
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("kind", ["nvlink", "pcie", "relay"])
+def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind: str) -> None:
+    plan = ring(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 3, 4, 5], kind=kind)
+    assert plan.schedule == f"{kind} ring"
+    assert plan.method == "ring"
+    report = verify(plan)
+    assert report.exact_bound is not None
+    assert 0 < plan.rate <= plan.bound
+
+
+def test_a_full_mesh_has_as_many_rings_as_links_except_for_four_and_six_gpus() -> None:
+    """Tillson 1980: the complete directed graph is a union of Hamiltonian cycles except for 4 and 6 vertices."""
+    found = {
+        size: disjoint_rings([[int(u != v) for v in range(size)] for u in range(size)])
+        for size in range(2, 9)
+    }
+    assert {size: len(search.rings) for size, search in found.items()} == {
+        2: 1,
+        3: 2,
+        4: 2,
+        5: 4,
+        6: 4,
+        7: 6,
+        8: 7,
+    }
+    assert all(search.exhaustive for search in found.values())
+
+
+def most_rings(lanes: list[list[int]]) -> int:
+    """Largest number of disjoint Hamiltonian cycles, by trying all sets."""
+    size = len(lanes)
+    cycles = [list(zip((0, *rest), (*rest, 0), strict=True)) for rest in permutations(range(1, size))]
+
+    def best(first: int) -> int:
+        most = 0
+        for number in range(first, len(cycles)):
+            if all(lanes[u][v] > 0 for u, v in cycles[number]):
+                for u, v in cycles[number]:
+                    lanes[u][v] -= 1
+                most = max(most, 1 + best(number))
+                for u, v in cycles[number]:
+                    lanes[u][v] += 1
+        return most
+
+    return best(0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(3, 5).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=n, max_size=n)
+    )
+)
+def test_the_search_finds_as_many_rings_as_trying_all_sets(table: list[list[int]]) -> None:
+    lanes = [[0 if u == v else count for v, count in enumerate(row)] for u, row in enumerate(table)]
+    search = disjoint_rings(lanes)
+    assert search.exhaustive
+    assert len(search.rings) == most_rings(lanes) <= ring_limit(lanes)
+
+
+@pytest.mark.parametrize("limits", [{"step_limit": 40}, {"cycle_limit": 3}, {"node_limit": 2}])
+def test_a_search_that_meets_its_limit_says_so_and_its_rings_are_still_disjoint(
+    limits: dict[str, int],
+) -> None:
+    lanes = [[int(u != v) for v in range(6)] for u in range(6)]
+    search = disjoint_rings(lanes, **limits)
+    assert not search.exhaustive
+    hops = [hop for order in search.rings for hop in zip(order, order[1:] + order[:1], strict=True)]
+    assert len(hops) == len(set(hops)) == 6 * len(search.rings)
+
+
+def test_a_mesh_too_large_to_enumerate_gets_rings_and_a_note_that_more_may_exist() -> None:
+    plan = ring(full_mesh(12))
+    verify(plan)
+    assert len(plan.shards) >= 12 * 6
+    assert "more may exist" in plan.notes[0]
+
+
+def test_sampled_cycles_are_cycles_of_the_graph() -> None:
+    lanes = [[int(abs(u - v) in (1, 4)) for v in range(5)] for u in range(5)]
+    known, complete = all_cycles(lanes)
+    assert complete
+    assert set(varied_cycles(lanes)) == set(known) == {(0, 1, 2, 3, 4), (0, 4, 3, 2, 1)}
+
+
+def test_a_thin_link_in_a_cycle_of_four_holds_the_rings_down_and_relaying_helps() -> None:
+    """Thin wire t = 1/4: two rings of t give 4t/3; relaying over the path as well gives 2 (1 + t) / 3."""
+    machine = wired(4, [(0, 1, 1.0, 1), (1, 2, 1.0, 1), (2, 3, 1.0, 1), (3, 0, 0.25, 1)])
+    assert exact_rate(ring(machine)) == Fraction(1, 3)
+    relay = ring(machine, kind="relay")
+    assert exact_rate(relay) == Fraction(5, 6)
+    assert "proved" in relay.notes[0]
+    assert verify(relay).exact_bound == Fraction(13, 12)
+
+
+def test_a_wire_of_twice_the_speed_has_room_for_two_rings() -> None:
+    """A triangle whose third side is one wire of double speed is worth as much as one with two single wires."""
+    fast = wired(3, [(0, 1, 2.0, 1), (1, 2, 1.0, 2), (0, 2, 1.0, 2)])
+    single = wired(3, [(0, 1, 1.0, 2), (1, 2, 1.0, 2), (0, 2, 1.0, 2)])
+    assert exact_rate(ring(fast)) == exact_rate(ring(single)) == 3
+
+
+def best_relaying_mix(topology: Topology) -> float:
+    """Total weight of the best mix of tours, from another program: flows between pairs that follow the orders."""
+    from scipy.optimize import linprog
+
+    fabric = Fabric(topology, ("nvlink",))
+    size = fabric.size
+    orders = [(0, *rest) for rest in permutations(range(1, size))]
+    pairs = list(permutations(range(size), 2))
+    links = fabric.ends
+    columns = len(orders) + len(pairs) * len(links)
+    balance = np.zeros((len(pairs) * size, columns))
+    for p, (tail, head) in enumerate(pairs):
+        for e, (src, dst) in enumerate(links):
+            balance[p * size + src, len(orders) + p * len(links) + e] += 1
+            balance[p * size + dst, len(orders) + p * len(links) + e] -= 1
+        for o, order in enumerate(orders):
+            if (tail, head) in zip(order, order[1:] + order[:1], strict=True):
+                balance[p * size + tail, o] -= 1
+                balance[p * size + head, o] += 1
+    load = np.hstack([np.zeros((len(links), len(orders))), *[np.eye(len(links))] * len(pairs)])
+    gain = np.zeros(columns)
+    gain[: len(orders)] = -1
+    capacity = [float(c) for c in fabric.capacity]
+    return -float(linprog(gain, A_ub=load, b_ub=capacity, A_eq=balance, b_eq=np.zeros(len(balance))).fun)
+
+
+@pytest.mark.parametrize(
+    "gpus", [[3, 5, 7], [1, 4, 5, 7], [1, 2, 5, 6], [0, 1, 4, 5, 7], [1, 2, 5, 6, 7], [1, 3, 4, 6, 7]]
+)
+def test_the_relaying_mix_is_the_optimum_of_an_independent_linear_program(gpus: list[int]) -> None:
+    machine = dgx1("dgx-1v").subset(gpus)
+    rings, proved = relay_rings(Fabric(machine, ("nvlink",)))
+    assert proved
+    assert float(sum(r.weight for r in rings)) == pytest.approx(best_relaying_mix(machine), rel=1e-9)
+
+
+def test_relaying_rings_give_a_full_mesh_of_four_what_whole_rings_cannot() -> None:
+    assert exact_rate(ring(full_mesh(4), kind="relay")) == 2
+    assert exact_rate(ring(full_mesh(4), kind="nvlink")) == Fraction(4, 3)
+
+
+def test_beyond_nine_gpus_a_relaying_mix_is_proved_only_by_a_full_cut() -> None:
+    """Two cliques of 5 with one wire between fill that cut; a 3 x 5 grid has no Hamiltonian cycle to fill its cuts."""
+    cliques = [(a + k, b + k, 1.0, 1) for k in (0, 5) for a, b in combinations(range(5), 2)]
+    bridged = ring(wired(10, [*cliques, (4, 5, 1.0, 1)]), kind="relay")
+    assert exact_rate(bridged) == Fraction(10, 18)
+    assert "proved" in bridged.notes[0]
+    grid = [(5 * r + c, 5 * r + c + 1, 1.0, 1) for r in range(3) for c in range(4)]
+    grid += [(5 * r + c, 5 * r + c + 5, 1.0, 1) for r in range(2) for c in range(5)]
+    plan = ring(wired(15, grid), kind="relay")
+    assert Fraction(15, 28) < exact_rate(plan) < Fraction(2 * 15, 28)
+    assert "found by local search: a better mix may exist" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    "switch_of", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1, 0, 1], [0, 1, 0, 1, 0, 1, 0, 1], [0, 1] * 8]
+)
+def test_a_pcie_ring_on_two_switches_crosses_each_link_once_whatever_the_numbering(
+    switch_of: list[int],
+) -> None:
+    size = len(switch_of)
+    plan = ring(box(switch_of), kind="pcie")
+    assert plan.channels == ("pcie",)
+    assert exact_rate(plan) == Fraction(12 * size, 2 * (size - 1))
+    assert ring(box(switch_of)).schedule == "pcie ring"
+
+
+def test_a_pcie_ring_takes_the_best_of_all_orders() -> None:
+    """On four switches with slow links between sockets no order beats the one found."""
+    machine = box([2, 0, 1, 3, 1, 2], sockets=5.0)
+    assert exact_rate(ring(machine, kind="pcie")) == Fraction(5 * 6, 10)
+
+
+@pytest.mark.parametrize("kind", ["nvlink", "relay", "auto"])
+def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) -> None:
+    """DGX-2: 150 x 16 / 30 = 80 GB/s, which is the optimum."""
+    plan = ring(topoplan.load("dgx-2"), kind=kind)
+    assert exact_rate(plan) == verify(plan).exact_bound == 80
+    assert plan.trees == 16
+    if kind != "relay":
+        assert "single logical ring over the NVSwitch" in plan.notes[0]
+
+
+def test_each_plane_of_switches_carries_a_ring_at_the_rate_of_its_ports() -> None:
+    plan = ring(switched(4, [50.0, 50.0, 25.0]))
+    assert exact_rate(plan) == Fraction(125 * 4, 6)
+    assert plan.trees == 12
+
+
+def test_two_gpus_have_one_ring_there_and_back_for_each_wire() -> None:
+    machine = dgx1("dgx-1v")
+    assert exact_rate(ring(machine, gpus=[0, 3])) == 2
+    assert exact_rate(ring(machine, "broadcast", gpus=[0, 1])) == 1
+
+
+def test_one_gpu_is_a_trivial_plan() -> None:
+    plan = ring(dgx1("dgx-1v"), gpus=[5])
+    assert verify(plan).exact_rate is None
+    assert plan.trees == 0
+
+
+def test_a_one_way_cycle_has_one_ring() -> None:
+    devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
+    links = tuple(Link(f"gpu{i}", f"gpu{(i + 1) % 5}", "nvlink", 3.0) for i in range(5))
+    plan = ring(Topology("one way", devices, links), "reduce", root=2)
+    assert plan.root == 2
+    assert exact_rate(plan) == 3
+
+
+def test_the_root_is_named_by_gpu_number_and_stands_in_the_plan_by_rank() -> None:
+    machine = dgx1("dgx-1v")
+    plan = ring(machine, "broadcast", gpus=[7, 5, 4], root=5)
+    assert (plan.ranks, plan.root) == (("gpu4", "gpu5", "gpu7"), 1)
+    assert {shard.stages[0].root for shard in plan.shards} == {1}
+    assert ring(machine, "reduce", gpus=[7, 5, 4]).root == 0
+
+
+def test_the_same_ring_comes_out_every_time() -> None:
+    machine = topoplan.load("dgx-1p")
+    for kind in ("nvlink", "pcie", "relay"):
+        first, second = (ring(machine, gpus=[1, 2, 3, 4, 5, 6, 7], kind=kind) for _ in range(2))
+        assert first.to_json() == second.to_json()
+
+
+def test_the_fall_back_to_pcie_is_noted() -> None:
+    machine = topoplan.load("dgx-1v")
+    assert "no NVLink ring exists (the search was exhaustive)" in ring(machine, gpus=[1, 4, 5, 7]).notes[0]
+    assert "NVLink does not connect" in ring(machine, gpus=[0, 5]).notes[0]
+
+
+def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
+    path = wired(3, [(0, 1, 1.0, 1), (1, 2, 1.0, 1)])
+    with pytest.raises(
+        InfeasibleError, match=r"no NVLink ring exists .* on gpu0, gpu1, gpu2; try kind relay"
+    ):
+        ring(path, kind="nvlink")
+    with pytest.raises(
+        InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*try kind relay"
+    ) as caught:
+        ring(path)
+    assert caught.value.cut == ("gpu0",)
+    with pytest.raises(InfeasibleError, match=r"no NVLink path leaves the cut \{gpu0\}; try kind pcie"):
+        ring(box([0, 0]), kind="relay")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "nvl"}, "ring kind 'nvl' is unknown; use one of auto, nvlink, pcie, relay"),
+        ({"collective": "alltoall"}, "collective 'alltoall' is unknown"),
+        ({"collective": "broadcast", "gpus": [0, 1], "root": 2}, "root 2 is not in the allocation 0, 1"),
+        ({"root": 0}, "allreduce has no root"),
+        ({"gpus": [0, 8]}, "GPU 8 is out of range"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_a_usage_error(options: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ring(dgx1("dgx-1v"), **options)
+
+
+@st.composite
+def direct_machines(draw: st.DrawFn) -> Topology:
+    """Connected machines of 2 to 6 GPUs with wires of two speeds."""
+    size = draw(st.integers(2, 6))
+    tree = {(draw(st.integers(0, i - 1)), i) for i in range(1, size)}
+    more = draw(st.sets(st.sampled_from(list(combinations(range(size), 2)))))
+    return wired(
+        size,
+        [
+            (a, b, draw(st.sampled_from([1.0, 1.0, 2.5])), draw(st.integers(1, 2)))
+            for a, b in sorted(tree | more)
+        ],
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(direct_machines(), st.sampled_from(COLLECTIVES))
+def test_on_any_direct_machine_relaying_rings_verify_and_beat_the_nvlink_rings_allreduce(
+    machine: Topology, collective: str
+) -> None:
+    verify(ring(machine, collective, kind="relay"))
+    try:
+        direct = ring(machine, kind="nvlink")
+    except InfeasibleError:
+        return
+    assert exact_rate(ring(machine, kind="relay")) >= exact_rate(direct)

@@ -1,0 +1,191 @@
+"""The registry of schedules: one file and one line, and every command that names or compares schedules knows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.choice import candidates
+from topoplan.compare import compare, format_table, to_object
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import usable_fabric
+from topoplan.plans.build import build_plan, stage_order
+from topoplan.plans.plan import Plan, Shard, Stage, root_rank
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.schedules.registry import SCHEDULES, Schedule, find_schedule, make_schedule
+from topoplan.topology import TopologyLike, as_topology
+
+
+def chain(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """A schedule of a newcomer: every rank hands the whole buffer to the next, from the root on."""
+    machine = as_topology(topology)
+    chosen = machine.select(gpus)
+    rank = root_rank(chosen, collective, root)
+    fabric = usable_fabric(machine.subset(chosen), channels=channels)
+    routes = LeastLoaded(fabric)
+    order = [((rank or 0) + step) % fabric.size for step in range(fabric.size)]
+    stages = [
+        Stage(
+            op,
+            order[0],
+            tuple(routes.edge(op, (a,), b, Fraction(1)) for a, b in pairwise(order)),
+        )
+        for op in stage_order(collective)
+    ]
+    return build_plan(
+        fabric,
+        collective,
+        root=rank,
+        shards=[Shard(Fraction(1), tuple(stages))],
+        certificate=best_bound(fabric, collective, rank),
+        schedule="chain",
+        method="chain",
+    )
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one line."""
+    line = Schedule("chain", chain, collectives=("allreduce", "broadcast", "reduce"), column="chain")
+    monkeypatch.setitem(SCHEDULES, line.name, line)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_new_schedule_is_made_timed_and_compared(run: Run) -> None:
+    """``plan --schedule``, ``plan --sizes`` and ``compare`` show it: 25 GB/s from GPU 1 to 2 limit the chain."""
+    status, out, err = run("plan", "v100x4", "--schedule", "chain")
+    assert (status, err) == (0, "")
+    assert "trees  1, height 3 (chain, chain)" in out
+    value = json.loads(run("plan", "v100x4", "--sizes", "1KB:1GB", "--json")[1])
+    assert [one["schedule"] for one in value["candidates"]].count("chain") == 1
+    head, row = run("compare", "v100x4")[1].splitlines()[1:3]
+    assert (head.split()[-1], row.split()[-1]) == ("chain", f"{chain('v100x4').rate:.2f}")
+    rows = json.loads(run("compare", "v100x4", "--json")[1])["rows"]
+    assert rows[0]["others"] == {"chain": chain("v100x4").rate}
+    assert "known ones are trees" in run("plan", "v100x4", "--schedule", "chains")[2]
+    assert "did you mean chain?" in run("plan", "v100x4", "--schedule", "chains")[2]
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_a_new_schedule_needs_decides_where_it_is_tried() -> None:
+    """No allgather, for which it is not defined; where a hop has no wire the reason is a note, and a dash a column."""
+    assert "chain" not in {one.schedule for one in candidates("v100x4", "allgather")[0]}
+    assert compare("v100x4", "allgather").others == (("chain", None),)
+    plans, notes = candidates("dgx-1v", gpus=[1, 4, 5, 7])
+    assert "chain" not in {one.schedule for one in plans}
+    assert "no chain: no wire leads to gpu1 from gpu4 but through another GPU" in notes
+    row = compare("dgx-1v", gpus=[1, 4, 5, 7])
+    assert row.others == (("chain", None),)
+    assert format_table([row]).splitlines()[1].split()[-1] == "-"
+    assert any(note.startswith("chain: no wire leads to gpu1 from gpu4") for note in row.notes)
+    with pytest.raises(
+        InfeasibleError, match="no chain: no wire leads to gpu1 from gpu4 but through another GPU; choose"
+    ):
+        make_schedule("chain", "dgx-1v", gpus=[1, 4, 5, 7])
+
+
+def test_nothing_else_is_in_the_output_without_one() -> None:
+    """Comparisons have the columns and keys that they had."""
+    row = compare("v100x4")
+    assert row.others == ()
+    assert "others" not in to_object([row])["rows"][0]  # type: ignore[index]
+    assert format_table([row]).splitlines()[0].split()[-1] == "binary"
+
+
+ABSENT = {
+    ("three-phase", "v100x4"),
+    ("three-phase", "dgx-1v"),
+    ("three-phase", "pcie-x8"),
+    ("one-hop", "dgx-1v"),
+    ("relay-ring", "pcie-x8"),
+}
+"""Schedules that a machine does not have: several servers, a wire between any two GPUs, NVLink."""
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("machine", ["v100x4", "dgx-1v", "pcie-x8"])
+def test_every_schedule_is_a_valid_plan_or_says_why_not(name: str, machine: str) -> None:
+    """One rate whether made by name or by its function; never above the packed trees on the same wires."""
+    if (name, machine) in ABSENT:
+        with pytest.raises(
+            (InfeasibleError, UsageError), match=r"choose another schedule|plan trees instead"
+        ):
+            make_schedule(name, machine)
+        return
+    made = make_schedule(name, machine)
+    assert topoplan.verify(made).rate == find_schedule(name).make(machine).rate
+    assert made.rate <= topoplan.plan(machine, channels="+".join(made.channels)).rate
+
+
+def test_a_ring_runs_over_the_channel_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+    """NVLink by itself, PCIe when told; the plan file verifies like any other."""
+    assert make_schedule("ring", "v100x4").schedule == "nvlink ring"
+    path = tmp_path / "ring.json"
+    assert run("plan", "v100x4", "--schedule", "ring", "--channels", "pcie", "-o", str(path))[0] == 0
+    assert topoplan.load_plan(path).schedule == "pcie ring"  # type: ignore[union-attr]
+    assert run("verify", str(path))[0] == 0
+
+
+def test_three_phases_by_name_are_the_method(run: Run) -> None:
+    """The same plan under both options."""
+    cluster = ("plan", "v100x4", "--servers", "2", "--nic-gbps", "100", "--nics", "1", "-o", "-")
+    assert run(*cluster, "--schedule", "three-phase")[1] == run(*cluster, "--method", "three-phase")[1]
+
+
+def test_trees_are_what_is_planned_anyway(run: Run) -> None:
+    """Under their name, and with every option of theirs."""
+    assert run("plan", "v100x4", "--schedule", "trees", "-o", "-") == run("plan", "v100x4", "-o", "-")
+    assert run("plan", "v100x4", "--schedule", "trees", "--method", "mwu", "--epsilon", "0.1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("--schedule", "nope"),
+            "known ones are trees, three-phase, one-hop, double-tree, lowest-tree, ring, relay-",
+        ),
+        (("--schedule", "Ring"), "did you mean ring?"),
+        (("--schedule", ""), "schedule '' is unknown"),
+        (("--schedule", "ring", "--sizes", "1KB:1MB"), "--sizes does not go with it"),
+        (("--schedule", "ring", "--method", "mwu"), "--method does not go with it"),
+        (("--schedule", "ring", "--order", "trees"), "--order does not go with it"),
+        (("--schedule", "ring", "--time-limit", "1"), "--time-limit does not go with it"),
+        (("--schedule", "ring", "--size", "1MB"), "--size does not go with it"),
+        (("--schedule", "ring", "--bound-only"), "--bound-only does not go with it"),
+        (("--schedule", "ring", "--density", "0.1"), "--schedule does not go with --density"),
+        (("--schedule", "relay-ring", "--channels", "pcie"), "runs over nvlink here, not over pcie"),
+        (
+            ("--schedule", "double-tree", "--collective", "allgather"),
+            "double binary trees do not do allgather",
+        ),
+        (
+            ("--schedule", "one-hop", "--gpus", "1,4,5"),
+            "no one-hop: gpu4 reaches gpu1 only through another GPU; choose",
+        ),
+        (
+            ("--schedule", "relay-ring", "--gpus", "0,5"),
+            "no relay rings: no NVLink path leaves the cut {gpu0}; choose",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_schedule_is_one_line(run: Run, options: tuple[str, ...], says: str) -> None:
+    """Unknown names, options of packed trees, channels that it does not run over, machines that do not have it."""
+    status, out, err = run("plan", "dgx-1v", *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert says in err

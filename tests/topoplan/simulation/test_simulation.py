@@ -1,0 +1,477 @@
+"""Model time: closed form against event simulation, known answers, and measurements of the Blink paper."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.known_answers import blink_figure
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.plans.build import build_plan, trivial_plan
+from topoplan.plans.certificate import Cut, Partition
+from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.rings.ring import ring
+from topoplan.simulation.alpha_beta import pipeline
+from topoplan.simulation.dataflow import dataflow
+from topoplan.simulation.events import Run, run_events
+from topoplan.simulation.latency import LAUNCH, START_UP, device_kinds, link_latency
+from topoplan.simulation.model import bus_factor, simulate
+from topoplan.simulation.table import crossover, format_table, sweep
+from topoplan.simulation.trace import chrome_trace
+from topoplan.topology import Device, Link, Topology
+from topoplan.units import parse_size
+
+ALPHA = START_UP["nvlink"]
+MIB = 1 << 20
+
+
+def direct(size: int, wires: dict[tuple[int, int], float], latency: float | None = None) -> Fabric:
+    """GPUs joined by two-way NVLinks of the given bandwidths."""
+    links = tuple(
+        Link(f"gpu{a}", f"gpu{b}", "nvlink", bandwidth, latency=latency)
+        for (u, v), bandwidth in wires.items()
+        for a, b in ((u, v), (v, u))
+    )
+    return Fabric(
+        Topology("direct", tuple(Device(f"gpu{i}", "gpu") for i in range(size)), links), ("nvlink",)
+    )
+
+
+def switched(size: int, bandwidth: float) -> Fabric:
+    """GPUs on one NVSwitch."""
+    devices = (*(Device(f"gpu{i}", "gpu") for i in range(size)), Device("nvswitch0", "nvswitch"))
+    links = tuple(
+        Link(*ends, "nvlink", bandwidth)
+        for i in range(size)
+        for ends in ((f"gpu{i}", "nvswitch0"), ("nvswitch0", f"gpu{i}"))
+    )
+    return Fabric(Topology("switched", devices, links), ("nvlink",))
+
+
+def stage(fabric: Fabric, op: str, root: int, pairs: list[tuple[int, int]]) -> Stage:
+    """A tree from (parent, child) pairs, each over its shortest route."""
+    routes = {(arc.tail, arc.head): arc for arc in reversed(fabric.arcs)}
+    arcs = [routes[pair] for pair in pairs]
+    return Stage(op, root, tuple(Edge(arc.tail, arc.head, arc.route, arc.channel) for arc in arcs))
+
+
+def forest(fabric: Fabric, collective: str, shards: list[Shard], root: int | None = None) -> Plan:
+    """A plan whose certificate is loose: these tests are about time."""
+    certificate = (
+        Partition(tuple((rank,) for rank in fabric.ranks))
+        if collective == "allreduce"
+        else Cut(fabric.ranks[:1])
+    )
+    return build_plan(
+        fabric, collective, root=root, shards=shards, certificate=certificate, schedule="trees", method="hand"
+    )
+
+
+def chain(hops: int, *, bandwidth: float = 25.0, latency: float | None = None) -> Plan:
+    fabric = direct(hops + 1, {(i, i + 1): bandwidth for i in range(hops)}, latency)
+    tree = stage(fabric, "broadcast", 0, [(i, i + 1) for i in range(hops)])
+    return forest(fabric, "broadcast", [Shard(Fraction(1), (tree,))], root=0)
+
+
+def one_hop(fabric: Fabric) -> Plan:
+    shards = []
+    for root in range(fabric.size):
+        pairs = [(root, child) for child in range(fabric.size) if child != root]
+        stages = tuple(stage(fabric, op, root, pairs) for op in ("reduce", "broadcast"))
+        shards.append(Shard(Fraction(1, fabric.size), stages))
+    return forest(fabric, "allreduce", shards)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Plan:
+    """A random allreduce forest on random complete machines: any trees, any shares, any bandwidths."""
+    size = draw(st.integers(2, 5))
+    pairs = [(u, v) for v in range(size) for u in range(v)]
+    fabric = direct(size, {pair: draw(st.sampled_from([10.0, 25.0, 50.0])) for pair in pairs})
+    weights = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    shards = []
+    for weight in weights:
+        order = draw(st.permutations(range(size)))
+        parents = [(order[draw(st.integers(0, i - 1))], order[i]) for i in range(1, size)]
+        stages = tuple(stage(fabric, op, order[0], parents) for op in ("reduce", "broadcast"))
+        shards.append(Shard(Fraction(weight, sum(weights)), stages))
+    return forest(fabric, "allreduce", shards)
+
+
+def arrivals(run: Run) -> dict[tuple[int, int, int, int, int], float]:
+    """When each chunk of a hop had crossed its last link."""
+    ends: dict[tuple[int, int, int, int, int], float] = {}
+    for item in run.transfers:
+        key = (item.shard, item.stage, item.src, item.dst, item.chunk)
+        ends[key] = max(item.end, ends.get(key, 0.0))
+    return ends
+
+
+@pytest.mark.parametrize("hops", [1, 2, 7])
+@pytest.mark.parametrize("chunks", [1, 5, 64])
+def test_chain_is_the_textbook_pipeline(hops: int, chunks: int) -> None:
+    """H hops and k chunks take (H + k - 1) (alpha + s / (k c)), in closed form and event by event."""
+    nbytes = 64 * MIB
+    plan = chain(hops)
+    expected = LAUNCH + (hops + chunks - 1) * (ALPHA + nbytes / chunks / 25e9)
+    chunk_bytes = math.ceil(nbytes / chunks)
+    assert simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds == pytest.approx(expected, rel=1e-9)
+    assert run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds == pytest.approx(
+        expected, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(("hops", "nbytes"), [(2, 64 * MIB), (7, 16 * MIB), (7, 256 * MIB)])
+def test_chosen_chunks_are_the_closed_form_optimum(hops: int, nbytes: int) -> None:
+    """The chosen k is an integer neighbour of sqrt((H - 1) s / (c alpha)), and no other k is faster."""
+    plan = chain(hops)
+    best = math.sqrt((hops - 1) * nbytes / 25e9 / ALPHA)
+    chosen = simulate(plan, nbytes=nbytes)
+    assert chosen.chunks[0] in (math.floor(best), math.ceil(best))
+    others = [
+        simulate(plan, nbytes=nbytes, chunk_bytes=math.ceil(nbytes / k)).seconds
+        for k in range(1, 2 * chosen.chunks[0])
+    ]
+    assert chosen.seconds <= min(others) * (1 + 1e-9)
+
+
+def test_one_hop_is_not_cut() -> None:
+    """With one hop there is nothing to pipeline: one chunk."""
+    assert simulate(chain(1), nbytes=256 * MIB).chunks == (1,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(forests(), st.integers(0, 1 << 26), st.sampled_from([None, 1 << 16, 1 << 20, 1 << 22]))
+def test_events_are_never_below_their_bounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> None:
+    """Event time is at least latency, D / rate, and the pipeline of the slowest hop; the closed form too."""
+    if chunk_bytes is not None:
+        nbytes = min(nbytes, 32 * chunk_bytes)
+    closed = simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+    run = run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+    assert run.chunks == closed.chunks
+    slowest_hop = max(
+        chunks * hop.alpha + hop.pace * share * nbytes
+        for hop, share, chunks in (
+            (hop, float(plan.shards[hop.shard].share), closed.chunks[hop.shard])
+            for hop in dataflow(plan).hops
+        )
+    )
+    floor = max(closed.latency_seconds, closed.bandwidth_seconds + LAUNCH, slowest_hop + LAUNCH) * (1 - 1e-9)
+    assert run.seconds >= floor
+    assert closed.seconds >= floor
+
+
+@settings(max_examples=25, deadline=None)
+@given(forests(), st.integers(1, 1 << 24), st.sampled_from([1 << 14, 1 << 18, 1 << 21]))
+def test_event_simulation_keeps_its_own_rules(plan: Plan, nbytes: int, chunk_bytes: int) -> None:
+    """A link carries one chunk at once and all bytes that are routed over it; inputs come before outputs."""
+    chunk_bytes = max(chunk_bytes, nbytes // 16)
+    run = run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+    on_link = defaultdict(list)
+    for item in run.transfers:
+        on_link[item.link].append((item.start, item.end))
+    for spans in on_link.values():
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(sorted(spans)))
+    busy = {link: nbytes * seconds for link, seconds in enumerate(dataflow(plan).seconds_per_byte) if seconds}
+    assert {
+        link: sum(end - start for start, end in spans) for link, spans in on_link.items()
+    } == pytest.approx(busy)
+    ends = arrivals(run)
+    flow = dataflow(plan)
+    for item in run.transfers:
+        hop = next(
+            h
+            for h in flow.hops
+            if (h.shard, h.stage, h.src, h.dst) == (item.shard, item.stage, item.src, item.dst)
+        )
+        for before in (flow.hops[number] for number in hop.waits):
+            needed = ends[before.shard, before.stage, before.src, before.dst, item.chunk]
+            assert item.start >= needed + hop.alpha - 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(forests())
+def test_time_approaches_bytes_over_rate(plan: Plan) -> None:
+    """At 1 TB start-ups and filling are gone: both roads give the rate of the plan within 2 %."""
+    nbytes = 10**12
+    assert simulate(plan, nbytes=nbytes).algbw == pytest.approx(plan.rate, rel=0.02)
+    run = run_events(plan, nbytes=nbytes, chunk_bytes=nbytes // 256)
+    assert nbytes / run.seconds / 1e9 <= plan.rate * (1 + 1e-9)
+
+
+def test_stars_agree_exactly() -> None:
+    """One-hop forests behind a switch: both roads agree to 0.1 % from 1 KB to 256 MB."""
+    plan = one_hop(switched(8, 150.0))
+    for nbytes in (1 << 10, 1 << 16, MIB, 16 * MIB, 256 * MIB):
+        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(
+            simulate(plan, nbytes=nbytes).seconds, rel=1e-3
+        )
+
+
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-1p", "dgx-2", "pcie-x8"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
+def test_rings_agree(machine: str, collective: str) -> None:
+    """Rings: within 6 % at 256 MB, and within a third where latency and bandwidth balance."""
+    plan = ring(topoplan.load(machine), collective)
+    for nbytes, tolerance in ((1 << 14, 0.01), (4 * MIB, 0.33), (16 * MIB, 0.33), (256 * MIB, 0.06)):
+        closed = simulate(plan, nbytes=nbytes)
+        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(closed.seconds, rel=tolerance), nbytes
+
+
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "pcie-x8", "mi250x"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
+def test_packed_trees_agree(machine: str, collective: str) -> None:
+    """Packed trees: events are within 8 % at 256 MB, within 26 % at 1 MB, and never faster."""
+    plan = topoplan.plan(topoplan.load(machine), collective)
+    for nbytes, tolerance in ((MIB, 0.26), (256 * MIB, 0.08)):
+        closed, events = simulate(plan, nbytes=nbytes).seconds, run_events(plan, nbytes=nbytes).seconds
+        assert closed * (1 - 1e-9) <= events <= closed * (1 + tolerance), nbytes
+
+
+def test_double_binary_tree_agrees() -> None:
+    """A double binary tree on DGX-2 is within 20 % of its events at 256 MB."""
+    plan = double_binary_tree(topoplan.load("dgx-2"))
+    closed = simulate(plan, nbytes=256 * MIB)
+    assert run_events(plan, nbytes=256 * MIB).seconds == pytest.approx(closed.seconds, rel=0.2)
+
+
+def test_blink_latency_of_two_hops_on_dgx2() -> None:
+    """Blink figure 27: one-hop AllReduce on 16 GPUs takes about 26 us, flat up to 64 KB."""
+    plan = one_hop(switched(16, 150.0))
+    for nbytes in (1 << 10, 1 << 13, 1 << 16):
+        assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(26e-6, rel=0.05)
+
+
+def test_blink_figure_27() -> None:
+    """Every measured time of the one-hop AllReduce on DGX-2, 1 KB to 1 GB, within 15 %."""
+    figure = blink_figure(27)
+    plan = one_hop(switched(16, 150.0))
+    for size, measured in figure.items():
+        seconds = simulate(plan, nbytes=parse_size(size)).seconds
+        assert seconds * 1e6 == pytest.approx(measured["one-hop"], rel=0.15), size
+
+
+def test_double_binary_tree_latency_was_not_fitted() -> None:
+    """Eight hops of NCCL's double binary tree come out within 10 % of the measured 84 us."""
+    figure = blink_figure(27)
+    plan = double_binary_tree(topoplan.load("dgx-2"))
+    assert plan.depth == 8
+    assert simulate(plan, nbytes=1 << 14).seconds * 1e6 == pytest.approx(figure["16KB"]["nccl"], rel=0.1)
+
+
+def test_start_up_is_paid_by_ends_and_not_by_switches() -> None:
+    """A hop costs one start-up, direct or through a switch; a stated latency replaces the default."""
+    through = dataflow(one_hop(switched(3, 150.0))).hops[0]
+    assert through.alpha == pytest.approx(ALPHA)
+    assert dataflow(chain(1)).hops[0].alpha == pytest.approx(ALPHA)
+    assert dataflow(chain(1, latency=2e-6)).hops[0].alpha == 2e-6
+    machine = topoplan.load("pcie-x8")
+    kinds = device_kinds(machine)
+    across = [link for link in machine.links if link.channel == "sys"]
+    assert [link_latency(link, kinds) for link in across] == [0.0, 0.0]
+    assert START_UP["nvlink"] < START_UP["pcie"] < START_UP["network"]
+
+
+@pytest.mark.parametrize("hops", [1, 3])
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_dividing_a_shard_hides_no_start_up(hops: int, shards: int) -> None:
+    """n shards over one tree start one after another on every wire, as n chunks of one shard do."""
+    whole = chain(hops)
+    tree = whole.shards[0].stages
+    divided = replace(whole, shards=(Shard(Fraction(1, shards), tree),) * shards)
+    expected = LAUNCH + (hops + shards - 1) * ALPHA
+    for road in (simulate, run_events):
+        assert road(divided, nbytes=0).seconds == pytest.approx(expected, rel=1e-9)
+        assert road(whole, nbytes=shards, chunk_bytes=1).seconds == pytest.approx(expected, rel=1e-4)
+
+
+def test_wires_side_by_side_start_copies_side_by_side() -> None:
+    """Four shards on a link of two wires start in two rounds; on four wires at once; other routes do not matter."""
+    for count, rounds in ((1, 4), (2, 2), (4, 1)):
+        fabric = direct(3, {(0, 1): 50.0, (0, 2): 50.0})
+        links = tuple(replace(link, count=count) for link in fabric.topology.links)
+        fabric = Fabric(replace(fabric.topology, links=links), fabric.channels)
+        tree = stage(fabric, "broadcast", 0, [(0, 1), (0, 2)])
+        plan = forest(fabric, "broadcast", [Shard(Fraction(1, 4), (tree,))] * 4, root=0)
+        for road in (simulate, run_events):
+            assert road(plan, nbytes=0).seconds == pytest.approx(LAUNCH + rounds * ALPHA)
+
+
+def test_without_latency_time_is_launch_and_bandwidth() -> None:
+    """Links without latency: a star takes launch + D / rate to the last digit, whatever the size."""
+    fabric = direct(3, {(0, 1): 25.0, (0, 2): 50.0}, latency=0.0)
+    tree = stage(fabric, "broadcast", 0, [(0, 1), (0, 2)])
+    plan = forest(fabric, "broadcast", [Shard(Fraction(1), (tree,))], root=0)
+    for nbytes in (1, 1 << 16, 1 << 30):
+        expected = LAUNCH + nbytes / 25e9
+        assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(expected, rel=1e-12)
+        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_stages_of_three_phases_overlap_where_ranks_do_not() -> None:
+    """Two local reduces on disjoint ranks run side by side: one hop of time, then one across, not three."""
+    fabric = direct(4, {(0, 1): 25.0, (2, 3): 25.0, (0, 2): 25.0})
+    up = [stage(fabric, "reduce", 0, [(0, 1)]), stage(fabric, "reduce", 2, [(2, 3)])]
+    across = [stage(fabric, op, 0, [(0, 2)]) for op in ("reduce", "broadcast")]
+    down = [stage(fabric, "broadcast", 2, [(2, 3)]), stage(fabric, "broadcast", 0, [(0, 1)])]
+    plan = forest(fabric, "allreduce", [Shard(Fraction(1), (*up, *across, *down))])
+    assert simulate(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
+    assert run_events(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
+
+
+def test_shares_keep_their_weight_when_cut_unevenly() -> None:
+    """A shard cut into more chunks than its neighbour on the same link does not starve: both end together."""
+    fabric = direct(2, {(0, 1): 20.0}, latency=0.0)
+    tree = stage(fabric, "broadcast", 0, [(0, 1)])
+    plan = forest(
+        fabric, "broadcast", [Shard(Fraction(3, 4), (tree,)), Shard(Fraction(1, 4), (tree,))], root=0
+    )
+    run = run_events(plan, nbytes=64 * MIB, chunk_bytes=MIB)
+    last = [max(item.end for item in run.transfers if item.shard == shard) for shard in (0, 1)]
+    assert run.chunks == (48, 16)
+    assert min(last) > 0.95 * max(last)
+
+
+def test_timeline_accounts_for_every_byte() -> None:
+    """Bytes add up to share x crossings, busy is bytes over bandwidth, the fullest link is the bottleneck."""
+    plan = ring(topoplan.load("dgx-1v"))
+    timeline = simulate(plan, nbytes=48 * MIB)
+    bandwidth = {
+        (link.src, link.dst): link.bandwidth for link in plan.topology.links if link.channel == "nvlink"
+    }
+    assert sum(timeline.link_bytes.values()) == pytest.approx(48 * MIB * 14)
+    for name, nbytes in timeline.link_bytes.items():
+        assert timeline.link_seconds[name] == pytest.approx(nbytes / bandwidth[name] / 1e9)
+    fullest = max(timeline.link_seconds.values())
+    assert fullest == pytest.approx(timeline.bandwidth_seconds) == pytest.approx(48 * MIB / plan.rate / 1e9)
+    assert all(timeline.link_seconds[name] == pytest.approx(fullest) for name in timeline.bottleneck)
+    assert timeline.seconds >= timeline.latency_seconds + timeline.bandwidth_seconds
+
+
+def test_one_rank_costs_a_launch() -> None:
+    """Nothing moves for one rank: the launch remains."""
+    fabric = usable_fabric(topoplan.load("dgx-1v").subset([3]))
+    plan = trivial_plan(fabric, "allreduce", root=None, method="trivial")
+    timeline = simulate(plan, nbytes=MIB)
+    assert (timeline.seconds, timeline.busbw, timeline.bottleneck) == (LAUNCH, 0.0, ())
+    assert run_events(plan, nbytes=MIB).seconds == LAUNCH
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunk_bytes", "word"), [(-1, None, "-1 bytes"), (8, 0, "0 bytes"), (8, -4, "-4")]
+)
+def test_bad_sizes_are_refused(nbytes: int, chunk_bytes: int | None, word: str) -> None:
+    """A negative buffer or an empty chunk is a UsageError that names the value, on both roads."""
+    for road in (simulate, run_events):
+        with pytest.raises(UsageError, match=word):
+            road(chain(2), nbytes=nbytes, chunk_bytes=chunk_bytes)
+
+
+def test_endless_event_simulations_are_refused() -> None:
+    """Chunks so small that millions of transfers follow are a UsageError that says how many."""
+    with pytest.raises(UsageError, match="8388608 chunk transfers"):
+        run_events(chain(2), nbytes=4 * MIB, chunk_bytes=1)
+
+
+def test_closed_form_is_monotonic_in_size() -> None:
+    """A larger buffer never takes less time, though the number of chunks is chosen anew at each size."""
+    plan = ring(topoplan.load("dgx-1v"))
+    times = [simulate(plan, nbytes=int(1024 * 1.3**i)).seconds for i in range(50)]
+    assert times == sorted(times)
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    """busbw / algbw: 2 (N - 1) / N, (N - 1) / N, 1 (nccl-tests, doc/PERFORMANCE.md)."""
+    assert bus_factor("allreduce", 16) == 1.875
+    assert bus_factor("allgather", 16) == bus_factor("reduce_scatter", 16) == 0.9375
+    assert bus_factor("broadcast", 16) == bus_factor("reduce", 16) == 1.0
+
+
+def test_table_has_the_columns_of_nccl_tests() -> None:
+    """Columns keep their place for every size, count is per rank for allgather, only sums have a redop."""
+    machine = topoplan.load("dgx-1v")
+    rows = sweep(ring(machine, "allgather"), [1024, MIB, 1 << 34])
+    text = format_table(rows).splitlines()
+    assert text[0].split() == ["#", "size", "count", "type", "redop", "time", "algbw", "busbw"]
+    assert text[2].split()[:4] == ["1024", "32", "float", "none"]
+    assert len({len(line) for line in text}) == 1
+    assert sweep(ring(machine), [4096])[0].redop == "sum"
+    assert [row.to_object()["size"] for row in rows] == [1024, MIB, 1 << 34]
+    assert rows[1].algbw == pytest.approx(MIB / rows[1].seconds / 1e9)
+
+
+def test_sweep_equals_single_simulations() -> None:
+    """A sweep arranges the plan once and gives what simulate gives."""
+    plan = ring(topoplan.load("dgx-1v"))
+    sizes = [1 << 12, 1 << 20, 1 << 28]
+    assert [row.seconds for row in sweep(plan, sizes)] == [
+        simulate(plan, nbytes=size).seconds for size in sizes
+    ]
+
+
+def test_crossover_is_where_the_times_cross() -> None:
+    """A chain of fast links overtakes a star on one thin link; one byte before, the star is faster."""
+    fabric = direct(4, {(0, 1): 50.0, (1, 2): 50.0, (2, 3): 50.0, (0, 2): 10.0, (0, 3): 10.0})
+    star = stage(fabric, "broadcast", 0, [(0, 1), (0, 2), (0, 3)])
+    path = stage(fabric, "broadcast", 0, [(0, 1), (1, 2), (2, 3)])
+    low, tall = (forest(fabric, "broadcast", [Shard(Fraction(1), (tree,))], root=0) for tree in (star, path))
+    result = crossover(tall, low, 1 << 10, 1 << 30)
+    assert result.faster_below == "second"
+    assert result.nbytes is not None
+    assert simulate(tall, nbytes=result.nbytes).seconds <= simulate(low, nbytes=result.nbytes).seconds
+    assert simulate(tall, nbytes=result.nbytes - 1).seconds > simulate(low, nbytes=result.nbytes - 1).seconds
+    assert crossover(low, tall, 1 << 10, 1 << 30).nbytes is None
+    assert crossover(low, low, 1 << 10, 1 << 30).to_object() == {"nbytes": 1 << 10, "faster_below": "equal"}
+    with pytest.raises(UsageError, match="range 8 to 4 is empty"):
+        crossover(low, tall, 8, 4)
+
+
+def test_one_hop_beats_the_ring_on_dgx2_at_every_size() -> None:
+    """Two hops against thirty: the ring catches up only in bandwidth, never in time."""
+    machine = topoplan.load("dgx-2")
+    plan = one_hop(usable_fabric(machine))
+    result = crossover(plan, ring(machine), 1 << 10, 1 << 30)
+    assert (result.nbytes, result.faster_below) == (1 << 10, "first")
+
+
+def test_trace_has_one_row_for_each_link() -> None:
+    """The trace is JSON, names a row for each used link, and its boxes are the transfers in microseconds."""
+    run = run_events(one_hop(switched(4, 150.0)), nbytes=MIB)
+    events = json.loads(chrome_trace(run))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    boxes = [event for event in events if event["ph"] == "X"]
+    assert sorted(names.values())[0] == "gpu0 -> nvswitch0 (nvlink)"
+    assert len(names) == 8
+    assert {box["tid"] for box in boxes} == set(names)
+    assert max(box["ts"] + box["dur"] for box in boxes) == pytest.approx(run.seconds * 1e6, abs=1e-3)
+
+
+def test_event_simulation_is_quick_enough_to_trace() -> None:
+    """Eight ranks, six rings, 64 chunks: 43008 transfers in well under the time limit of a test."""
+    plan = ring(topoplan.load("dgx-1v"))
+    run = run_events(plan, nbytes=48 * 64 * MIB, chunk_bytes=MIB)
+    assert len(run.transfers) == 6 * 8 * 14 * 64
+
+
+def test_same_plan_same_trace() -> None:
+    """The event simulation is deterministic."""
+    plan = ring(topoplan.load("dgx-1v"), "allgather")
+    assert chrome_trace(run_events(plan, nbytes=MIB)) == chrome_trace(run_events(plan, nbytes=MIB))
+
+
+def test_pipeline_of_no_hops_has_one_chunk() -> None:
+    """The number of chunks of an empty dataflow is one."""
+    fabric = usable_fabric(topoplan.load("dgx-1v").subset([0]))
+    plan = trivial_plan(fabric, "broadcast", root=0, method="trivial")
+    assert pipeline(dataflow(plan)).best_chunks(MIB) == 1
