@@ -26,7 +26,6 @@ import topoplan
 from topoplan.columns.problem import Packing
 from topoplan.packing.exact import pack_exact
 from topoplan.plans import Fabric, Lengths, Plan
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.plan import reversed_collective
 from topoplan.topology import FASTEST, SLOWEST, Device, Link, Topology
 
@@ -248,7 +247,7 @@ def test_the_packing_fills_its_capacities_and_no_more() -> None:
     load = sum(weight * packing.usage(column).astype(object) for column, weight in packed.weights.items())
     assert all(x <= limit for x, limit in zip(load, packing.limits.tolist(), strict=True))
     total = sum(packed.weights.values(), Fraction(0)) / packing.scale
-    assert total == certified_bound(packed.certificate, fabric, "broadcast", 3) == 150
+    assert total == packed.certificate.bound(fabric, "broadcast", 3) == 150
 
 
 def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:

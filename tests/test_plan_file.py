@@ -22,7 +22,7 @@ from small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switch
 import topoplan
 from topoplan.errors import PlanError
 from topoplan.plans import Cut, Lengths, Partition, Plan, Trivial
-from topoplan.plans.plan import ALIGNMENT, shard_bounds
+from topoplan.plans.tree import ALIGNMENT, shard_bounds
 from topoplan.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[1]

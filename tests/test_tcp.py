@@ -28,7 +28,8 @@ from collectives.backends.tcp.sockets import PACING
 from collectives.peers.rendezvous import Rendezvous
 from collectives.reduction import DTYPE_KINDS
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import COLLECTIVES, Edge, Plan, Shard, Stage
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 
 Array = NDArray[Any]
 

@@ -18,7 +18,7 @@ from collectives.backends.backend import Call, RankArrays
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import Shard
+from topoplan.plans.tree import Shard
 
 
 @pytest.mark.thorough

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from collectives.peers.error_rounds import Gather, say_when_done
 from topoplan.errors import PlanError
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_file import parse_plan_file
-from topoplan.plans.size_plans import SizePlans, verify_all
+from topoplan.plans.size_plans import SizePlans, parse_plan_file, verify_all
 
 PLANNER = 0
 """The rank that plans."""

@@ -15,8 +15,8 @@ from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
+from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import finite
 from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import run_events

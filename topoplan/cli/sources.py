@@ -14,8 +14,7 @@ from topoplan.cli.damage_options import Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import decode_text, library, load, load_text
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_file import parse_plan_file
-from topoplan.plans.size_plans import SizePlans, verify_all
+from topoplan.plans.size_plans import SizePlans, parse_plan_file, verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')

@@ -10,9 +10,9 @@ from topoplan.cli.output import counted, plan_notes, print_error, print_json, pr
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_claimed_plan
 from topoplan.errors import PlanError
-from topoplan.plans.explain import explain_certificate
+from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import finite
 from topoplan.plans.size_plans import SizePlans, verify_all
 from topoplan.plans.verify import Verification
 

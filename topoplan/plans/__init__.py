@@ -1,9 +1,10 @@
 """The plan and its independent check."""
 
 from topoplan.fabric.fabric import Arc, Fabric, usable_fabric
-from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.certificates import Certificate, Channels, Cut, Lengths, Partition, Trivial
+from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, SizeRange, plan_at, verify_all
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.plans.verify import Verification, verify
 
 __all__ = [

@@ -2,19 +2,35 @@
 
 Small messages want few start-ups, large ones bandwidth, and no one plan is best at both. The ranges cover every size
 from 0 bytes on without gap or overlap; what chose them is `topoplan.choice`.
+
+In the file, format ``topoplan.plans/1``, each plan is an object of format ``topoplan.plan/1`` without its ``topology``,
+which stands once beside the ranges. Writing is deterministic and reading believes nothing but the types, as for single
+plans.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import Path
 
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans.plan import Plan
+from topoplan.plans.json_values import (
+    check_format,
+    compact,
+    parse_object,
+    read_bytes,
+    read_list,
+    read_object,
+)
+from topoplan.plans.plan import Plan, embedded_topology, plan_text
 from topoplan.plans.verify import Verification, verify
 from topoplan.topology import Topology
 from topoplan.units import format_size
+
+FORMAT = "topoplan.plans/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +49,22 @@ class SizeRange:
         return f"sizes from {format_size(self.start)}" + (
             "" if self.stop is None else f" to {format_size(self.stop)}"
         )
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of a file."""
+        return {"from": self.start, "to": self.stop, "plan": _without_topology(self.plan)}
+
+    @staticmethod
+    def from_object(item: object, where: str, topology: Topology) -> SizeRange:
+        """Read such an object; PlanError names the key that is missing or of a wrong type."""
+        value = read_object(item, where)
+        stop, plan = value.get("to"), read_object(value.get("plan"), f"{where}: plan")
+        try:
+            made = Plan.from_object(plan, topology)
+        except PlanError as error:
+            raise error.under(where) from None
+        start = read_bytes(value.get("from"), f"{where}: from")
+        return SizeRange(start, None if stop is None else read_bytes(stop, f"{where}: to"), made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +171,15 @@ class SizePlans:
 
     def to_json(self) -> str:
         """The file, format ``topoplan.plans/1``; the same bytes for the same plans, always."""
-        from topoplan.plans.size_plans_json import dump_size_plans
-
-        return dump_size_plans(self)
+        rows = ",\n ".join(
+            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": '
+            f"{plan_text(_without_topology(one.plan))}}}"
+            for one in self.ranges
+        )
+        return (
+            f'{{"format": {compact(FORMAT)},\n "collective": {compact(self.collective)},\n "ranges": [\n {rows}\n ],\n'
+            f' "topology": {compact(self.topology.to_object())}}}\n'
+        )
 
     @staticmethod
     def from_json(text: str) -> SizePlans:
@@ -152,9 +190,74 @@ class SizePlans:
         PlanError
             The text is no such file; names the key, and the range where there is one.
         """
-        from topoplan.plans.size_plans_json import parse_size_plans
+        return SizePlans.from_object(parse_object(text))
 
-        return parse_size_plans(text)
+    def to_object(self) -> dict[str, object]:
+        """The file as a JSON object."""
+        return {
+            "format": FORMAT,
+            "collective": self.collective,
+            "ranges": [one.to_object() for one in self.ranges],
+            "topology": self.topology.to_object(),
+        }
+
+    @staticmethod
+    def from_object(value: dict[str, object]) -> SizePlans:
+        """Read such an object; errors as `from_json`."""
+        check_format(value, FORMAT)
+        topology = embedded_topology(value)
+        rows = read_list(value.get("ranges"), "ranges")
+        plans = SizePlans(
+            tuple(SizeRange.from_object(row, f"range {number}", topology) for number, row in enumerate(rows))
+        )
+        if value.get("collective") != plans.collective:
+            raise PlanError(
+                f"collective {value.get('collective')!r} is not that of the plans, {plans.collective}"
+            )
+        return plans
+
+
+def _without_topology(plan: Plan) -> dict[str, object]:
+    value = plan.to_object()
+    del value["topology"]
+    return value
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan | SizePlans:
+    """Read a plan file; its claims are not trusted (see `topoplan.verify`).
+
+    Parameters
+    ----------
+    path : str or path
+        A file that ``topoplan plan -o`` wrote.
+
+    Returns
+    -------
+    Plan or SizePlans
+        Plans by size where the file was made with ``--sizes``.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read.
+    PlanError
+        It is no plan file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{os.fspath(path)} cannot be read: {error.strerror}; give a plan file, made by topoplan plan -o"
+        ) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{os.fspath(path)} is binary, not text; give a plan file") from None
+    return parse_plan_file(text)
+
+
+def parse_plan_file(text: str) -> Plan | SizePlans:
+    """Read the text of a plan file of either kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
+    value = parse_object(text)
+    return SizePlans.from_object(value) if value.get("format") == FORMAT else Plan.from_object(value)
 
 
 def plan_at(plans: Plan | SizePlans, nbytes: int) -> Plan:
