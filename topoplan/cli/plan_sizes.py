@@ -17,8 +17,8 @@ from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans, SizeRange
+from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.size_plans import SizePlans
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ reason; ``topoplan plan --json`` prints it. Reading believes nothing but the typ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -38,6 +40,7 @@ from topoplan.plans.json_values import (
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
 from topoplan.plans.tree import Shard
 from topoplan.topology import Topology
+from topoplan.units import format_size
 
 if TYPE_CHECKING:
     import networkx
@@ -53,7 +56,89 @@ TREES = "trees"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SizeRange:
+    """Sizes from ``start`` bytes up to but not including ``stop`` (None: without end), and their plan.
+
+    Bytes are those of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    """
+
+    start: int
+    stop: int | None
+    plan: Plan
+
+    def __str__(self) -> str:
+        """The range in words."""
+        return f"sizes from {format_size(self.start)}" + (
+            "" if self.stop is None else f" to {format_size(self.stop)}"
+        )
+
+
+class Plans(ABC):
+    """One collective among the same ranks at every message size: a `Plan`, for all of them, or `SizePlans`.
+
+    Attributes
+    ----------
+    collective, ranks, root, topology, notes
+        As of `Plan`.
+    ranges : tuple of SizeRange
+        Ascending from 0, each beginning where the one before ends, the last without end.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        # Some are fields below, and a dataclass would take what it inherits for a default.
+        @property
+        def collective(self) -> str: ...
+        @property
+        def ranks(self) -> tuple[str, ...]: ...
+        @property
+        def root(self) -> int | None: ...
+        @property
+        def topology(self) -> Topology: ...
+        @property
+        def notes(self) -> tuple[str, ...]: ...
+        @property
+        def ranges(self) -> tuple[SizeRange, ...]: ...
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The plan file; the same bytes for the same plans, always."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan file, by which ranks agree that they run the same plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each range."""
+        return tuple(one.plan for one in self.ranges)
+
+    @property
+    def crossovers(self) -> tuple[int, ...]:
+        """The sizes in bytes from which another plan takes over, ascending."""
+        return tuple(one.start for one in self.ranges[1:])
+
+    def range_at(self, nbytes: int) -> SizeRange:
+        """The range that a size falls into; errors as `at`."""
+        if nbytes < 0:
+            raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
+        return self.ranges[bisect_right(self.crossovers, nbytes)]
+
+    def at(self, nbytes: int) -> Plan:
+        """The plan for a buffer of so many bytes.
+
+        Raises
+        ------
+        UsageError
+            ``nbytes`` is negative.
+        """
+        return self.range_at(nbytes).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Plans):
     """A collective on a machine as a forest with shares, and the proof of how good it is.
 
     Parameters
@@ -143,9 +228,9 @@ class Plan:
         return shard_counts(self.shards)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the plan file, by which ranks agree that they run the same plan."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+    def ranges(self) -> tuple[SizeRange, ...]:
+        """One range, of all sizes."""
+        return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
         """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
@@ -333,15 +418,3 @@ def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | N
             f"root {root} is not in the allocation {', '.join(str(g) for g in gpus)}; name one of its GPUs"
         )
     return list(gpus).index(root)
-
-
-def reversed_collective(collective: str) -> str:
-    """The collective whose plans are this one's with every edge reversed (reduce for broadcast, …)."""
-    pairs: Mapping[str, str] = {
-        "broadcast": "reduce",
-        "reduce": "broadcast",
-        "allgather": "reduce_scatter",
-        "reduce_scatter": "allgather",
-        "allreduce": "allreduce",
-    }
-    return pairs[collective]

@@ -21,7 +21,7 @@ from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.plans.certificates import Channels
 from topoplan.plans.certificates.sparse import check_entries
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan
+from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Plans
 from topoplan.plans.sparse_check import check_sparse
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
 from topoplan.plans.tree import OPERATIONS, Shard, Stage
@@ -115,6 +115,28 @@ def verify(plan: Plan) -> Verification:
         bottleneck=tuple((fabric.links[i].src, fabric.links[i].dst) for i in full_links(found, fabric)),
         loads=loads,
     )
+
+
+def verify_all(plans: Plans) -> tuple[Verification, ...]:
+    """Verify a plan, or the plan of every range.
+
+    Returns
+    -------
+    tuple of Verification
+        One for each range; one for a single plan.
+
+    Raises
+    ------
+    PlanError
+        The first thing that is wrong, with range, shard, stage and rank.
+    """
+    reports = []
+    for one in plans.ranges:
+        try:
+            reports.append(verify(one.plan))
+        except PlanError as error:
+            raise error.under(f"{one}") if len(plans.ranges) > 1 else error from None
+    return tuple(reports)
 
 
 def _check_header(plan: Plan) -> Fabric:
