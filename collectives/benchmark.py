@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from collectives.arrays.numpy_arrays import numpy_dtype
 from collectives.communicator.communicator import Communicator
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.plans.plan import Plans
 from topoplan.simulation.model import bus_factor, simulate
 
 METHODS = {
@@ -229,16 +228,16 @@ def _over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> ND
     return np.asarray(communicator.arrays.values(reduced))
 
 
-def predicted(row: Row, plan: Plan | SizePlans, scale: float) -> Row:
+def predicted(row: Row, plan: Plans, scale: float) -> Row:
     """The row with what the model says of its plan on links at their bandwidths times ``scale``.
 
     Start-ups are not scaled, so that D bytes take as long as D / scale at full bandwidth.
     """
-    seconds = simulate(plan_at(plan, row.size), nbytes=round(row.size / scale)).seconds
+    seconds = simulate(plan.at(row.size), nbytes=round(row.size / scale)).seconds
     return replace(row, predicted=seconds)
 
 
-def count_wrong(plan: Plan | SizePlans, each: int, results: Mapping[int, NDArray[Any]]) -> int:
+def count_wrong(plan: Plans, each: int, results: Mapping[int, NDArray[Any]]) -> int:
     """Elements that differ from what plain numpy gives.
 
     Parameters

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
     from topoplan.packing.planner import plan
     from topoplan.plans.plan import Plan
-    from topoplan.plans.plan_file import load_plan
-    from topoplan.plans.size_plans import SizePlans
+    from topoplan.plans.size_plans import SizePlans, load_plan
     from topoplan.plans.verify import verify
     from topoplan.probing.probe import probe
     from topoplan.schedules.double_binary_tree import double_binary_tree
@@ -61,7 +60,7 @@ _HOME = {
     "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
-    "load_plan": "topoplan.plans.plan_file",
+    "load_plan": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",

@@ -14,7 +14,8 @@ from collectives.backends.tcp.order import orders
 from collectives.lowering.edge_streams import streams
 from collectives.lowering.lower import lower
 from topoplan.errors import UsageError
-from topoplan.plans.plan import ALIGNMENT, Plan
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import ALIGNMENT
 
 LARGEST = 200_000
 """Tree edges of a plan that is still looked at edge by edge."""

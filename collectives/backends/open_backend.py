@@ -8,8 +8,7 @@ from typing import Any
 
 from collectives.backends.backend import Backend
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plans
 
 NEEDS = {
     "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
@@ -20,45 +19,45 @@ NEEDS = {
 """The module that a back end needs, its name, and what installs it."""
 
 
-def _loopback(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _loopback(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.loopback.backend import Loopback
     from collectives.backends.loopback.paced import PacedLoopback
 
     return Loopback(len(plan.ranks)) if pace is None else PacedLoopback(len(plan.ranks), scale=pace)
 
 
-def _loopback_gpu(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _loopback_gpu(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.arrays.cupy_arrays import load_cupy
     from collectives.backends.loopback_gpu.backend import LoopbackGpu
 
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
-def _mpi(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _mpi(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.mpi.backend import MpiBackend
 
     return MpiBackend(timeout=timeout)
 
 
-def _nccl(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _nccl(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.nccl.environment import from_environment
 
     return from_environment(timeout=timeout)
 
 
-def _shared(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _shared(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.shared.backend import SharedBackend
 
     return SharedBackend.from_environment(timeout=timeout)
 
 
-def _tcp(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _tcp(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.tcp.environment import from_environment
 
     return from_environment(timeout=timeout, pace=pace)
 
 
-def _torch(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
+def _torch(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.torch.backend import TorchBackend
 
     return TorchBackend.open(timeout=timeout)
@@ -67,7 +66,7 @@ def _torch(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backen
 PACED = ("loopback", "tcp")
 """The back ends that can hold links to the bandwidths of the plan's machine."""
 
-BACKENDS: dict[str, Callable[[Plan | SizePlans, float, float | None], Backend[Any]]] = {
+BACKENDS: dict[str, Callable[[Plans, float, float | None], Backend[Any]]] = {
     "loopback": _loopback,
     "loopback-gpu": _loopback_gpu,
     "mpi": _mpi,
@@ -105,9 +104,7 @@ def _check_gpu(name: str) -> None:
         find_library(cupy)
 
 
-def open_backend(
-    name: str, plan: Plan | SizePlans, *, timeout: float, pace: float | None = None
-) -> Backend[Any]:
+def open_backend(name: str, plan: Plans, *, timeout: float, pace: float | None = None) -> Backend[Any]:
     """The back end of this name.
 
     Parameters

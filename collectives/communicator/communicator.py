@@ -19,8 +19,7 @@ from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plan, Plans
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -109,14 +108,14 @@ class Communicator:
 
     def __init__(
         self,
-        plan: Plan | SizePlans,
+        plan: Plans,
         backend: str | Backend[Any] = "loopback",
         *,
         chunk_bytes: int | None = None,
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
     ) -> None:
-        if not isinstance(plan, Plan | SizePlans):
+        if not isinstance(plan, Plans):
             raise UsageError(
                 f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
             )

@@ -20,8 +20,7 @@ from collectives.lowering.traffic import Traffic
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
 
@@ -167,12 +166,12 @@ class Execution:
 
     def planned(
         self,
-        make: Callable[[], Plan | SizePlans],
+        make: Callable[[], Plans],
         *,
         collective: str,
         root: int | None = None,
         about: str | None = None,
-    ) -> Plan | SizePlans:
+    ) -> Plans:
         """A verified plan: made here where all ranks are in this process, else by one rank for all.
 
         Parameters

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 from collectives.lowering.dependencies import PlanKey
 from topoplan.choice.alike import plan_alike
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans, plan_at, verify_all
+from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.verify import verify_all
 from topoplan.topology import Topology
 
 
@@ -36,14 +36,14 @@ class PlanStore:
     1
     """
 
-    def __init__(self, plans: Plan | SizePlans) -> None:
-        if isinstance(plans, Plan) and plans.sparse:
+    def __init__(self, plans: Plans) -> None:
+        if any(plan.sparse for plan in plans.plans):
             raise UsageError(
                 "this plan moves entries; give the plan of an allreduce, on which sparse_all_reduce finds its own"
             )
         verify_all(plans)
         self._given = plans
-        self._plans: dict[tuple[str, int | None], Plan | SizePlans] = {(plans.collective, plans.root): plans}
+        self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
 
     @property
@@ -54,7 +54,7 @@ class PlanStore:
     @property
     def channels(self) -> tuple[str, ...]:
         """The channels of all plans; of plans by size, those of large buffers."""
-        return self._given.plans[-1].channels if isinstance(self._given, SizePlans) else self._given.channels
+        return self._given.plans[-1].channels
 
     def knows(self, collective: str, root: int | None) -> bool:
         """Whether a collective was planned before."""
@@ -66,7 +66,7 @@ class PlanStore:
         root: int | None,
         nbytes: int,
         *,
-        made_by: Callable[[Callable[[], Plan | SizePlans]], Plan | SizePlans] | None = None,
+        made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
     ) -> Plan:
         """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
 
@@ -83,7 +83,7 @@ class PlanStore:
         key = (collective, root)
         if key not in self._plans:
             self._plans[key] = (made_by or made_here)(lambda: plan_alike(self._given, collective, root=root))
-        return plan_at(self._plans[key], nbytes)
+        return self._plans[key].at(nbytes)
 
     @cached_property
     def digest(self) -> str:
@@ -101,7 +101,7 @@ class PlanStore:
         return self._keys[id(plan)][1]
 
 
-def made_here(make: Callable[[], Plan | SizePlans]) -> Plan | SizePlans:
+def made_here(make: Callable[[], Plans]) -> Plans:
     """What a planner makes in this process, verified."""
     made = make()
     verify_all(made)

@@ -9,8 +9,7 @@ from collectives.backends.open_backend import check_backend, open_backend
 from collectives.job.plan import GivenPlan, job_plan, plan_of
 from collectives.peers.error_rounds import Gather
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plans
 
 ASKING = ("mpi", "shared", "tcp")
 """The back ends whose ranks can speak to each other before there is a plan."""
@@ -25,7 +24,7 @@ def gather_of(backend: Backend[Any]) -> Gather | None:
 
 def open_for_plan(
     backend: str | Backend[Any], plan: GivenPlan | None, *, timeout: float
-) -> tuple[Backend[Any], Plan | SizePlans]:
+) -> tuple[Backend[Any], Plans]:
     """The back end, and the plan: the given one, or else the one that the ranks agree on (see `collectives.job.plan`).
 
     Parameters

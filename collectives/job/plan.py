@@ -23,11 +23,10 @@ from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.load import library
 from topoplan.formats.topology_json import parse_topology_json
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
 
-GivenPlan = Plan | SizePlans | Topology | str | os.PathLike[str]
+GivenPlan = Plans | Topology | str | os.PathLike[str]
 """A plan, the path of its file, or the machine all of whose GPUs are the ranks, also by its name in the library."""
 
 _KEPT: dict[tuple[Member, ...], Plan] = {}
@@ -119,7 +118,7 @@ def job_plan(
     hosts = _read_hosts(gather, members, rank)
     collective = members[0].wanted[0]
 
-    def check(plan: Plan | SizePlans) -> None:
+    def check(plan: Plans) -> None:
         _check(plan, hosts, collective)
 
     made = plan_by_one(gather, lambda: _planned(hosts, *members[0].wanted), rank=rank, check=check)
@@ -128,7 +127,7 @@ def job_plan(
     return made
 
 
-def plan_of(given: GivenPlan, *, size: int | None = None) -> Plan | SizePlans:
+def plan_of(given: GivenPlan, *, size: int | None = None) -> Plans:
     """The plan that a caller means.
 
     Parameters
@@ -162,7 +161,7 @@ def plan_of(given: GivenPlan, *, size: int | None = None) -> Plan | SizePlans:
         return topoplan.plan(machine)
     if isinstance(machine, str | os.PathLike):
         machine = topoplan.load_plan(machine)
-    if not isinstance(machine, Plan | SizePlans):
+    if not isinstance(machine, Plans):
         raise UsageError(
             f"a {type(given).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the "
             "path of a plan file or the name of a machine"
@@ -213,7 +212,7 @@ def _planned(hosts: list[JobHost], collective: str, channels: str) -> Plan:
     return topoplan.plan(topology, collective, channels=channels)
 
 
-def _check(plan: Plan | SizePlans, hosts: list[JobHost], collective: str) -> None:
+def _check(plan: Plans, hosts: list[JobHost], collective: str) -> None:
     """Whether the plan that arrived has every rank on its own device."""
     alone = len(hosts) == 1
     expected = {

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from collectives.lowering.dependencies import PlanKey, cumulative, pattern_of
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
-from topoplan.plans.plan import ALIGNMENT, Plan, shard_bounds
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import ALIGNMENT, shard_bounds
 
 
 def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = None) -> TransferTable:

@@ -12,17 +12,15 @@ from collections.abc import Callable
 
 from collectives.peers.error_rounds import Gather, say_when_done
 from topoplan.errors import PlanError
-from topoplan.plans.plan import Plan
-from topoplan.plans.plan_file import parse_plan_file
-from topoplan.plans.size_plans import SizePlans, verify_all
+from topoplan.plans.plan import Plans
+from topoplan.plans.size_plans import parse_plan_file
+from topoplan.plans.verify import verify_all
 
 PLANNER = 0
 """The rank that plans."""
 
 LONG = 1 << 14
 """Characters from which on a plan file travels compressed; nothing that is so begins as JSON does."""
-
-Plans = Plan | SizePlans
 
 
 def plan_by_one(

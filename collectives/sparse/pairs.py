@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.selection.topk import index_type
 from topoplan.errors import UsageError
-from topoplan.plans.plan import ALIGNMENT
+from topoplan.plans.tree import ALIGNMENT
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat

@@ -16,7 +16,8 @@ from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedb
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.residuals import Handed, Residuals
 from collectives.sparse.round_runner import RoundRunner
-from topoplan.plans.plan import Plan, Shard
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Shard
 
 IN, BETWEEN, OUT = range(3)
 """The rounds of such a plan."""

@@ -29,7 +29,7 @@ from collectives.sparse.sparse_plans import SparsePlans
 from collectives.sparse.sparse_request import SparseRequest
 from collectives.sparse.tree_exchange import TreeExchange
 from topoplan.errors import UsageError
-from topoplan.plans.plan import shard_bounds
+from topoplan.plans.tree import shard_bounds
 from topoplan.units import exact
 
 if TYPE_CHECKING:

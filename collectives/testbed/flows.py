@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links
-from topoplan.plans.plan import Edge, Plan, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Stage
 from topoplan.topology import Link
 
 

@@ -21,7 +21,7 @@ from collectives.testbed.job import Job, Schedule
 from collectives.testbed.pattern_data import expected, given
 from topoplan.errors import TopoplanError
 from topoplan.plans.plan import Plan
-from topoplan.plans.plan_file import parse_plan_file
+from topoplan.plans.size_plans import parse_plan_file
 
 WARM_UP = 16 << 20
 """Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and windows."""

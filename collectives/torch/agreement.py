@@ -15,10 +15,8 @@ from collectives.backends.torch.open_group import devices_of
 from collectives.communicator.plan_store import PlanStore
 from collectives.job.plan import GivenPlan, job_plan, plan_of
 from topoplan.errors import TopoplanError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plans
 
-Plans = Plan | SizePlans
 Gather = Callable[[str], list[str]]
 """From a text of this rank to those of all ranks, in their order."""
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import topoplan
-from collectives.torch.agreement import Gather, Plans
+from collectives.torch.agreement import Gather
+from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import SizePlans
 
 VARIABLE = "TOPOPLAN_PLAN"

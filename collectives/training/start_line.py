@@ -7,7 +7,6 @@ import logging
 from collectives.communicator.communicator import Communicator
 from collectives.staleness.modes import Mode
 from collectives.training.gradient_exchange import Exchanged
-from topoplan.plans.plan import Plan
 from topoplan.units import format_size
 
 LOGGER = logging.getLogger("collectives")
@@ -25,8 +24,7 @@ def start_line(communicator: Communicator, how: Exchanged, mode: Mode) -> str:
     >>> told.split(": ")[1]
     'one-hop of dgx-2 (16 of height 1), 80 GB/s of at most 80, chunks of 256KB'
     """
-    plan = communicator.plan
-    chosen = plan if isinstance(plan, Plan) else plan.plans[-1]
+    chosen = communicator.plan.plans[-1]
     chunk = communicator.chunk_bytes
     chunks = "chunks searched for" if chunk is None else f"chunks of {format_size(chunk)}"
     kind = "dense gradients" if how.density is None else "sparse gradients"

@@ -21,7 +21,7 @@ from collectives import Communicator
 from collectives.backends.open_backend import check_backend
 from collectives.launching.start_ranks import start_ranks
 from topoplan.errors import UsageError
-from topoplan.plans.plan_file import parse_plan_file
+from topoplan.plans.size_plans import parse_plan_file
 
 SIZES = (0, 1, 7, 1000003, 16 << 20)
 METHODS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")

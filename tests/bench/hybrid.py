@@ -18,7 +18,6 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import channel_split
 from topoplan.plans import Fabric, Plan
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.channel_start import peer_access_seconds
 from topoplan.topology import Topology
 from topoplan.units import exact, format_size
@@ -71,7 +70,7 @@ def strongest_allocation(machine: Topology, count: int) -> tuple[int, ...]:
         fabric = Fabric(machine.subset(gpus), ("nvlink",))
         if fabric.unreachable():
             return Fraction(0)
-        return certified_bound(best_bound(fabric, "broadcast", 0), fabric, "broadcast", 0)
+        return best_bound(fabric, "broadcast", 0).bound(fabric, "broadcast", 0)
 
     return max(itertools.combinations(range(8), count), key=rate)
 

@@ -23,7 +23,6 @@ import topoplan.packing.planner  # so that planning does not pay for it
 from tests.bench.fabric_machines import MACHINES
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.fabric.fabric import usable_fabric
-from topoplan.plans.certificate import certified_bound
 
 LIMIT = 120
 """Seconds after which a process is ended."""
@@ -110,7 +109,7 @@ def _whole(build: float, machine: topoplan.Topology, collective: str, channels: 
 def _bound_alone(build: float, machine: topoplan.Topology, collective: str) -> Measured:
     seconds, fabric = _timed(lambda: usable_fabric(machine))
     more, certificate = _timed(lambda: best_bound(fabric, collective))
-    check, bound = _timed(lambda: certified_bound(certificate, fabric, collective, None))
+    check, bound = _timed(lambda: certificate.bound(fabric, collective, None))
     return Measured(
         build=build,
         plan=seconds + more,

@@ -12,7 +12,8 @@ from collectives.sparse.server_exchange import part_borders
 from collectives.wire import WireFormat
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.plans.plan import Plan, shard_bounds
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import shard_bounds
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.topology import Topology
 from topoplan.units import entry_share

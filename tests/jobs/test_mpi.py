@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.mpi import Round, one_round
 
 from collectives.launching.mpiexec import mpiexec_command, run_mpi
+from tests.faults.mpi import Round, one_round
 from tests.jobs.mpi_ranks import chosen
 from tests.jobs.torch_ranks import expected
 from tests.support.checkout import ROOT

@@ -8,17 +8,17 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from tests.faults.tcp import RANKS, Round, faults_of, one_round
 
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.signature import Signature
+from tests.faults.tcp import RANKS, Round, faults_of, one_round
 from tests.support.hand_plans import chain, forest_plan, plan_of, stage
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import Shard
+from topoplan.plans.tree import Shard
 
 
 @pytest.mark.thorough

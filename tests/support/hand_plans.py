@@ -7,8 +7,9 @@ from fractions import Fraction
 
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import build_plan, stage_order
-from topoplan.plans.certificate import Cut, Partition
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.certificates import Cut, Partition
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.topology import Device, Link, Topology
 
 Tree = Mapping[int, int]

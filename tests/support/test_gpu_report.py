@@ -504,7 +504,9 @@ def test_lars_and_lamb_on_a_device_are_compared_with_the_processor() -> None:
 
 def test_every_row_on_torch_names_checks_that_exist() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    checks = pytest.importorskip("tests.jobs.test_torch_gpu", reason="there are no checks of torch on a GPU").CHECKS
+    checks = pytest.importorskip(
+        "tests.jobs.test_torch_gpu", reason="there are no checks of torch on a GPU"
+    ).CHECKS
     patterns = [row.run.args for row in ROWS if getattr(row.run, "func", None) is gpu_rank_rows.torch_checks]  # type: ignore[attr-defined]
     assert patterns
     named = {

@@ -22,11 +22,11 @@ from topoplan.bounds.orbit_cuts import repeated_cut
 from topoplan.bounds.quotient_flow import Quotient, look_alikes
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
+from topoplan.plans.certificates import Cut, Lengths, OneFabric, Partition, Trivial
 
 
 @lru_cache(maxsize=16)
-def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Certificate:
+def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
     """The certificate of the lowest bound that flows alone can prove for a collective.
 
     Parameters
@@ -39,9 +39,9 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
 
     Returns
     -------
-    Certificate
-        Its value is `topoplan.plans.certificate.certified_bound`. Tight for broadcast, reduce, allgather and
-        reduce-scatter wherever links are symmetric, and for allreduce on direct symmetric links.
+    OneFabric
+        Its value is `Certificate.bound`. Tight for broadcast, reduce, allgather and reduce-scatter wherever links
+        are symmetric, and for allreduce on direct symmetric links.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     >>> for collective in ("broadcast", "allgather", "allreduce"):
     ...     certificate = best_bound(fabric, collective, 0)
-    ...     print(collective, certified_bound(certificate, fabric, collective, 0))
+    ...     print(collective, certificate.bound(fabric, collective, 0))
     broadcast 150
     allgather 1200/7
     allreduce 600/7
@@ -66,8 +66,8 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Cert
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
-    candidates: list[tuple[Fraction, Certificate]] = [
-        (certified_bound(cut, fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+    candidates: list[tuple[Fraction, OneFabric]] = [
+        (cut.bound(fabric, collective, root), cut) for cut in _rank_cuts(fabric)
     ]
     ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
     candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
@@ -214,9 +214,9 @@ def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
     return sum((capacity for _, capacity in ports), Fraction(0)) / (2 * (fabric.size - 1)), lengths
 
 
-def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, Certificate]]:
+def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
     """Lengths on the links into all parts that look like the one behind the tightest cut, and on those out of them."""
-    found: list[tuple[Fraction, Certificate]] = []
+    found: list[tuple[Fraction, OneFabric]] = []
     for entering in (True,) if fabric.symmetric else (True, False):
         side = set(_gather_cut(fabric, forward=entering).side)
         part = [node for node, name in enumerate(fabric.nodes) if name not in side]
@@ -231,7 +231,7 @@ def _provable(lengths: Lengths, fabric: Fabric) -> bool:
     if not fabric.in_network:
         return True
     try:
-        certified_bound(lengths, fabric, "allreduce", None)
+        lengths.bound(fabric, "allreduce", None)
     except PlanError:
         return False
     return True

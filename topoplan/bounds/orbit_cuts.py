@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificate import Lengths
+from topoplan.plans.certificates import Lengths
 from topoplan.symmetry.search import find_symmetry
 
 

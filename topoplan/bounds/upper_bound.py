@@ -9,7 +9,7 @@ from typing import cast
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.fabric.fabric import CHANNEL_SPLITS, usable_fabric
-from topoplan.plans.certificate import Certificate, Channels, OneFabric, certified_bound
+from topoplan.plans.certificates import Certificate, Channels, OneFabric
 from topoplan.plans.plan import check_collective, root_rank
 from topoplan.topology import Topology, TopologyLike, as_topology
 from topoplan.units import nearest_float
@@ -32,7 +32,7 @@ class Bound:
     rate : float
         GB/s of algorithm bandwidth that no plan exceeds; infinite for a single rank.
     certificate : Certificate
-        What a third party needs to recompute it (`topoplan.plans.certificate`).
+        What a third party needs to recompute it (`topoplan.plans.certificates`).
     """
 
     collective: str
@@ -97,5 +97,5 @@ def bound(
     certificate = best_bound(fabric, collective, rank)
     rate = math.inf
     if fabric.size > 1:
-        rate = nearest_float(certified_bound(certificate, fabric, collective, rank))
+        rate = nearest_float(certificate.bound(fabric, collective, rank))
     return Bound(collective, fabric.ranks, rank, fabric.topology, fabric.channels, rate, certificate)

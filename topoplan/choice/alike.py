@@ -10,13 +10,13 @@ from __future__ import annotations
 from topoplan.choice.by_size import plan_by_size
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import METHODS, plan
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.rings.ring import RING_KINDS, ring
 
 
-def plan_alike(given: Plan | SizePlans, collective: str, *, root: int | None = None) -> Plan | SizePlans:
+def plan_alike(given: Plans, collective: str, *, root: int | None = None) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
     Where a schedule does not exist for the collective, or a plan was made by hand, the planner's optimal trees are
@@ -45,20 +45,19 @@ def plan_alike(given: Plan | SizePlans, collective: str, *, root: int | None = N
     >>> [plan_alike(topoplan.plan(dgx, order=order), "broadcast").trees for order in ("height", "trees")]
     [9, 4]
     """
+    model, topology = given.plans[-1], given.topology
+    channels = "+".join(model.channels)
     if isinstance(given, SizePlans):
-        channels = "+".join(given.plans[-1].channels)
-        return plan_by_size(given.topology, collective, root=root, channels=channels)
-    channels = "+".join(given.channels)
-    topology = given.topology
+        return plan_by_size(topology, collective, root=root, channels=channels)
     try:
-        if given.method == "ring":
-            kind = given.schedule.removesuffix(" ring")
+        if model.method == "ring":
+            kind = model.schedule.removesuffix(" ring")
             return ring(topology, collective, root=root, kind=kind if kind in RING_KINDS else "auto")
-        if given.method in METHODS and given.method != "exact":
-            return plan(topology, collective, root=root, method=given.method, channels=channels)
+        if model.method in METHODS and model.method != "exact":
+            return plan(topology, collective, root=root, method=model.method, channels=channels)
         for schedule in SCHEDULES.values():
-            if schedule.method == given.method:
+            if schedule.method == model.method:
                 return schedule.make(topology, collective, root=root, channels=channels)
     except (InfeasibleError, UsageError):
         pass  # this collective has no such schedule here
-    return plan(topology, collective, root=root, channels=channels, order=given.order)
+    return plan(topology, collective, root=root, channels=channels, order=model.order)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from topoplan.choice.candidates import candidates
 from topoplan.choice.envelope import fastest_from, grid_of_sizes
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans, SizeRange
+from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.size_plans import SizePlans
 from topoplan.simulation.table import clock
 from topoplan.topology import TopologyLike
 

@@ -16,8 +16,7 @@ from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plan, Plans
 from topoplan.units import format_size
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     return start_processes(options, plan)
 
 
-def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
+def _run_here(options: argparse.Namespace, plan: Plans) -> int:
     """Run the ranks of this process; the one with rank 0 prints."""
     from collectives import Communicator
     from collectives.backends.open_backend import open_backend
@@ -158,7 +157,7 @@ def _pace(options: argparse.Namespace) -> float | None:
     return (options.scale or SCALE) if options.paced else None
 
 
-def _ring(plan: Plan | SizePlans, notes: list[str]) -> Plan | None:
+def _ring(plan: Plans, notes: list[str]) -> Plan | None:
     """The ring on the same GPUs, or a note why there is none."""
     import topoplan
 
@@ -169,7 +168,7 @@ def _ring(plan: Plan | SizePlans, notes: list[str]) -> Plan | None:
         return None
 
 
-def _report(options: argparse.Namespace, plan: Plan | SizePlans, rows: list[Row], notes: list[str]) -> None:
+def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str]) -> None:
     from collectives.benchmark import REPEATS
 
     if options.json:

@@ -8,8 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plans
 
 RANK_VARIABLES = {"mpi": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
 """What launchers set in the environment of a rank; for other back ends `RANK`, as torchrun does."""
@@ -20,7 +19,7 @@ def started_as_rank(backend: str) -> bool:
     return any(name in os.environ for name in RANK_VARIABLES.get(backend, ("RANK",)))
 
 
-def start_processes(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
+def start_processes(options: argparse.Namespace, plan: Plans) -> int:
     """Run the same command once for each rank and return the worst exit status."""
     from collectives.launching.start_ranks import start_ranks
 

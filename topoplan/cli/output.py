@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from topoplan.hosts.notes import kind_of, warnings_first
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plans
 
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
@@ -40,7 +39,7 @@ def print_json(value: dict[str, object]) -> None:
     print(json.dumps(value, allow_nan=False, indent=1))
 
 
-def plan_notes(plan: Plan | SizePlans) -> list[str]:
+def plan_notes(plan: Plans) -> list[str]:
     """What the reader of a plan should know, of its machine and of itself, each note once."""
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 

@@ -23,10 +23,10 @@ from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.explain import explain_certificate
+from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import TREES, Plan
-from topoplan.plans.plan_json import certificate_to_object, finite, plan_to_object
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _run_bound(options: argparse.Namespace) -> int:
                 "ranks": list(proved.ranks),
                 "channels": list(proved.channels),
                 "bound": finite(proved.rate),
-                "certificate": certificate_to_object(proved.certificate),
+                "certificate": proved.certificate.to_object(),
                 "seconds": seconds,
             }
         )
@@ -264,7 +264,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
     by_phase = phases(plan)
     return {
-        **plan_to_object(plan),
+        **plan.to_object(),
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,

@@ -15,11 +15,10 @@ from topoplan.cli.output_files import write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
-from topoplan.plans.explain import explain_certificate
-from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import finite
-from topoplan.plans.size_plans import SizePlans, SizeRange
-from topoplan.plans.size_plans_json import size_plans_to_object
+from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.json_values import finite
+from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.size_plans import SizePlans
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ def _object(
     """What ``--json`` prints: the file, and what belongs to this run or can be derived from it."""
     plans = choice.plans
     return {
-        **size_plans_to_object(plans),
+        **plans.to_object(),
         "ranks": list(plans.ranks),
         "bound": finite(plans.plans[-1].bound),
         "crossovers": list(plans.crossovers),

@@ -15,9 +15,8 @@ from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import finite
-from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.plans.json_values import finite
+from topoplan.plans.plan import Plan, Plans
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.sweep import draw_sweep
 
-        name = "plans by size" if isinstance(plan, SizePlans) else f"{plan.schedule} ({plan.trees})"
+        name = f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size"
         curves = {name: rows}
         if rival:
             curves[rival.schedule] = rival_rows
@@ -75,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         save_figure(draw_sweep(curves, title=title), options.plot)
     if options.trace:
         with progress_line("running events"):
-            events = run_events(plan_at(plan, max(sizes)), nbytes=max(sizes))
+            events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
         write_whole(options.trace, chrome_trace(events))
     notes = (*plan_notes(plan), *notes)
     if options.json:
@@ -108,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan | SizePlans:
+def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plans:
     """The plan, or the plans by size, in the file, or the plan of the machine that was named."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Topology):
@@ -129,7 +128,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
     )
 
 
-def _ring(plan: Plan | SizePlans) -> tuple[Plan | None, tuple[str, ...]]:
+def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
     """The ring of the same collective on the same GPUs, or none; and what there is to say about it."""
     if len(plan.ranks) == 1:
         return None, ()
@@ -140,12 +139,12 @@ def _ring(plan: Plan | SizePlans) -> tuple[Plan | None, tuple[str, ...]]:
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
 
 
-def _curve_object(plan: Plan | SizePlans, rows: Sequence[Row]) -> dict[str, object]:
+def _curve_object(plan: Plans, rows: Sequence[Row]) -> dict[str, object]:
     curve = [row.to_object() for row in rows]
-    if isinstance(plan, SizePlans):
-        ranges = [{"from": one.start, "to": one.stop, **_plan_object(one.plan)} for one in plan.ranges]
-        return {"ranges": ranges, "rows": curve}
-    return {**_plan_object(plan), "rows": curve}
+    if isinstance(plan, Plan):
+        return {**_plan_object(plan), "rows": curve}
+    ranges = [{"from": one.start, "to": one.stop, **_plan_object(one.plan)} for one in plan.ranges]
+    return {"ranges": ranges, "rows": curve}
 
 
 def _plan_object(plan: Plan) -> dict[str, object]:
@@ -158,9 +157,9 @@ def _plan_object(plan: Plan) -> dict[str, object]:
     }
 
 
-def _describe(plan: Plan | SizePlans) -> list[str]:
+def _describe(plan: Plans) -> list[str]:
     """A line for the plan, or for each of the plans by size."""
-    if isinstance(plan, SizePlans):
+    if not isinstance(plan, Plan):
         return [f"{one}: {_describe(one.plan)[0]}" for one in plan.ranges]
     if len(plan.ranks) == 1:
         return ["one GPU: nothing moves"]

@@ -13,9 +13,9 @@ from topoplan.cli.cluster_options import as_cluster
 from topoplan.cli.damage_options import Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import decode_text, library, load, load_text
-from topoplan.plans.plan import Plan
-from topoplan.plans.plan_file import parse_plan_file
-from topoplan.plans.size_plans import SizePlans, verify_all
+from topoplan.plans.plan import Plans
+from topoplan.plans.size_plans import parse_plan_file
+from topoplan.plans.verify import verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
@@ -67,7 +67,7 @@ def _asked(options: argparse.Namespace) -> _Asked:
     }
 
 
-def read_claimed_plan(path: str) -> Plan | SizePlans:
+def read_claimed_plan(path: str) -> Plans:
     """The plan or the plans by size in a file, as it stands there.
 
     Raises
@@ -78,12 +78,12 @@ def read_claimed_plan(path: str) -> Plan | SizePlans:
     return _parse_plan(_read_text(path), path)
 
 
-def read_plan(path: str) -> Plan | SizePlans:
+def read_plan(path: str) -> Plans:
     """The plan in a file, verified; errors as `read_claimed_plan`, and PlanError for a wrong plan."""
     return _verified(read_claimed_plan(path), path)
 
 
-def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topology:
+def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content; no option is applied.
 
     Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
@@ -101,7 +101,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topo
     return _printable(machine)
 
 
-def _parse_plan(text: str, path: str) -> Plan | SizePlans:
+def _parse_plan(text: str, path: str) -> Plans:
     where = _where(path)
     if not text.strip():
         raise UsageError(f"{where} is empty; {_REMEDY}")
@@ -112,7 +112,7 @@ def _parse_plan(text: str, path: str) -> Plan | SizePlans:
     return plan
 
 
-def _verified(plan: Plan | SizePlans, path: str) -> Plan | SizePlans:
+def _verified(plan: Plans, path: str) -> Plans:
     try:
         verify_all(plan)
     except PlanError as error:

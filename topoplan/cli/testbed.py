@@ -16,7 +16,6 @@ from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
 from topoplan.units import format_size
@@ -148,7 +147,7 @@ def _print_outcome(outcome: Outcome) -> None:
 def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
     """The plans to run by the name of their schedule, in the order that was asked for."""
     source = read_plan_or_machine(options)
-    if isinstance(source, SizePlans):
+    if not isinstance(source, Plan | Topology):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
     if isinstance(source, Plan):
         given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]

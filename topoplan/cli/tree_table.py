@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.output import counted, table
-from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Shard, Stage
 
 MOST_ROWS = 64
 """Shards that are listed."""

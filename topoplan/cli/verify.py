@@ -10,11 +10,10 @@ from topoplan.cli.output import counted, plan_notes, print_error, print_json, pr
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_claimed_plan
 from topoplan.errors import PlanError
-from topoplan.plans.explain import explain_certificate
-from topoplan.plans.plan import Plan
-from topoplan.plans.plan_json import finite
-from topoplan.plans.size_plans import SizePlans, verify_all
-from topoplan.plans.verify import Verification
+from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.json_values import finite
+from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.verify import Verification, verify_all
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             )
         print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
         return 1
-    if isinstance(plans, SizePlans):
+    if not isinstance(plans, Plan):
         _report_ranges(plans, reports, as_json=options.json)
     elif options.json:
         print_json(_report_object(plans, reports[0]))
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report_ranges(plans: SizePlans, reports: Sequence[Verification], *, as_json: bool) -> None:
+def _report_ranges(plans: Plans, reports: Sequence[Verification], *, as_json: bool) -> None:
     """The report of each range, one after another."""
     pairs = list(zip(plans.ranges, reports, strict=True))
     if as_json:

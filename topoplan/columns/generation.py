@@ -14,7 +14,7 @@ from math import lcm
 
 from topoplan.columns.pricing import Oracle
 from topoplan.columns.problem import Packing, TreeColumn
-from topoplan.plans.certificate import Certificate, Lengths, link_lengths
+from topoplan.plans.certificates import Lengths, OneFabric
 from topoplan.simplex.exact_simplex import PackingSimplex
 from topoplan.simplex.time_limit import Deadline
 
@@ -142,10 +142,10 @@ class ColumnGeneration:
             )
         )
 
-    def row_lengths(self, certificate: Certificate) -> list[int]:
+    def row_lengths(self, certificate: OneFabric) -> list[int]:
         """Lengths of the rows under which every tree of an optimal packing is a cheapest one."""
         packing = self.packing
-        values = link_lengths(certificate, packing.fabric, packing.collective)
+        values = certificate.link_lengths(packing.fabric, packing.collective)
         scale = lcm(*(value.denominator for value in values))
         lengths = [0] * self.rows
         for row, value in zip(packing.row_of_link.tolist(), values, strict=True):

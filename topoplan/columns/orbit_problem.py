@@ -22,10 +22,10 @@ import numpy as np
 from topoplan.bounds.cuts_and_partitions import whole_capacities
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import stage_order
-from topoplan.plans.certificate import Lengths
+from topoplan.plans.certificates import Lengths
 from topoplan.plans.loads import stage_links
-from topoplan.plans.plan import Edge, Shard, Stage
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.trees.route_table import Orbits, Routes
 
 Parents = tuple[int, ...]

@@ -21,7 +21,7 @@ from topoplan.bounds.cuts_and_partitions import whole_capacities
 from topoplan.columns.routes import KnownRoutes
 from topoplan.fabric.fabric import Arc, Fabric
 from topoplan.plans.build import stage_order
-from topoplan.plans.plan import Edge, Shard, Stage
+from topoplan.plans.tree import Edge, Shard, Stage
 
 
 @dataclass(frozen=True, slots=True, order=True)

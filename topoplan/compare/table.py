@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from topoplan.compare.row import NO_RING, Comparison
-from topoplan.plans.plan_json import finite
+from topoplan.plans.json_values import finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from topoplan.errors import UsageError
 from topoplan.export.exported import Exported
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology, TopologyLike, as_topology
 
 
@@ -95,7 +94,7 @@ def export_machine(machine: TopologyLike, to: str, *, server: str | None = None)
     return FORMATS[check_format(to)].of_machine(as_topology(machine), server)
 
 
-def export_plan(plan: Plan | SizePlans, to: str) -> Exported:
+def export_plan(plan: Plans, to: str) -> Exported:
     """A plan in this format; errors as `export_machine`, and UsageError for plans by size or of several servers.
 
     Examples
@@ -105,7 +104,7 @@ def export_plan(plan: Plan | SizePlans, to: str) -> Exported:
     '</graphs>'
     """
     found = FORMATS[check_format(to)]
-    if isinstance(plan, SizePlans):
+    if len(plan.ranges) > 1:
         raise UsageError(
             f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
         )
@@ -115,4 +114,4 @@ def export_plan(plan: Plan | SizePlans, to: str) -> Exported:
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"
         )
-    return found.of_plan(plan)
+    return found.of_plan(plan.plans[0])

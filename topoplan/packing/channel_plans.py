@@ -19,10 +19,11 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.packing.channel_split import channel_split, split_shares
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificate import Channels, OneFabric
+from topoplan.plans.certificates import Channels, OneFabric
 from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan, Shard
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Shard
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.model import simulate

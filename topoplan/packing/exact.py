@@ -22,7 +22,7 @@ from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.packing.fewest_trees import thin
 from topoplan.packing.greedy_extraction import Peeler
-from topoplan.plans.certificate import Certificate, certified_bound
+from topoplan.plans.certificates import Certificate
 from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.trees.hop_constrained_exact import LARGEST
@@ -100,7 +100,7 @@ def pack_exact(
     deadline = deadline_of(time_limit)
     packing = Packing(fabric, collective, root)
     certificate = best_bound(fabric, collective, root)
-    target = certified_bound(certificate, fabric, collective, root) * packing.scale
+    target = certificate.bound(fabric, collective, root) * packing.scale
     tight = certificate
     generator = ColumnGeneration(packing, progress=progress, deadline=deadline)
     if not generator.run(target, None):
@@ -122,7 +122,7 @@ def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPa
     bounds = []
     for candidate in (certificate, generator.lengths()):
         try:
-            bound = certified_bound(candidate, packing.fabric, packing.collective, packing.root)
+            bound = candidate.bound(packing.fabric, packing.collective, packing.root)
         except PlanError:
             # Lengths of a search under way may prove nothing.
             continue

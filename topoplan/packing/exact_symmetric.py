@@ -22,9 +22,9 @@ from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.notes import Note
-from topoplan.plans.certificate import Certificate, Lengths, certified_bound
-from topoplan.plans.plan import Shard
+from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.plans.symmetric_shards import shard_counts
+from topoplan.plans.tree import Shard
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.symmetry.search import find_symmetry
 from topoplan.trees.hop_constrained_search import SMALL
@@ -218,7 +218,7 @@ class _Search:
 
     def _bound(self, certificate: Certificate) -> Fraction:
         packing = self.packing
-        return certified_bound(certificate, packing.fabric, packing.collective, packing.root) * packing.scale
+        return certificate.bound(packing.fabric, packing.collective, packing.root) * packing.scale
 
     def notes(self) -> tuple[str, ...]:
         """What is not proved of the height that was taken."""

@@ -20,9 +20,9 @@ from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.exact_symmetric import MOST_EDGES
-from topoplan.plans.certificate import Certificate, Lengths, certified_bound
-from topoplan.plans.plan import Shard
+from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.plans.symmetric_shards import shard_counts
+from topoplan.plans.tree import Shard
 from topoplan.symmetry.search import find_symmetry
 from topoplan.trees.route_table import Orbits
 
@@ -95,7 +95,7 @@ def compose(
     kept = tuple(each for each in symmetries if servers.keeps(each))
     packing = OrbitPacking(Orbits(fabric, kept), collective, root)
     aim = best_bound(fabric, collective, root) if certificate is None else certificate
-    bound = certified_bound(aim, fabric, collective, root)
+    bound = aim.bound(fabric, collective, root)
     duals = None
     best = ComposedGeneration(packing, progress=progress, servers=servers)
     if not best.run(bound * packing.scale):

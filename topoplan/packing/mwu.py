@@ -26,7 +26,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Arc
-from topoplan.plans.certificate import Certificate, Lengths, certified_bound
+from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.trees.arborescence import cheapest_arborescence
 from topoplan.trees.spanning_tree import cheapest_spanning_tree
 
@@ -111,7 +111,7 @@ class _Loop:
         # Prim serves undirected trees; a rival oracle is asked for them as arborescences from rank 0.
         self.prim = packing.folded and tree_oracle is None
         self.certificate = best_bound(fabric, packing.collective, packing.root)
-        bound = certified_bound(self.certificate, fabric, packing.collective, packing.root)
+        bound = self.certificate.bound(fabric, packing.collective, packing.root)
         self.bound = float(bound * packing.scale)
         self.capacity = packing.limits.astype(np.float64)
         self.length = 1.0 / self.capacity
@@ -231,7 +231,7 @@ class _Loop:
                 if whole[row]
             )
         )
-        bound = float(certified_bound(certificate, fabric, packing.collective, packing.root) * packing.scale)
+        bound = float(certificate.bound(fabric, packing.collective, packing.root) * packing.scale)
         if bound < self.bound:
             self.certificate, self.bound = certificate, bound
 

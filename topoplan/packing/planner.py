@@ -26,7 +26,7 @@ from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.one_hop import on_one_switch, one_hop_forest
 from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
-from topoplan.plans.certificate import Certificate, certified_bound
+from topoplan.plans.certificates import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.simplex.time_limit import Deadline
@@ -221,7 +221,7 @@ def _plan_exact(
         made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
         made = replace(made, notes=packed.notes)
     if order == "trees" and LARGEST < fabric.size <= MOST_PEELED and made.gap == 0:
-        bound = certified_bound(made.certificate, fabric, collective, root) * packing.scale
+        bound = made.certificate.bound(fabric, collective, root) * packing.scale
         peeled = fewest_peeled(packing, bound, fewer_than=made.trees)
         if peeled is not None:
             made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
@@ -233,7 +233,7 @@ def _plan_exact(
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
     packing = Packing(fabric, collective, root)
     packed = pack_mwu(packing, epsilon=epsilon)
-    bound = certified_bound(packed.certificate, fabric, collective, root)
+    bound = packed.certificate.bound(fabric, collective, root)
     rate = forest_rate(packing.shards(packed.weights), fabric)
     assert rate is not None, "trees of two ranks or more cross links"
     fewer = None

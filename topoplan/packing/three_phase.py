@@ -17,7 +17,7 @@ from topoplan.packing.exact import has_tables, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.hierarchical import Composition, compose
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificate import Certificate, certified_bound
+from topoplan.plans.certificates import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 
@@ -106,7 +106,7 @@ def _lower_bound(
     proof, bound = composed.certificate, composed.bound
     assert composed.duals is not None, "a program that misses its bound has been solved to its end"
     with suppress(PlanError):
-        proved = certified_bound(composed.duals, fabric, collective, root)
+        proved = composed.duals.bound(fabric, collective, root)
         if proved < bound:
             proof, bound = composed.duals, proved
     if rate == bound:

@@ -1,10 +1,11 @@
 """The plan and its independent check."""
 
 from topoplan.fabric.fabric import Arc, Fabric, usable_fabric
-from topoplan.plans.certificate import Certificate, Channels, Cut, Lengths, Partition, Trivial
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
-from topoplan.plans.size_plans import SizePlans, SizeRange, plan_at, verify_all
-from topoplan.plans.verify import Verification, verify
+from topoplan.plans.certificates import Certificate, Channels, Cut, Lengths, Partition, Trivial
+from topoplan.plans.plan import Plan, Plans, SizeRange
+from topoplan.plans.size_plans import SizePlans
+from topoplan.plans.tree import Edge, Shard, Stage
+from topoplan.plans.verify import Verification, verify, verify_all
 
 __all__ = [
     "Arc",
@@ -16,13 +17,13 @@ __all__ = [
     "Lengths",
     "Partition",
     "Plan",
+    "Plans",
     "Shard",
     "SizePlans",
     "SizeRange",
     "Stage",
     "Trivial",
     "Verification",
-    "plan_at",
     "usable_fabric",
     "verify",
     "verify_all",

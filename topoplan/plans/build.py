@@ -8,10 +8,11 @@ from fractions import Fraction
 
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificate import Certificate, Trivial, certified_bound
+from topoplan.plans.certificates import Certificate, Trivial
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Shard, Stage
 from topoplan.units import nearest_float
 
 
@@ -36,7 +37,7 @@ def build_plan(
     rate = forest_rate(shards, fabric)
     bound = math.inf
     if fabric.size > 1:
-        bound = nearest_float(certified_bound(certificate, fabric, collective, root))
+        bound = nearest_float(certificate.bound(fabric, collective, root))
     return Plan(
         collective=collective,
         ranks=fabric.ranks,

@@ -18,8 +18,8 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.plan import Edge, Shard, Stage
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.symmetry.permutation_groups import link_orbits
 
 

@@ -16,8 +16,9 @@ from fractions import Fraction
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.plans.loads import spread_evenly, stage_links
-from topoplan.plans.plan import Edge, Plan, Shard
+from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
+from topoplan.plans.tree import Edge, Shard
 from topoplan.units import nearest_float
 
 REDUCE, BETWEEN, BROADCAST = "reduce inside servers", "between servers", "broadcast inside servers"

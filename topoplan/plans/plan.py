@@ -5,26 +5,47 @@ buffer is divided into shards by exact rational shares, and each shard runs thro
 one reduce tree or one broadcast tree whose edges carry their physical route. Chunks and pipelining are not
 part of a plan; lowering adds them.
 
-Where a shard lies in the buffer follows from the order of the shards (`shard_bounds`), on borders that suit the
-hardware: the shares stay exact. In allgather and reduce-scatter the buffer is the full gathered one and rank r
-owns the r-th of N equal blocks, so the shards stand in the order of their owners.
+In allgather and reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the
+shards stand in the order of their owners.
+
+The plan file, format ``topoplan.plan/1``, is deterministic: fixed key order, exact shares, no time and no random part,
+so the same plan is the same file byte for byte. ``seconds`` (the time it took to plan) is null in files for that
+reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types; `topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from topoplan.errors import PlanError, UsageError
-from topoplan.plans.certificate import Certificate
+from topoplan.errors import PlanError, TopologyError, UsageError
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.formats.topology_json import topology_from_object
+from topoplan.plans.certificates import Certificate, certificate_from_object
+from topoplan.plans.json_values import (
+    check_format,
+    compact,
+    finite,
+    parse_object,
+    read_list,
+    read_number,
+    read_text,
+    read_texts,
+    read_whole,
+)
+from topoplan.plans.symmetric_shards import ImageShards, shard_counts
+from topoplan.plans.tree import Shard
 from topoplan.topology import Topology
+from topoplan.units import format_size
 
 if TYPE_CHECKING:
     import networkx
+
+FORMAT = "topoplan.plan/1"
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
@@ -33,121 +54,91 @@ ROOTED = ("broadcast", "reduce")
 TREES = "trees"
 """The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
 
-OPERATIONS = ("reduce", "broadcast", "gather")
-"""What a stage does; data runs towards the root in a reduce, and away from it in the others."""
-
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """One edge of a tree.
+class SizeRange:
+    """Sizes from ``start`` bytes up to but not including ``stop`` (None: without end), and their plan.
 
-    Parameters
-    ----------
-    parent, child : int
-        Ranks.
-    route : tuple of str
-        Devices from parent to child, both included. In a reduce stage data runs along it backwards.
-    channel : str
-        nvlink, pcie or network: whose links the route crosses.
+    Bytes are those of the user's buffer; for allgather and reduce_scatter of the full gathered one.
     """
 
-    parent: int
-    child: int
-    route: tuple[str, ...]
-    channel: str
+    start: int
+    stop: int | None
+    plan: Plan
+
+    def __str__(self) -> str:
+        """The range in words."""
+        return f"sizes from {format_size(self.start)}" + (
+            "" if self.stop is None else f" to {format_size(self.stop)}"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One tree, on which the shard's elements move, or the largest of them as entries of index and value.
+class Plans(ABC):
+    """One collective among the same ranks at every message size: a `Plan`, for all of them, or `SizePlans`.
 
-    Parameters
+    Attributes
     ----------
-    op : str
-        reduce (data runs from child to parent), broadcast (from parent to child), or gather: the entries that the root
-        has chosen run to all ranks of the tree, which add them to their own. Gathers that follow one another in a shard
-        are one exchange: every root chooses before anything arrives.
-    root : int
-    edges : tuple of Edge
-    entries : Fraction or None
-        Bytes of entries that cross an edge for each byte of the shard; None where the elements themselves do. Where
-        entries are reduced, every parent adds up what arrives and sends on as many, the largest.
+    collective, ranks, root, topology, notes
+        As of `Plan`.
+    ranges : tuple of SizeRange
+        Ascending from 0, each beginning where the one before ends, the last without end.
     """
 
-    op: str
-    root: int
-    edges: tuple[Edge, ...]
-    entries: Fraction | None = None
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        # Some are fields below, and a dataclass would take what it inherits for a default.
+        @property
+        def collective(self) -> str: ...
+        @property
+        def ranks(self) -> tuple[str, ...]: ...
+        @property
+        def root(self) -> int | None: ...
+        @property
+        def topology(self) -> Topology: ...
+        @property
+        def notes(self) -> tuple[str, ...]: ...
+        @property
+        def ranges(self) -> tuple[SizeRange, ...]: ...
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The plan file; the same bytes for the same plans, always."""
 
     @property
-    def weight(self) -> Fraction:
-        """Bytes that cross an edge for each byte of the shard."""
-        return Fraction(1) if self.entries is None else self.entries
+    def digest(self) -> str:
+        """SHA-256 of the plan file, by which ranks agree that they run the same plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
-    def height(self) -> int:
-        """Edges on the longest path from the root.
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each range."""
+        return tuple(one.plan for one in self.ranges)
+
+    @property
+    def crossovers(self) -> tuple[int, ...]:
+        """The sizes in bytes from which another plan takes over, ascending."""
+        return tuple(one.start for one in self.ranges[1:])
+
+    def range_at(self, nbytes: int) -> SizeRange:
+        """The range that a size falls into; errors as `at`."""
+        if nbytes < 0:
+            raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
+        return self.ranges[bisect_right(self.crossovers, nbytes)]
+
+    def at(self, nbytes: int) -> Plan:
+        """The plan for a buffer of so many bytes.
 
         Raises
         ------
-        PlanError
-            An edge hangs on a parent that the root does not reach.
+        UsageError
+            ``nbytes`` is negative.
         """
-        return max(self.depths().values())
-
-    def depths(self) -> dict[int, int]:
-        """Depth of every rank in the tree, the root's 0.
-
-        Raises
-        ------
-        PlanError
-            The edges are no tree from the root.
-        """
-        depth = {self.root: 0}
-        for parent, child in ((edge.parent, edge.child) for edge in self.top_down()):
-            depth[child] = depth[parent] + 1
-        return depth
-
-    def top_down(self) -> tuple[Edge, ...]:
-        """The edges in breadth-first order from the root, siblings in ascending rank.
-
-        Raises
-        ------
-        PlanError
-            A rank has two parents or the root has one, or an edge is not reached from the root.
-        """
-        children: dict[int, list[Edge]] = {}
-        seen = {self.root}
-        for edge in self.edges:
-            if edge.child in seen:
-                fault = "is the root and has a parent" if edge.child == self.root else "has two parents"
-                raise PlanError(f"rank {edge.child} {fault} in a {self.op} tree", rank=edge.child)
-            seen.add(edge.child)
-            children.setdefault(edge.parent, []).append(edge)
-        order: list[Edge] = []
-        frontier = [self.root]
-        for rank in frontier:
-            for edge in sorted(children.pop(rank, []), key=lambda e: e.child):
-                order.append(edge)
-                frontier.append(edge.child)
-        if children:
-            stray = min(children)
-            raise PlanError(
-                f"rank {stray} is a parent but the root {self.root} does not reach it", rank=stray
-            )
-        return tuple(order)
+        return self.range_at(nbytes).plan
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of the buffer: its exact share and the trees it runs through, in order."""
-
-    share: Fraction
-    stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Plans):
     """A collective on a machine as a forest with shares, and the proof of how good it is.
 
     Parameters
@@ -224,7 +215,7 @@ class Plan:
     @property
     def depth(self) -> int:
         """Tree edges that the slowest byte crosses one after another; a relayed edge counts once."""
-        return max((_steps(shard) for shard, _ in self.shard_counts), default=0)
+        return max((shard.depth for shard, _ in self.shard_counts), default=0)
 
     @property
     def sparse(self) -> bool:
@@ -234,20 +225,16 @@ class Plan:
     @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
         """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
-        from topoplan.plans.symmetric_shards import shard_counts
-
         return shard_counts(self.shards)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of the plan file, by which ranks agree that they run the same plan."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+    def ranges(self) -> tuple[SizeRange, ...]:
+        """One range, of all sizes."""
+        return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
         """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
-        from topoplan.plans.plan_json import dump_plan
-
-        return dump_plan(self)
+        return plan_text(self.to_object()) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -258,9 +245,72 @@ class Plan:
         PlanError
             The text is no plan file of this format; names the key, and shard and stage where there is one.
         """
-        from topoplan.plans.plan_json import parse_plan
+        return Plan.from_object(parse_object(text))
 
-        return parse_plan(text)
+    def to_object(self) -> dict[str, object]:
+        """The plan file as a JSON object."""
+        symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
+        return {
+            "format": FORMAT,
+            "collective": self.collective,
+            "ranks": list(self.ranks),
+            "root": self.root,
+            "topology": self.topology.to_object(),
+            "channels": list(self.channels),
+            "rate": finite(self.rate),
+            "bound": finite(self.bound),
+            "certificate": self.certificate.to_object(),
+            "schedule": self.schedule,
+            "method": self.method,
+            **({} if self.order == "height" else {"order": self.order}),
+            "seconds": None,
+            "trees": self.trees,
+            "height": self.height,
+            "notes": list(self.notes),
+            **symmetry,
+            "shards": [shard.to_object() for shard, _ in self.shard_counts],
+        }
+
+    @staticmethod
+    def from_object(value: dict[str, object], topology: Topology | None = None) -> Plan:
+        """Read the object of a plan file, or of a plan in a file that states the machine elsewhere.
+
+        Raises
+        ------
+        PlanError
+            As `from_json`.
+        """
+        check_format(value, FORMAT)
+        topology = topology or embedded_topology(value)
+        root, order = value.get("root"), value.get("order", "height")
+        channels = read_texts(value.get("channels"), "channels")
+        for channel in channels:
+            if channel not in CHANNEL_LINKS:
+                raise PlanError(f"channel {channel!r} is unknown; use one of {', '.join(CHANNEL_LINKS)}")
+        shards: Sequence[Shard] = tuple(
+            Shard.from_object(item, number)
+            for number, item in enumerate(read_list(value.get("shards"), "shards"))
+        )
+        if "symmetry" in value:
+            shards = ImageShards.from_object(value["symmetry"], shards, Fabric(topology, channels))
+        if order not in ("height", "trees"):
+            raise PlanError(f"order must be height or trees, not {order!r}"[:200])
+        return Plan(
+            collective=read_text(value.get("collective"), "collective"),
+            ranks=read_texts(value.get("ranks"), "ranks"),
+            root=None if root is None else read_whole(root, "root"),
+            topology=topology,
+            channels=channels,
+            schedule=read_text(value.get("schedule", TREES), "schedule"),
+            method=read_text(value.get("method"), "method"),
+            shards=shards,
+            rate=read_number(value.get("rate"), "rate"),
+            bound=read_number(value.get("bound"), "bound"),
+            certificate=certificate_from_object(value.get("certificate")),
+            seconds=None if value.get("seconds") is None else read_number(value.get("seconds"), "seconds"),
+            notes=read_texts(value.get("notes", []), "notes"),
+            order=str(order),
+        )
 
     def to_networkx(self) -> tuple[networkx.DiGraph, ...]:
         """The trees of the plan as graphs, one for each stage of each shard, in order.
@@ -309,12 +359,21 @@ class Plan:
         return replace(self, seconds=seconds)
 
 
-def _steps(shard: Shard) -> int:
-    """Tree edges one after another: stages of one operation that are trees of a sparse exchange run side by side."""
-    runs = groupby(shard.stages, key=lambda stage: (stage.op, stage.entries))
-    heights = [[stage.height for stage in run] for _, run in runs]
-    sparse = any(stage.entries is not None for stage in shard.stages)
-    return sum(max(run) if sparse else sum(run) for run in heights)
+def plan_text(value: dict[str, object]) -> str:
+    """The text of a plan's JSON object, whole or with keys left out; shards stand one to a line."""
+    value = dict(value)
+    shards = value.pop("shards")
+    head = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
+    rows = ",\n  ".join(compact(shard) for shard in cast("list[object]", shards))
+    return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}"
+
+
+def embedded_topology(value: dict[str, object]) -> Topology:
+    """The machine in the object of a plan file; PlanError where there is none."""
+    try:
+        return topology_from_object(value.get("topology"))
+    except TopologyError as error:
+        raise PlanError(f"the embedded topology is wrong: {error}") from None
 
 
 def check_collective(collective: str) -> str:
@@ -359,55 +418,3 @@ def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | N
             f"root {root} is not in the allocation {', '.join(str(g) for g in gpus)}; name one of its GPUs"
         )
     return list(gpus).index(root)
-
-
-ALIGNMENT = 16
-"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: NCCL and
-kernels copy 16 bytes at a time where addresses are multiples of 16, and else far fewer."""
-
-
-def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> list[int]:
-    """Element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
-
-    Cumulative shares are rounded down to multiples of `ALIGNMENT`, counted from the start of the block, and blocks end
-    where they end. So any count is divided without gap or overlap, no shard is `ALIGNMENT` elements away from its
-    share, and shards of small buffers may be empty.
-
-    Parameters
-    ----------
-    shares : iterable of Fraction
-        Of all shards, in their order; they add up to 1, and to 1 / ``blocks`` in every block.
-    count : int
-        Elements, a multiple of ``blocks``.
-    blocks : int
-        In allgather and reduce_scatter one for each rank, and else 1. In a rank's own array, of one block, shards
-        start on multiples of `ALIGNMENT`; in the gathered one they do where blocks are as long as a multiple of it.
-
-    Examples
-    --------
-    >>> shard_bounds([Fraction(1, 3)] * 3, 100)
-    [0, 32, 64, 100]
-    >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
-    [0, 16, 50, 66, 100]
-    """
-    block = count // blocks
-    bounds = [0]
-    total = Fraction(0)
-    for share in shares:
-        total += share
-        start = total.numerator * blocks // total.denominator * block
-        inside = total.numerator * count // total.denominator - start
-        bounds.append(start + inside // ALIGNMENT * ALIGNMENT)
-    return bounds
-
-
-def reversed_collective(collective: str) -> str:
-    """The collective whose plans are this one's with every edge reversed (reduce for broadcast, …)."""
-    pairs: Mapping[str, str] = {
-        "broadcast": "reduce",
-        "reduce": "broadcast",
-        "allgather": "reduce_scatter",
-        "reduce_scatter": "allgather",
-        "allreduce": "allreduce",
-    }
-    return pairs[collective]

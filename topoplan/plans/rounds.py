@@ -17,7 +17,8 @@ from fractions import Fraction
 from itertools import groupby
 
 from topoplan.errors import PlanError
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 
 ROUND = "round"
 """The collective that the plan of a round names: every rank's buffer is its result, in place."""

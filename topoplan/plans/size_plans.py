@@ -2,41 +2,28 @@
 
 Small messages want few start-ups, large ones bandwidth, and no one plan is best at both. The ranges cover every size
 from 0 bytes on without gap or overlap; what chose them is `topoplan.choice`.
+
+In the file, format ``topoplan.plans/1``, each plan is an object of format ``topoplan.plan/1`` without its ``topology``,
+which stands once beside the ranges. Writing is deterministic and reading believes nothing but the types, as for single
+plans.
 """
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_right
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.verify import Verification, verify
+from topoplan.plans.json_values import check_format, compact, parse_object, read_bytes, read_list, read_object
+from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
 from topoplan.topology import Topology
-from topoplan.units import format_size
+
+FORMAT = "topoplan.plans/1"
 
 
 @dataclass(frozen=True, slots=True)
-class SizeRange:
-    """Sizes from ``start`` bytes up to but not including ``stop`` (None: without end), and their plan.
-
-    Bytes are those of the user's buffer; for allgather and reduce_scatter of the full gathered one.
-    """
-
-    start: int
-    stop: int | None
-    plan: Plan
-
-    def __str__(self) -> str:
-        """The range in words."""
-        return f"sizes from {format_size(self.start)}" + (
-            "" if self.stop is None else f" to {format_size(self.stop)}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SizePlans:
+class SizePlans(Plans):
     """The plans of one collective by message size.
 
     Parameters
@@ -82,11 +69,6 @@ class SizePlans:
             raise PlanError(f"no range covers sizes from {expected} bytes on; the last one must have no end")
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plan of each range."""
-        return tuple(one.plan for one in self.ranges)
-
-    @property
     def collective(self) -> str:
         """What all the plans do."""
         return self.ranges[0].plan.collective
@@ -111,37 +93,16 @@ class SizePlans:
         """What the planners of all ranges could not reach or prove, each note once."""
         return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
 
-    @property
-    def crossovers(self) -> tuple[int, ...]:
-        """The sizes in bytes from which another plan takes over, ascending."""
-        return tuple(one.start for one in self.ranges[1:])
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the file, by which ranks agree that they run the same plans at every size."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def range_at(self, nbytes: int) -> SizeRange:
-        """The range that a size falls into; errors as `at`."""
-        if nbytes < 0:
-            raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
-        return self.ranges[bisect_right(self.crossovers, nbytes)]
-
-    def at(self, nbytes: int) -> Plan:
-        """The plan for a buffer of so many bytes.
-
-        Raises
-        ------
-        UsageError
-            ``nbytes`` is negative.
-        """
-        return self.range_at(nbytes).plan
-
     def to_json(self) -> str:
         """The file, format ``topoplan.plans/1``; the same bytes for the same plans, always."""
-        from topoplan.plans.size_plans_json import dump_size_plans
-
-        return dump_size_plans(self)
+        rows = ",\n ".join(
+            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(_without_topology(one.plan))}}}'
+            for one in self.ranges
+        )
+        return (
+            f'{{"format": {compact(FORMAT)},\n "collective": {compact(self.collective)},\n "ranges": [\n {rows}\n ],\n'
+            f' "topology": {compact(self.topology.to_object())}}}\n'
+        )
 
     @staticmethod
     def from_json(text: str) -> SizePlans:
@@ -152,35 +113,85 @@ class SizePlans:
         PlanError
             The text is no such file; names the key, and the range where there is one.
         """
-        from topoplan.plans.size_plans_json import parse_size_plans
+        return SizePlans.from_object(parse_object(text))
 
-        return parse_size_plans(text)
+    def to_object(self) -> dict[str, object]:
+        """The file as a JSON object."""
+        return {
+            "format": FORMAT,
+            "collective": self.collective,
+            "ranges": [
+                {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)}
+                for one in self.ranges
+            ],
+            "topology": self.topology.to_object(),
+        }
+
+    @staticmethod
+    def from_object(value: dict[str, object]) -> SizePlans:
+        """Read such an object; errors as `from_json`."""
+        check_format(value, FORMAT)
+        topology = embedded_topology(value)
+        rows = read_list(value.get("ranges"), "ranges")
+        plans = SizePlans(
+            tuple(_read_range(row, f"range {number}", topology) for number, row in enumerate(rows))
+        )
+        if value.get("collective") != plans.collective:
+            raise PlanError(
+                f"collective {value.get('collective')!r} is not that of the plans, {plans.collective}"
+            )
+        return plans
 
 
-def plan_at(plans: Plan | SizePlans, nbytes: int) -> Plan:
-    """The plan for a buffer of so many bytes: that of its range, or the one plan whatever the size."""
-    return plans.at(nbytes) if isinstance(plans, SizePlans) else plans
+def _without_topology(plan: Plan) -> dict[str, object]:
+    value = plan.to_object()
+    del value["topology"]
+    return value
 
 
-def verify_all(plans: Plan | SizePlans) -> tuple[Verification, ...]:
-    """Verify a plan, or the plan of every range.
+def _read_range(item: object, where: str, topology: Topology) -> SizeRange:
+    value = read_object(item, where)
+    stop, plan = value.get("to"), read_object(value.get("plan"), f"{where}: plan")
+    try:
+        made = Plan.from_object(plan, topology)
+    except PlanError as error:
+        raise error.under(where) from None
+    start = read_bytes(value.get("from"), f"{where}: from")
+    return SizeRange(start, None if stop is None else read_bytes(stop, f"{where}: to"), made)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plans:
+    """Read a plan file; its claims are not trusted (see `topoplan.verify`).
+
+    Parameters
+    ----------
+    path : str or path
+        A file that ``topoplan plan -o`` wrote.
 
     Returns
     -------
-    tuple of Verification
-        One for each range; one for a single plan.
+    Plan or SizePlans
+        Plans by size where the file was made with ``--sizes``.
 
     Raises
     ------
+    UsageError
+        The file cannot be read.
     PlanError
-        The first thing that is wrong, with range, shard, stage and rank.
+        It is no plan file.
     """
-    if isinstance(plans, Plan):
-        return (verify(plans),)
-    reports = []
-    for one in plans.ranges:
-        try:
-            reports.append(verify(one.plan))
-        except PlanError as error:
-            raise error.under(f"{one}") from None
-    return tuple(reports)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{os.fspath(path)} cannot be read: {error.strerror}; give a plan file, made by topoplan plan -o"
+        ) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{os.fspath(path)} is binary, not text; give a plan file") from None
+    return parse_plan_file(text)
+
+
+def parse_plan_file(text: str) -> Plans:
+    """Read the text of a plan file of either kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
+    value = parse_object(text)
+    return SizePlans.from_object(value) if value.get("format") == FORMAT else Plan.from_object(value)

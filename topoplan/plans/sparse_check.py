@@ -12,9 +12,10 @@ from fractions import Fraction
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.plans.certificate import BetweenServers, Entries, InsideServer, Sparse
-from topoplan.plans.plan import Plan, Shard, Stage
+from topoplan.plans.certificates import Sparse
+from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import rounds
+from topoplan.plans.tree import Shard, Stage
 from topoplan.units import shown
 
 
@@ -47,24 +48,23 @@ def check_sparse(plan: Plan, fabric: Fabric) -> None:
     if plan.collective != "allreduce":
         raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
     kinds = [one.kind for one in rounds(plan)]
-    if isinstance(certificate, Entries):
-        for number, (shard, _) in enumerate(plan.shard_counts):
-            _check_all_entries(shard, number, certificate.entries)
-    elif isinstance(certificate, InsideServer | BetweenServers):
-        if kinds != ["elements", "gather", "elements"]:
-            raise PlanError(
-                f"takes the rounds {', '.join(kinds)}, and the bound holds for elements, one exchange, and elements"
-            )
-        least = certificate.entries if isinstance(certificate, BetweenServers) else Fraction(0)
-        servers = Servers(fabric)
-        home = {device.name: device.server for device in fabric.topology.devices}
-        # every image too: a symmetry may take a server to several
-        for number, shard in enumerate(plan.shards):
-            _check_phases(shard, number, least, servers, home)
-    else:
+    if not isinstance(certificate, Sparse):
         raise PlanError(
             "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"
         )
+    if not certificate.by_server:
+        for number, (shard, _) in enumerate(plan.shard_counts):
+            _check_all_entries(shard, number, certificate.least)
+        return
+    if kinds != ["elements", "gather", "elements"]:
+        raise PlanError(
+            f"takes the rounds {', '.join(kinds)}, and the bound holds for elements, one exchange, and elements"
+        )
+    servers = Servers(fabric)
+    home = {device.name: device.server for device in fabric.topology.devices}
+    # every image too: a symmetry may take a server to several
+    for number, shard in enumerate(plan.shards):
+        _check_phases(shard, number, certificate.least, servers, home)
 
 
 def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:

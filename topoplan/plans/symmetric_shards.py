@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.plans.plan import Edge, Shard, Stage
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.json_values import read_list, read_object, read_text
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.symmetry.permutation_groups import LARGEST_TABLE, group_elements
 
 MOST_ELEMENTS = 1 << 16
@@ -189,6 +191,36 @@ class ImageShards(Sequence[Shard]):
     @cached_property
     def _position(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.nodes)}
+
+    def to_object(self) -> list[dict[str, str]]:
+        """The JSON value of a plan file: every symmetry as the devices that it moves, with their images."""
+        return [
+            {self.nodes[place]: self.nodes[image] for place, image in enumerate(generator) if place != image}
+            for generator in self.generators
+        ]
+
+    @staticmethod
+    def from_object(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:
+        """All images of the templates under the symmetries that `to_object` wrote.
+
+        Raises
+        ------
+        PlanError
+            A value is of a wrong type, or names what is no device of the plan.
+        """
+        position = {name: number for number, name in enumerate(fabric.nodes)}
+        generators = []
+        for number, moves in enumerate(read_list(item, "symmetry")):
+            where = f"symmetry {number}"
+            image = list(range(len(fabric.nodes)))
+            for name, there in read_object(moves, where).items():
+                if name not in position or read_text(there, where) not in position:
+                    raise PlanError(
+                        f"{where} moves {name!r} to {there!r}; both must be devices of the plan"[:200]
+                    )
+                image[position[name]] = position[str(there)]
+            generators.append(tuple(image))
+        return ImageShards(fabric.nodes, fabric.size, tuple(generators), tuple(templates))
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:

@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificate import certified_bound, check_entries
-from topoplan.plans.channel_check import check_channels
-from topoplan.plans.loads import full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import COLLECTIVES, OPERATIONS, ROOTED, Plan, Shard, Stage
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.certificates import Channels
+from topoplan.plans.certificates.sparse import check_entries
+from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
+from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Plans
 from topoplan.plans.sparse_check import check_sparse
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
+from topoplan.plans.tree import OPERATIONS, Shard, Stage
 from topoplan.symmetry.permutation_groups import is_automorphism, orbits
 from topoplan.units import TOLERANCE, nearest_float, shown
 
@@ -87,11 +88,11 @@ def verify(plan: Plan) -> Verification:
     for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
-    check_channels(plan, fabric)
+    _check_channels(plan, fabric)
     check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
-    bound = certified_bound(plan.certificate, fabric, plan.collective, plan.root) if fabric.size > 1 else None
+    bound = plan.certificate.bound(fabric, plan.collective, plan.root) if fabric.size > 1 else None
     _check_claim("rate", plan.rate, rate)
     _check_claim("bound", plan.bound, bound)
     if rate is not None and bound is not None and rate > bound:
@@ -114,6 +115,28 @@ def verify(plan: Plan) -> Verification:
         bottleneck=tuple((fabric.links[i].src, fabric.links[i].dst) for i in full_links(found, fabric)),
         loads=loads,
     )
+
+
+def verify_all(plans: Plans) -> tuple[Verification, ...]:
+    """Verify a plan, or the plan of every range.
+
+    Returns
+    -------
+    tuple of Verification
+        One for each range; one for a single plan.
+
+    Raises
+    ------
+    PlanError
+        The first thing that is wrong, with range, shard, stage and rank.
+    """
+    reports = []
+    for one in plans.ranges:
+        try:
+            reports.append(verify(one.plan))
+        except PlanError as error:
+            raise error.under(f"{one}") if len(plans.ranges) > 1 else error from None
+    return tuple(reports)
 
 
 def _check_header(plan: Plan) -> Fabric:
@@ -284,6 +307,49 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
                 stage=last,
                 rank=rank,
             )
+
+
+def _check_channels(plan: Plan, fabric: Fabric) -> None:
+    """Hold every shard of a split plan to one channel, and divide the owners' blocks between them alike.
+
+    The bounds of the channels add up only so: that of one channel supposes equal blocks.
+    """
+    if not (fabric.split or isinstance(plan.certificate, Channels)):
+        return
+    carried: dict[tuple[str, int], Fraction] = {}
+    for number, shard in enumerate(plan.shards):
+        channel = _only_channel(shard, number, fabric)
+        owner = _owner(plan, shard, number)
+        carried[channel, owner] = carried.get((channel, owner), Fraction(0)) + shard.share
+    if plan.collective in ("allgather", "reduce_scatter") and isinstance(plan.certificate, Channels):
+        for channel in sorted({channel for channel, _ in carried}):
+            shares = [carried.get((channel, rank), Fraction(0)) for rank in range(fabric.size)]
+            for rank, share in enumerate(shares):
+                if share != shares[0]:
+                    raise PlanError(
+                        f"{float(share):.6g} of the buffer runs over {channel} from this owner and "
+                        f"{float(shares[0]):.6g} from rank 0: the bound holds only where all are divided alike",
+                        rank=rank,
+                    )
+
+
+def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
+    first = ""
+    for position, stage in enumerate(shard.stages):
+        for edge in stage.edges:
+            first = first or edge.channel
+            try:
+                crossed = {fabric.links[link].channel for link in edge_links(edge, stage.op, fabric)}
+            except PlanError as error:
+                raise error.within(number, position) from None
+            if edge.channel != first or not crossed <= set(CHANNEL_LINKS[first]):
+                raise PlanError(
+                    f"a shard over {first} uses {edge.channel} too; in a split plan every shard keeps to one channel",
+                    shard=number,
+                    stage=position,
+                    rank=edge.child,
+                )
+    return first
 
 
 def _owner(plan: Plan, shard: Shard, number: int) -> int:

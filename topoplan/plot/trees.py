@@ -7,7 +7,8 @@ from fractions import Fraction
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from topoplan.plans.plan import Plan, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Stage
 from topoplan.plot.canvas import new_figure
 from topoplan.plot.layers import forest_positions
 from topoplan.plot.palette import FILLS, STROKES

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Arc, Fabric
-from topoplan.plans.plan import Edge
+from topoplan.plans.tree import Edge
 from topoplan.schedules.rings.routes import Routes
 
 

@@ -17,7 +17,8 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Edge, Plan, Shard, Stage, check_collective, root_rank
+from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import TopologyLike, as_topology
 

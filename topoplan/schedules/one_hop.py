@@ -17,7 +17,8 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.plan import Plan, Shard, Stage, check_collective, root_rank
+from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.tree import Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import TopologyLike, as_topology
 

@@ -17,7 +17,6 @@ from fractions import Fraction
 from topoplan.bounds.cuts_and_partitions import best_bound, whole_capacities
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.certificate import certified_bound
 from topoplan.schedules.rings.forest import LogicalRing
 from topoplan.simplex.exact_simplex import PackingSimplex
 
@@ -121,7 +120,7 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
 def _cut_limit(fabric: Fabric, scale: int) -> Fraction:
     """Capacity of the smallest cut between ranks: a tour leaves and enters every set of ranks at least once."""
     return scale * min(
-        certified_bound(best_bound(fabric, collective, 0), fabric, collective, 0)
+        best_bound(fabric, collective, 0).bound(fabric, collective, 0)
         for collective in ("broadcast", "reduce")
     )
 

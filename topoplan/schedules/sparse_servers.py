@@ -28,15 +28,10 @@ from topoplan.fabric.servers import Servers
 from topoplan.packing.hierarchical import compose
 from topoplan.packing.planner import plan
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificate import (
-    BetweenServers,
-    InsideServer,
-    OneFabric,
-    Sparse,
-    certified_bound,
-    inside_channels,
-)
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.certificates import BetweenServers, InsideServer, OneFabric, Sparse
+from topoplan.plans.certificates.sparse import inside_channels
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import Topology
 from topoplan.units import nearest_float
@@ -216,7 +211,7 @@ def _proof(fabric: Fabric, servers: Servers, entries: Fraction) -> Sparse:
     """The lowest bound on sparse three phases that is quickly had."""
     proofs: list[tuple[Sparse, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
     for cut in _cuts(fabric, servers, entries):
-        proofs.append((cut, certified_bound(cut, fabric, "allreduce", None)))
+        proofs.append((cut, cut.bound(fabric, "allreduce", None)))
     return min(proofs, key=lambda each: each[1])[0]
 
 
@@ -251,7 +246,7 @@ def _server_proofs(
         proof = plan(alone.topology, "allreduce", channels="+".join(inside_channels(fabric))).certificate
         if isinstance(proof, OneFabric):
             inside = InsideServer(name, proof)
-            proofs.append((inside, certified_bound(inside, fabric, "allreduce", None)))
+            proofs.append((inside, inside.bound(fabric, "allreduce", None)))
     return tuple(proofs)
 
 

@@ -18,8 +18,9 @@ from fractions import Fraction
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificate import Entries, OneFabric
-from topoplan.plans.plan import Plan, Shard
+from topoplan.plans.certificates import Entries, OneFabric
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Shard
 
 
 def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.rounds import rounds
-from topoplan.plans.size_plans import SizePlans, plan_at
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.latency import LAUNCH
@@ -126,7 +125,7 @@ class Timeline:
         }
 
 
-def simulate(plan: Plan | SizePlans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
     """Model time of a plan for one buffer size.
 
     Parameters
@@ -152,7 +151,7 @@ def simulate(plan: Plan | SizePlans, *, nbytes: int, chunk_bytes: int | None = N
     >>> round(timeline.algbw), round(timeline.busbw)
     (80, 150)
     """
-    chosen = plan_at(plan, nbytes)
+    chosen = plan.at(nbytes)
     return timeline(chosen, arrange(chosen), nbytes=nbytes, chunk_bytes=chunk_bytes)
 
 

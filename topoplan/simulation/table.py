@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
-from topoplan.plans.size_plans import SizePlans, plan_at
+from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.alpha_beta import Pipeline
 from topoplan.simulation.model import Timeline, arrange, timeline
 
@@ -73,7 +72,7 @@ class Crossover:
         return {"nbytes": self.nbytes, "faster_below": self.faster_below}
 
 
-def sweep(plan: Plan | SizePlans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[Row, ...]:
+def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[Row, ...]:
     """Model time of a plan at several sizes; of plans by size, each size under its own.
 
     Raises
@@ -107,7 +106,7 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def crossover(first: Plan | SizePlans, second: Plan | SizePlans, low: int, high: int) -> Crossover:
+def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
     """The smallest size from which the first plan is at least as fast as the second, up to ``high``.
 
     Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the
@@ -153,7 +152,7 @@ def crossover(first: Plan | SizePlans, second: Plan | SizePlans, low: int, high:
     return Crossover(above, faster_below)
 
 
-def clock(plan: Plan | SizePlans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
+def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
     """The model time of a plan as a function of the size; its dataflow is arranged once.
 
     Plans by size are arranged when a size first needs them.
@@ -161,7 +160,7 @@ def clock(plan: Plan | SizePlans, chunk_bytes: int | None = None) -> Callable[[i
     arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
 
     def time(nbytes: int) -> Timeline:
-        chosen = plan_at(plan, nbytes)
+        chosen = plan.at(nbytes)
         if id(chosen) not in arranged:
             arranged[id(chosen)] = arrange(chosen)
         return timeline(chosen, arranged[id(chosen)], nbytes=nbytes, chunk_bytes=chunk_bytes)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from collectives.lowering.edge_streams import Stream
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links
-from topoplan.plans.plan import Plan, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Stage
 
 
 @dataclass(frozen=True, slots=True)

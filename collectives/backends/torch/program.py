@@ -18,7 +18,7 @@ import numpy as np
 
 from collectives.lowering.edge_streams import wavefront
 from collectives.lowering.transfer_table import TransferTable
-from topoplan.plans.plan import ALIGNMENT
+from topoplan.plans.tree import ALIGNMENT
 
 SOURCE, RESULT, SCRATCH = range(3)
 """The three lines of memory that a part can lie in."""

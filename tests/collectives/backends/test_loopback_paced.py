@@ -33,7 +33,8 @@ from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import COLLECTIVES, Plan, Shard
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import Shard
 from topoplan.simulation.latency import START_UP
 from topoplan.topology import Device, Link, Topology
 

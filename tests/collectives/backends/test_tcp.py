@@ -37,7 +37,8 @@ from tests.support.tcp_jobs import (
     seal,
 )
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import COLLECTIVES, Edge, Plan, Shard, Stage
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 
 Array = NDArray[Any]
 

@@ -15,7 +15,8 @@ from collectives.backends.loopback.backend import Loopback
 from collectives.wire import WireFormat
 from tests.bench.alignment import COUNTS, MACHINES, PACK, Crossing, nccl_crossings, torch_crossings
 from tests.support.hand_plans import SHAPES, forest_plan
-from topoplan.plans.plan import ALIGNMENT, COLLECTIVES, Plan
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import ALIGNMENT
 
 GATHERED = ("allgather", "reduce_scatter")
 

@@ -32,7 +32,8 @@ from tests.support.hand_plans import (
 from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import trivial_plan
-from topoplan.plans.plan import COLLECTIVES, Plan, Shard, Stage
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import Shard, Stage
 from topoplan.plans.verify import contributions
 
 

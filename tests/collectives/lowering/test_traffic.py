@@ -17,7 +17,8 @@ from collectives.wire import WireFormat
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.plans.plan import Plan, shard_bounds
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import shard_bounds
 from topoplan.topology import Topology
 
 Array = NDArray[Any]

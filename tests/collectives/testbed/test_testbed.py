@@ -32,7 +32,8 @@ from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli import main
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.topology_json import dump_topology_json
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 
 DGX = topoplan.load("dgx-1v")
 SCALE = 0.0005

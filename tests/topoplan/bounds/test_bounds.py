@@ -24,8 +24,7 @@ from tests.support.small_fabrics import (
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.bounds.maximum_flow import FlowNetwork
 from topoplan.plans import Cut, Fabric, Lengths, Partition, Trivial
-from topoplan.plans.certificate import certified_bound
-from topoplan.plans.forest_length import forest_length
+from topoplan.plans.certificates.forest_length import forest_length
 from topoplan.topology import Topology
 
 MACHINES = direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN) | switched_machines()
@@ -37,7 +36,7 @@ def nvlink(topology: Topology) -> Fabric:
 
 def value(topology: Topology, collective: str, root: int | None = None) -> Fraction:
     fabric = nvlink(topology)
-    return certified_bound(best_bound(fabric, collective, root), fabric, collective, root)
+    return best_bound(fabric, collective, root).bound(fabric, collective, root)
 
 
 def other_side(topology: Topology, side: frozenset[str]) -> frozenset[str]:
@@ -121,7 +120,7 @@ def test_a_bound_for_switches_that_copy_and_add_is_a_cut(collective: str) -> Non
     root = 0 if collective in ("broadcast", "reduce") else None
     certificate = best_bound(able, collective, root)
     assert isinstance(certificate, Cut)
-    assert certified_bound(certificate, able, collective, root) == (
+    assert certificate.bound(able, collective, root) == (
         Fraction(2400, 7) if collective in ("allgather", "reduce_scatter") else 300
     )
 
@@ -188,7 +187,7 @@ def test_a_length_bounded_from_below_never_exceeds_the_true_one(monkeypatch: pyt
             for length in lengths:
                 exact = forest_length(fabric, length, collective, root)
                 with monkeypatch.context() as patched:
-                    patched.setattr("topoplan.plans.forest_length.MOST_VERTICES", 1)
+                    patched.setattr("topoplan.plans.certificates.forest_length.MOST_VERTICES", 1)
                     assert forest_length(fabric, length, collective, root) <= exact
                     if length is lengths[1] and not fabric.direct:
                         assert forest_length(fabric, length, collective, root) == exact

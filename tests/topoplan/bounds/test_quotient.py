@@ -29,9 +29,12 @@ from topoplan.bounds.maximum_flow import FlowNetwork
 from topoplan.bounds.quotient_flow import Quotient, look_alikes
 from topoplan.clusters import nvswitch_cluster
 from topoplan.plans import Fabric
-from topoplan.plans.certificate import certified_bound
-from topoplan.plans.cheapest_forest import arborescence_length, cheapest_forest
-from topoplan.plans.forest_length import forest_length, zero_parts
+from topoplan.plans.certificates.forest_length import (
+    arborescence_length,
+    cheapest_forest,
+    forest_length,
+    zero_parts,
+)
 from topoplan.topology import Topology
 
 FEW = st.sampled_from([1.0, 2.0])
@@ -123,10 +126,10 @@ def test_bounds_of_regular_fabrics_equal_flows_between_all_devices(fabric: Fabri
             side = smallest_cut(fabric, capacity, root, forward=forward)
             ends = fabric.ends if forward else [(d, s) for s, d in fabric.ends]
             whole = sum(c for (s, d), c in zip(ends, capacity, strict=True) if s in side and d not in side)
-            proof = certified_bound(best_bound(fabric, collective, root), fabric, collective, root)
+            proof = best_bound(fabric, collective, root).bound(fabric, collective, root)
             assert proof == Fraction(whole, scale)
     for collective, forward in (("allgather", True), ("reduce_scatter", False)):
-        proof = certified_bound(best_bound(fabric, collective), fabric, collective, None)
+        proof = best_bound(fabric, collective).bound(fabric, collective, None)
         assert feasible(fabric, capacity, scale, proof, forward=forward)
         assert not feasible(fabric, capacity, scale, proof * Fraction(1001, 1000), forward=forward)
 
@@ -149,7 +152,7 @@ def test_ranks_that_look_alike_are_asked_once() -> None:
     fabric = Fabric(nvswitch_cluster(128, rails=1), ("nvlink", "network"))
     assert look_alikes(fabric) == [0]
     assert look_alikes(fabric, [0]) == [1, 8]
-    proof = certified_bound(best_bound(fabric, "allgather"), fabric, "allgather", None)
+    proof = best_bound(fabric, "allgather").bound(fabric, "allgather", None)
     assert proof == Fraction(25600, 127)
 
 

@@ -16,7 +16,6 @@ from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine,
 from topoplan.clusters import nvswitch_cluster
 from topoplan.errors import PlanError
 from topoplan.plans import Cut, Edge, Fabric, Lengths, Plan, Shard, Stage
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import link_loads
 from topoplan.topology import Topology
 
@@ -183,7 +182,7 @@ def test_lengths_that_are_accepted_bound_what_forests_reach(
     lengths = Lengths(tuple((link.src, link.dst, data.draw(length)) for link in topology.links))
     root = 0 if collective in ROOTED else None
     try:
-        proof = certified_bound(lengths, Fabric(topology, ("nvlink",)), collective, root)
+        proof = lengths.bound(Fabric(topology, ("nvlink",)), collective, root)
     except PlanError:
         return
     rate = topoplan.verify(topoplan.plan(topology, collective)).exact_rate
@@ -196,10 +195,10 @@ def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
     fabric = Fabric(able(leaves(), kinds=["nvswitch"]), ("nvlink",))
     up = [("sw0", "sw2", Fraction(1)), ("sw2", "sw1", Fraction(1))]
     with pytest.raises(PlanError, match="part sw2, which can copy or add, from every rank"):
-        certified_bound(Lengths((*up, ("sw2", "sw0", Fraction(1)))), fabric, "allreduce", None)
+        Lengths((*up, ("sw2", "sw0", Fraction(1)))).bound(fabric, "allreduce", None)
     # sw1 and sw2 stay at distance zero from gpu2; what crosses from sw0 to sw2 limits.
-    assert certified_bound(Lengths((up[0],)), fabric, "allreduce", None) == 100
-    assert certified_bound(Cut(("gpu0", "gpu1", "sw0")), fabric, "allreduce", None) == 100
+    assert Lengths((up[0],)).bound(fabric, "allreduce", None) == 100
+    assert Cut(("gpu0", "gpu1", "sw0")).bound(fabric, "allreduce", None) == 100
 
 
 def test_one_way_next_to_a_rank_is_not_enough() -> None:
@@ -209,7 +208,7 @@ def test_one_way_next_to_a_rank_is_not_enough() -> None:
     out = tuple(("sw0", f"gpu{i}", Fraction(1)) for i in range(3))
     for lengths in (into, out):
         with pytest.raises(PlanError, match="part sw0, which can copy or add, from every rank"):
-            certified_bound(Lengths(lengths), fabric, "allreduce", None)
+            Lengths(lengths).bound(fabric, "allreduce", None)
 
 
 @pytest.mark.parametrize(("collective", "gift"), [("allgather", "adds"), ("reduce_scatter", "copies")])

@@ -25,7 +25,8 @@ from topoplan.export.nccl.estimate import counted_machine
 from topoplan.export.nccl.order_choice import chain_choice
 from topoplan.export.nccl.paths import NcclPaths
 from topoplan.export.nccl.plan_orders import plan_orders
-from topoplan.plans.plan import COLLECTIVES, Plan, Shard
+from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.tree import Shard
 from topoplan.topology import Device, Link, Topology
 
 BLINK = [1, 4, 5, 7]

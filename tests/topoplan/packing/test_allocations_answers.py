@@ -16,7 +16,6 @@ from tests.support.small_fabrics import COLLECTIVES, ROOTED
 from topoplan.columns.problem import Packing
 from topoplan.packing.mwu import pack_mwu
 from topoplan.plans import Fabric, Partition
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.topology import Topology
 
@@ -85,7 +84,7 @@ def test_the_known_partition_proves_the_allreduce(row: Allocation) -> None:
     assert members in row.members
     fabric = Fabric(machine(row.machine).subset(members), ("nvlink",))
     certificate = Partition(tuple(tuple(f"gpu{gpu}" for gpu in part) for part in row.partition))
-    assert certified_bound(certificate, fabric, "allreduce", None) == answer(row, "allreduce")
+    assert certificate.bound(fabric, "allreduce", None) == answer(row, "allreduce")
 
 
 def test_members_of_a_class_have_one_rate() -> None:

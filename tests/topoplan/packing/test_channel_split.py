@@ -23,9 +23,8 @@ from topoplan.hosts.link_rates import PEER_ACCESS
 from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import GRAIN, channel_split, split_shares
 from topoplan.plans import Channels, Cut, Edge, Fabric, Plan, Shard, Stage
-from topoplan.plans.certificate import certified_bound
+from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.channel_start import channel_starts, peer_access_seconds
-from topoplan.plans.explain import explain_certificate
 from topoplan.simulation.events import run_events
 from topoplan.simulation.latency import LAUNCH
 from topoplan.simulation.trace import chrome_trace
@@ -351,8 +350,7 @@ def test_the_certificate_adds_up_the_channels_and_says_so() -> None:
     certificate = plan.certificate
     assert isinstance(certificate, Channels)
     values = [
-        certified_bound(part, Fabric(plan.topology, (channel,)), "broadcast", 0)
-        for channel, part in certificate.parts
+        part.bound(Fabric(plan.topology, (channel,)), "broadcast", 0) for channel, part in certificate.parts
     ]
     assert values == [150, 8]
     text = explain_certificate(plan)

@@ -26,14 +26,21 @@ from tests.support.small_fabrics import (
 from topoplan.columns.problem import Packing
 from topoplan.packing.exact import pack_exact
 from topoplan.plans import Fabric, Lengths, Plan
-from topoplan.plans.certificate import certified_bound
-from topoplan.plans.plan import reversed_collective
 from topoplan.topology import FASTEST, SLOWEST, Device, Link, Topology
 
 CLOSE = 1e-6
 """What linprog's answers are good for."""
 
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
+
+REVERSED = {
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+    "allgather": "reduce_scatter",
+    "reduce_scatter": "allgather",
+    "allreduce": "allreduce",
+}
+"""The collective whose plans are those of another with every edge reversed."""
 
 
 def proved(topology: Topology, collective: str, *, root: int | None = None, order: str = "height") -> Plan:
@@ -130,7 +137,7 @@ def test_reversed_links_turn_a_collective_into_its_reverse(
     )
     top = root % len(topology.gpus) if collective in ROOTED else None
     there = topoplan.verify(topoplan.plan(topology, collective, root=top))
-    back = topoplan.verify(topoplan.plan(turned, reversed_collective(collective), root=top))
+    back = topoplan.verify(topoplan.plan(turned, REVERSED[collective], root=top))
     assert there.exact_rate == back.exact_rate
 
 
@@ -248,7 +255,7 @@ def test_the_packing_fills_its_capacities_and_no_more() -> None:
     load = sum(weight * packing.usage(column).astype(object) for column, weight in packed.weights.items())
     assert all(x <= limit for x, limit in zip(load, packing.limits.tolist(), strict=True))
     total = sum(packed.weights.values(), Fraction(0)) / packing.scale
-    assert total == certified_bound(packed.certificate, fabric, "broadcast", 3) == 150
+    assert total == packed.certificate.bound(fabric, "broadcast", 3) == 150
 
 
 def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:

@@ -24,7 +24,6 @@ from topoplan.errors import UsageError
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import MwuPacking, pack_mwu
 from topoplan.plans import Fabric
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.topology import Topology
 
@@ -38,7 +37,7 @@ def packing_of(topology: Topology, collective: str, root: int = 0) -> Packing:
 def rate_and_bound(packing: Packing, packed: MwuPacking) -> tuple[Fraction, Fraction]:
     rate = forest_rate(packing.shards(packed.weights), packing.fabric)
     assert rate is not None
-    return rate, certified_bound(packed.certificate, packing.fabric, packing.collective, packing.root)
+    return rate, packed.certificate.bound(packing.fabric, packing.collective, packing.root)
 
 
 @given(MACHINES, st.sampled_from(COLLECTIVES), st.sampled_from([0.02, 0.05, 0.2, 0.5]))

@@ -16,7 +16,6 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.notes import Note, kind_of
 from topoplan.packing.exact_symmetric import pack_on_orbits
-from topoplan.plans.certificate import certified_bound
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.simplex.time_limit import Deadline
@@ -75,7 +74,7 @@ def test_the_gap_of_a_stopped_forest_is_that_of_its_certificate() -> None:
     forest = pack_on_orbits(fabric, "broadcast", root=0, time_limit=0)
     assert len(forest.shards) == 1
     rate = forest_rate(forest.shards, fabric)
-    bound = certified_bound(forest.certificate, fabric, "broadcast", 0)
+    bound = forest.certificate.bound(fabric, "broadcast", 0)
     assert rate is not None
     assert rate < bound
     gap = 1 - float(rate) / float(bound)

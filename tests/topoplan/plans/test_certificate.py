@@ -24,9 +24,7 @@ from tests.support.small_fabrics import (
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
-from topoplan.plans.certificate import certified_bound, link_lengths
-from topoplan.plans.cheapest_forest import cheapest_forest
-from topoplan.plans.forest_length import forest_length
+from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
 from topoplan.topology import Topology
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
@@ -44,7 +42,7 @@ def optimum(topology: Topology, collective: str) -> Fraction:
 
 
 def bound(certificate: Certificate, topology: Topology, collective: str) -> Fraction:
-    return certified_bound(certificate, nvlink(topology), collective, 0 if collective in ROOTED else None)
+    return certificate.bound(nvlink(topology), collective, 0 if collective in ROOTED else None)
 
 
 @given(MACHINES, ANY_COLLECTIVE, st.data())
@@ -123,13 +121,13 @@ def test_lengths_of_one_across_a_cut_or_partition_prove_as_much(topology: Topolo
     root = 0 if collective in ROOTED else None
     fabric = nvlink(topology)
     certificate = best_bound(fabric, collective, root)
-    value = certified_bound(certificate, fabric, collective, root)
+    value = certificate.bound(fabric, collective, root)
     if isinstance(certificate, Lengths):
         return
-    counted = link_lengths(certificate, fabric, collective)
+    counted = certificate.link_lengths(fabric, collective)
     crossing = [link for link, length in zip(fabric.links, counted, strict=True) if length]
     unit = Lengths(tuple((link.src, link.dst, Fraction(1)) for link in crossing))
-    assert certified_bound(unit, fabric, collective, root) <= value
+    assert unit.bound(fabric, collective, root) <= value
 
 
 @st.composite
@@ -280,7 +278,7 @@ def test_a_certificate_of_another_machine_is_refused_or_weaker() -> None:
         bound(of_switch, dgx_1v, "allreduce")
     of_part = topoplan.plan(dgx_1v, "broadcast", gpus=[0, 1, 3], root=1).certificate
     assert isinstance(of_part, Cut)
-    assert certified_bound(of_part, nvlink(dgx_1v), "broadcast", 1) >= 150
+    assert of_part.bound(nvlink(dgx_1v), "broadcast", 1) >= 150
 
 
 def test_a_rank_out_of_reach_is_named() -> None:

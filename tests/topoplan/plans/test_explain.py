@@ -14,8 +14,7 @@ import topoplan
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library
-from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, certified_bound
-from topoplan.plans.explain import explain_certificate
+from topoplan.plans.certificates import Certificate, Cut, Lengths, Partition, explain_certificate
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 CUT = re.compile(r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must")
@@ -43,7 +42,7 @@ def stated_bound(sentence: str) -> float:
 def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
     """The plan under another certificate, and the bound which that one proves."""
     fabric = Fabric(plan.topology, plan.channels)
-    bound = float(certified_bound(certificate, fabric, plan.collective, plan.root))
+    bound = float(certificate.bound(fabric, plan.collective, plan.root))
     return replace(plan, certificate=certificate, bound=bound), bound
 
 

@@ -22,7 +22,7 @@ from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switched_machines
 from topoplan.errors import PlanError
 from topoplan.plans import Cut, Lengths, Partition, Plan, Trivial
-from topoplan.plans.plan import ALIGNMENT, shard_bounds
+from topoplan.plans.tree import ALIGNMENT, shard_bounds
 from topoplan.topology import Topology
 
 CALLS = {

@@ -16,7 +16,7 @@ import topoplan
 from tests.support.hand_plans import SHAPES, forest_plan
 from tests.support.small_fabrics import COLLECTIVES
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans import Plan, SizePlans, SizeRange, plan_at, verify_all
+from topoplan.plans import Plan, SizePlans, SizeRange, verify_all
 
 
 def by_hand(collective: str = "allreduce", starts: tuple[int, ...] = (0, 100, 5000)) -> SizePlans:
@@ -99,8 +99,8 @@ def test_every_size_has_one_plan() -> None:
     assert [made.at(size) for size in (0, 99, 100, 4999, 5000, 1 << 60)] == [
         made.plans[i] for i in (0, 0, 1, 1, 2, 2)
     ]
-    assert plan_at(made, 99) is made.plans[0]
-    assert plan_at(made.plans[1], 99) is made.plans[1]
+    assert made.at(99) is made.plans[0]
+    assert made.plans[1].at(99) is made.plans[1]
     with pytest.raises(UsageError, match="a buffer of -1 bytes does not exist"):
         made.at(-1)
 

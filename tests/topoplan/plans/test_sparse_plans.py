@@ -19,12 +19,18 @@ from tests.support.checkout import ROOT
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.plans.certificate import BetweenServers, Certificate, Entries, InsideServer
-from topoplan.plans.explain import explain_certificate
+from topoplan.plans.certificates import (
+    BetweenServers,
+    Certificate,
+    Entries,
+    InsideServer,
+    explain_certificate,
+)
 from topoplan.plans.phases import phases
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import ROUND, rounds
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.events import run_events

@@ -22,7 +22,6 @@ from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
 from topoplan.plans import Fabric, Plan, Shard, Verification
-from topoplan.plans.certificate import certified_bound
 from topoplan.topology import Topology
 
 JsonPlan = dict[str, Any]
@@ -528,7 +527,7 @@ def test_random_damage_raises_plan_error_or_leaves_a_true_plan(
     assert report.exact_rate <= report.exact_bound
     fabric = Fabric(plan.topology, plan.channels)
     lowest = best_bound(fabric, plan.collective, plan.root)
-    assert report.exact_rate <= certified_bound(lowest, fabric, plan.collective, plan.root)
+    assert report.exact_rate <= lowest.bound(fabric, plan.collective, plan.root)
     assert runs_right(plan)
 
 

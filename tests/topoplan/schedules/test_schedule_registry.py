@@ -18,7 +18,8 @@ from topoplan.compare import compare, format_table, to_object
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import build_plan, stage_order
-from topoplan.plans.plan import Plan, Shard, Stage, root_rank
+from topoplan.plans.plan import Plan, root_rank
+from topoplan.plans.tree import Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.schedules.registry import SCHEDULES, Schedule, find_schedule, make_schedule
 from topoplan.topology import TopologyLike, as_topology

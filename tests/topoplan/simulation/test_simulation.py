@@ -18,8 +18,9 @@ from tests.support.known_answers import blink_figure
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, trivial_plan
-from topoplan.plans.certificate import Cut, Partition
-from topoplan.plans.plan import Edge, Plan, Shard, Stage
+from topoplan.plans.certificates import Cut, Partition
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.alpha_beta import pipeline

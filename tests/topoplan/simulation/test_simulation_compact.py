@@ -9,8 +9,9 @@ import pytest
 import topoplan
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import usable_fabric
-from topoplan.plans.plan import Plan, Shard
+from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Shard
 from topoplan.simulation import events
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.events import run_events

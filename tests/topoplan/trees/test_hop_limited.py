@@ -15,7 +15,7 @@ from tests.support.small_fabrics import height_of, parents_of_trees
 from topoplan.columns.pricing import Oracle
 from topoplan.columns.problem import Packing
 from topoplan.plans import Fabric
-from topoplan.plans.cheapest_forest import arborescence_length
+from topoplan.plans.certificates.forest_length import arborescence_length
 from topoplan.trees.arborescence import cheapest_arborescence
 from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
 from topoplan.trees.spanning_tree import cheapest_spanning_tree

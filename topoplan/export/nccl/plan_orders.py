@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from topoplan.plans.plan import Plan, Stage
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Stage
 
 Path = tuple[int, ...]
 

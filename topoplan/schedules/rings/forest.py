@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.plan import Edge, Shard, Stage
+from topoplan.plans.tree import Edge, Shard, Stage
 
 
 @dataclass(frozen=True, slots=True)

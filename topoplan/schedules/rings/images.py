@@ -15,8 +15,9 @@ import numpy as np
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.labelled_graph import Integers, wiring_of
-from topoplan.plans.plan import ROOTED, Shard
+from topoplan.plans.plan import ROOTED
 from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Shard
 from topoplan.schedules.rings.forest import LogicalRing, ring_shards
 from topoplan.symmetry.automorphism import Extender
 from topoplan.symmetry.permutation_groups import components

@@ -1,0 +1,144 @@
+"""Certificates of length 1 across a border: a cut between two sets of devices, or the links between several.
+
+- `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
+  (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
+- `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and
+  once down (Tutte 1961, Nash-Williams 1961). For allreduce.
+
+For example, three GPUs in a triangle of links of 25 GB/s each way. A cut {gpu0} is left by two of them: no broadcast
+from gpu0, nor an allreduce, is faster than 50 GB/s. The partition {gpu0} {gpu1} {gpu2} has all six directions between
+its parts, 150 GB/s, and 2 (3 - 1) = 4 crossings for every byte: an allreduce runs at 37.5 GB/s at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Self
+
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificates.certificate import (
+    OneFabric,
+    capacity_of,
+    leaving,
+    node_set,
+    number_words,
+    registered,
+    set_words,
+)
+from topoplan.plans.json_values import read_list, read_texts
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class Cut(OneFabric):
+    """A set of devices whose outgoing links are the bottleneck (incoming ones for reduce, reduce-scatter)."""
+
+    kind: ClassVar[str] = "cut"
+    side: tuple[str, ...]
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        side = node_set(self.side, fabric)
+        inside = sum(rank in side for rank in range(fabric.size))
+        if inside == 0 or inside == fabric.size:
+            raise PlanError("the cut must hold at least one rank and leave out at least one")
+        crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
+        if collective in ("allgather", "reduce_scatter"):
+            return crossing * fabric.size / inside
+        if collective in ("broadcast", "reduce") and root not in side:
+            raise PlanError(f"the cut must hold the root, rank {root}")
+        return crossing
+
+    def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
+        """1 for the links that leave the side for broadcast and allgather, that enter it for reduce, reduce-scatter.
+
+        For allreduce, where every byte crosses in both directions, the weaker of them.
+        """
+        return self._crossing(fabric, collective)[1]
+
+    def _crossing(self, fabric: Fabric, collective: str) -> tuple[bool, list[Fraction]]:
+        """Whether the links that count lead outwards, and their lengths."""
+        side = node_set(self.side, fabric)
+        leaves, enters = leaving(side, fabric), leaving(set(range(len(fabric.nodes))) - side, fabric)
+        outwards = collective in ("broadcast", "allgather")
+        if collective == "allreduce":
+            outwards = capacity_of(leaves, fabric) <= capacity_of(enters, fabric)
+        return outwards, leaves if outwards else enters
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        side = set(self.side)
+        outwards, lengths = self._crossing(fabric, collective)
+        inside = tuple(name for name in fabric.nodes if name in side)
+        outside = tuple(name for name in fabric.nodes if name not in side)
+        verbs = ("leave", "enter") if outwards else ("enter", "leave")
+        verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
+        part = "every byte"
+        if collective in ("allgather", "reduce_scatter"):
+            part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
+        crossing = number_words(capacity_of(lengths, fabric))
+        return f"only {crossing} GB/s {verb} {set_words(names)}, and {part} must"
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "side": list(self.side)}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        return cls(read_texts(value.get("side"), "certificate: side"))
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class Partition(OneFabric):
+    """Parts of devices such that the links between the parts are the bottleneck of an allreduce.
+
+    A device that stands in no part is a part of its own.
+    """
+
+    kind: ClassVar[str] = "partition"
+    parts: tuple[tuple[str, ...], ...]
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        if collective != "allreduce":
+            raise PlanError(f"a partition bounds allreduce, not {collective}")
+        with_rank = set(self._part_of(fabric)[: fabric.size])
+        if len(with_rank) < 2:
+            raise PlanError("the partition must divide the ranks into at least two parts")
+        crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
+        return crossing / (2 * (len(with_rank) - 1))
+
+    def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
+        """1 for the links between parts."""
+        part = self._part_of(fabric)
+        return [Fraction(part[src] != part[dst]) for src, dst in fabric.ends]
+
+    def _part_of(self, fabric: Fabric) -> list[int]:
+        """The number of the part of every node."""
+        part_of: dict[int, int] = {}
+        for number, part in enumerate(self.parts):
+            for node in sorted(node_set(part, fabric)):
+                if node in part_of:
+                    raise PlanError(f"device {fabric.nodes[node]} stands in two parts of the partition")
+                part_of[node] = number
+        return [part_of.get(node, len(self.parts) + node) for node in range(len(fabric.nodes))]
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        part_of = self._part_of(fabric)
+        parts: dict[int, list[str]] = {}
+        for name, number in zip(fabric.nodes, part_of, strict=True):
+            parts.setdefault(number, []).append(name)
+        crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
+        times = 2 * (len(set(part_of[: fabric.size])) - 1)
+        listed = " ".join(set_words(part) for part in parts.values())
+        return (
+            f"the links between {listed} carry {number_words(crossing)} GB/s both ways, "
+            f"and every byte crosses them {times} times"
+        )
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "parts": [list(part) for part in self.parts]}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        parts = read_list(value.get("parts"), "certificate: parts")
+        return cls(tuple(read_texts(part, "certificate: parts") for part in parts))

@@ -1,0 +1,197 @@
+"""Certificates of plans that move entries instead of elements.
+
+- `Entries`: each stage moves entries of one size, so the bound of elements, divided by it.
+- `InsideServer`: elements are summed inside servers, and none sums faster than its own links allow.
+- `BetweenServers`: what every server chooses must leave any set of servers, once for each server in it.
+
+They hold for plans of their own kind only, which `topoplan.plans.sparse_check` makes sure of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Self
+
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.servers import Servers
+from topoplan.plans.certificates.certificate import (
+    Certificate,
+    OneFabric,
+    capacity_of,
+    leaving,
+    node_set,
+    number_words,
+    read_one_fabric,
+    registered,
+    set_words,
+)
+from topoplan.plans.json_values import read_fraction, read_text, read_texts
+from topoplan.units import shown
+
+LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
+"""Bytes of entries for each byte of a shard, beyond which none are meant."""
+
+
+class Sparse(Certificate):
+    """What bounds a plan that moves entries.
+
+    Attributes
+    ----------
+    by_server : bool
+        It speaks of plans that sum elements inside servers and exchange entries once between them; the others move
+        entries in every stage.
+    """
+
+    __slots__ = ()
+    by_server: ClassVar[bool]
+
+    @property
+    def least(self) -> Fraction:
+        """Bytes of entries, for each byte of the shard, that every stage on entries must move at least."""
+        return Fraction(0)
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class Entries(Sparse):
+    """A certificate for elements, of a plan on which only entries move: so many bytes for a byte of the shard."""
+
+    kind: ClassVar[str] = "entries"
+    by_server: ClassVar[bool] = False
+    entries: Fraction
+    certificate: OneFabric
+
+    @property
+    def least(self) -> Fraction:
+        return self.entries
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        check_entries(self.entries)
+        return self.certificate.bound(fabric, collective, root) / self.entries
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        told = self.certificate.words(fabric, collective, root)
+        return f"a byte of the buffer is {number_words(self.entries)} bytes of entries, and of these {told}"
+
+    def to_object(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "entries": str(self.entries),
+            "certificate": self.certificate.to_object(),
+        }
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        return cls(_read_entries(value), read_one_fabric(value, "entries"))
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class InsideServer(Sparse):
+    """A server, and a certificate for the allreduce of its own ranks over its own links."""
+
+    kind: ClassVar[str] = "inside server"
+    by_server: ClassVar[bool] = True
+    server: str
+    certificate: OneFabric
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        return self.certificate.bound(self._alone(fabric), "allreduce", None)
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        return f"inside {self.server} {self.certificate.words(self._alone(fabric), 'allreduce', None)}"
+
+    def _alone(self, fabric: Fabric) -> Fabric:
+        """The fabric of the server."""
+        for server, alone in Servers(fabric).alone():
+            if server == self.server:
+                return Fabric(alone.topology, inside_channels(fabric))
+        raise PlanError(f"the certificate names server {self.server!r}, which has no two ranks of this plan")
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "server": self.server, "certificate": self.certificate.to_object()}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        server = read_text(value.get("server"), "certificate: server")
+        return cls(server, read_one_fabric(value, "a server"))
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class BetweenServers(Sparse):
+    """Devices, among them all ranks of some servers and none of the others, that the chosen entries have to leave."""
+
+    kind: ClassVar[str] = "between servers"
+    by_server: ClassVar[bool] = True
+    entries: Fraction
+    side: tuple[str, ...]
+
+    @property
+    def least(self) -> Fraction:
+        return self.entries
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        """Every server on the side sends what it has chosen to the others: once for each it must cross the border."""
+        check_entries(self.entries)
+        side = node_set(self.side, fabric)
+        servers = Servers(fabric)
+        inside = 0
+        for name, members in zip(servers.names, servers.members, strict=True):
+            within = sum(rank in side for rank in members.tolist())
+            if 0 < within < len(members):
+                raise PlanError(
+                    f"the certificate's side holds {within} of the {len(members)} ranks of {name}"
+                )
+            inside += within > 0
+        if not 0 < inside < len(servers.names):
+            raise PlanError("the certificate's side must hold at least one server and leave out at least one")
+        return capacity_of(leaving(side, fabric), fabric) / (self.entries * inside)
+
+    def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        side = set(self.side)
+        crossing = number_words(capacity_of(leaving(node_set(side, fabric), fabric), fabric))
+        home = {device.name: device.server for device in fabric.topology.devices}
+        within = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name in side))
+        others = tuple(dict.fromkeys(home[name] for name in fabric.ranks if name not in side))
+        verb, names = ("leave", within) if len(within) <= len(others) else ("enter", others)
+        return (
+            f"only {crossing} GB/s {verb} {set_words(names)}, and the entries of {len(within)} servers must, "
+            f"{number_words(self.entries)} bytes each for a byte of the buffer"
+        )
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "entries": str(self.entries), "side": list(self.side)}
+
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        return cls(_read_entries(value), read_texts(value.get("side"), "certificate: side"))
+
+
+def inside_channels(fabric: Fabric) -> tuple[str, ...]:
+    """The channels of a fabric over which elements of sparse plans may move."""
+    return tuple(channel for channel in fabric.channels if channel != "network")
+
+
+def check_entries(entries: Fraction) -> None:
+    """Refuse a size of entries that no exchange has.
+
+    Raises
+    ------
+    PlanError
+        It is not between `LEAST_ENTRIES` and `MOST_ENTRIES`.
+    """
+    if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
+        raise PlanError(
+            f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
+            f"{MOST_ENTRIES}"
+        )
+
+
+def _read_entries(value: dict[str, object]) -> Fraction:
+    entries = read_fraction(value.get("entries"), "certificate: entries")
+    if entries <= 0:
+        raise PlanError(f"certificate: entries of {entries} must be above zero")
+    return entries

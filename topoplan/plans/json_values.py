@@ -1,0 +1,115 @@
+"""Values of plan files: written on one line, and read back with nothing believed but their types.
+
+Every reader takes the value and the words that a message names it by, and raises PlanError where it is of another type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from fractions import Fraction
+from typing import cast
+
+from topoplan.errors import PlanError
+from topoplan.units import nearest_float
+
+_RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
+"""No exponents: ``1e999999999`` is short to write and too long to compute with."""
+
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""What JSON escapes can make and no file can hold."""
+
+
+def compact(value: object) -> str:
+    """JSON on one line, any character as it is."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+
+
+def finite(value: float) -> float | None:
+    """The number for JSON, which has no infinity: None stands for the rate of a plan that moves nothing."""
+    return value if math.isfinite(value) else None
+
+
+def read_object(item: object, where: str) -> dict[str, object]:
+    """A JSON object."""
+    if not isinstance(item, dict):
+        raise PlanError(f"{where} must be an object, not {type(item).__name__}")
+    return cast("dict[str, object]", item)
+
+
+def read_list(item: object, where: str) -> list[object]:
+    """A list of anything."""
+    if not isinstance(item, list):
+        raise PlanError(f"{where} must be a list, not {type(item).__name__}")
+    return cast("list[object]", item)
+
+
+def read_text(item: object, where: str) -> str:
+    """A text that a file can hold."""
+    if not isinstance(item, str) or _HALF_CHARACTER.search(item):
+        raise PlanError(f"{where} must be a text, not {item!r}"[:200])
+    return item
+
+
+def read_texts(item: object, where: str) -> tuple[str, ...]:
+    """A list of texts."""
+    return tuple(read_text(name, where) for name in read_list(item, where))
+
+
+def read_whole(item: object, where: str) -> int:
+    """A whole number."""
+    if isinstance(item, bool) or not isinstance(item, int):
+        raise PlanError(f"{where} must be a whole number, not {item!r}"[:200])
+    return item
+
+
+def read_bytes(item: object, where: str) -> int:
+    """A number of bytes."""
+    if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+        raise PlanError(f"{where} must be a whole number of bytes, zero or more, not {item!r}"[:200])
+    return item
+
+
+def read_number(item: object, where: str) -> float:
+    """A number of zero or more; null is infinity, as `finite` writes it."""
+    if item is None:
+        return math.inf
+    if isinstance(item, bool) or not isinstance(item, (int, float)) or not item >= 0:
+        raise PlanError(f"{where} must be a number of zero or more, not {item!r}"[:200])
+    return nearest_float(Fraction(item)) if isinstance(item, int) else item
+
+
+def read_fraction(item: object, where: str) -> Fraction:
+    """An exact rational number, written as text."""
+    if isinstance(item, str) and _RATIONAL.fullmatch(item):
+        try:
+            return Fraction(item)
+        except ZeroDivisionError:
+            pass
+    raise PlanError(f'{where} must be a rational number in quotes such as "1/6", not {item!r}'[:200])
+
+
+def parse_object(text: str) -> dict[str, object]:
+    """The JSON object of a plan file of any format.
+
+    Raises
+    ------
+    PlanError
+        The text is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"the plan is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise PlanError(f"a plan file must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def check_format(value: dict[str, object], expected: str) -> None:
+    """Refuse an object of another format or version with a PlanError."""
+    if value.get("format") != expected:
+        raise PlanError(
+            f"format {value.get('format')!r} is not {expected!r}; make the plan again with topoplan plan"
+        )
