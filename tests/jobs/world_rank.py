@@ -1,8 +1,8 @@
 """A process of `test_worlds`: says its rank twice, then waits for what befalls the job, and prints it.
 
-``python tests/jobs/world_rank.py tcp WHAT ADDRESS RANK SIZE`` or ``mpiexec ... python tests/jobs/world_rank.py mpi WHAT``. Before
-the second time the last rank kills itself (``die``), stops itself (``stop``), reports trouble (``tell``) or stays away
-for a while (``away``).
+``python world_rank.py tcp WHAT ADDRESS RANK SIZE`` or ``mpiexec ... python world_rank.py mpi WHAT``. Before the second
+time the last rank kills itself (``die``), stops itself (``stop``), reports trouble (``tell``) or stays away for a while
+(``away``).
 """
 
 from __future__ import annotations

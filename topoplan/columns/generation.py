@@ -1,153 +1,194 @@
-"""Column generation: a packing program that asks the oracle for the trees it needs.
+"""Column generation: the packing program of `problem`, fed by the trees that `pricing` finds cheapest.
 
-The master packs the trees known so far; its dual values are lengths of the links, and the oracle answers with the
-cheapest trees under them. For allgather and reduce-scatter, where every owner has the same part of the buffer, one
-more column counts the rate that all owners reach.
+The master packs the trees known so far; its dual values are lengths of the rows. Where pricing is exact and finds
+nothing cheaper the value is the optimum, of the height asked for. Where heights are searched for, a limited run may end
+below what its height allows; it never claims more than it packed. For allgather and reduce-scatter, where every owner
+has the same part of the buffer, one more column counts the rate that all owners reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import lcm
 
-from topoplan.columns.pricing import Oracle
+from topoplan.columns.pricing import Pricing, has_tables, length_of
 from topoplan.columns.problem import Packing, TreeColumn
-from topoplan.plans.certificates import Lengths, OneFabric
 from topoplan.simplex.exact_simplex import PackingSimplex
+from topoplan.simplex.float_guided import GuidedSimplex
+from topoplan.simplex.random_numbers import Stream
+from topoplan.simplex.reweighted_vertices import NearCorner, cheapest_corner
 from topoplan.simplex.time_limit import Deadline
 
 Progress = Callable[[str], None]
 
+OTHERS = 3
+"""Further trees that are priced for an only root before the master is solved again."""
+
+DEARER = 4
+"""For each of them the links of the last tree become dearer, together by one part in so many of its price."""
+
+GUIDED_ROWS = 64
+"""Rows from which floating point guides the master program, where heights are not priced by tables."""
+
+GUIDED_BITS = 16
+"""Bits of a limit from which it does so for half as many rows: exact tables then soon outgrow machine words."""
+
 
 @dataclass
-class ColumnGeneration:
-    """The master program of one packing problem and the columns it knows."""
+class Generation:
+    """The master program of one packing problem, and the trees it knows.
 
-    packing: Packing
-    height: int | None = None
+    ``gain`` is what a unit of rate counts in the objective, for programs that want something else beside it.
+    """
+
+    pricing: Pricing
     progress: Progress | None = None
-    columns: list[TreeColumn] = field(default_factory=list)
+    trees: list[TreeColumn] = field(default_factory=list)
+    gain: int = 1
     deadline: Deadline = field(default_factory=lambda: Deadline(None))
 
     def __post_init__(self) -> None:
         packing = self.packing
-        self.oracle = Oracle(packing)
-        self.known: set[TreeColumn] = set()
-        grouped = packing.groups > 1
         self.rows = len(packing.limits)
-        limits = [int(c) for c in packing.limits] + [0] * (packing.groups if grouped else 0)
-        self.program = PackingSimplex(limits)
+        self.known: set[TreeColumn] = set()
+        groups = len(packing.roots) if packing.shared else 0
+        wide = max(packing.limits).bit_length() > GUIDED_BITS
+        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) and not has_tables(
+            packing.fabric
+        )
+        simplex = GuidedSimplex if self.guided else PackingSimplex
+        self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
         self.offset = 0
-        if grouped:
-            # One more column counts the rate that every group reaches: rate - sum of its trees <= 0.
-            self.program.add([[0] * self.rows + [1] * packing.groups], [1])
+        if groups:
+            # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
+            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [self.gain])
             self.offset = 1
+
+    @property
+    def packing(self) -> Packing:
+        """The problem."""
+        return self.pricing.packing
 
     @property
     def value(self) -> Fraction:
         """Rate of the packing in units of the packing's scale."""
-        return self.program.value * self.packing.groups
+        return self.program.value * self.packing.owners
 
-    def add(self, columns: list[TreeColumn]) -> None:
-        """Make columns known to the master."""
+    def add(self, trees: Sequence[TreeColumn]) -> int:
+        """Make trees known to the master; the number of those that were new to it."""
         packing = self.packing
-        fresh = [column for column in columns if column not in self.known]
         vectors = []
-        for column in fresh:
-            vector = [int(x) for x in packing.usage(column)]
-            if packing.groups > 1:
-                vector += [-int(packing.group(column) == g) for g in range(packing.groups)]
-            vectors.append(vector)
-        self.program.add(vectors, [0 if packing.groups > 1 else 1] * len(fresh))
-        self.columns.extend(fresh)
-        self.known.update(fresh)
+        for tree in trees:
+            if tree in self.known:
+                continue
+            self.known.add(tree)
+            self.trees.append(tree)
+            owners = [-int(tree.root == root) for root in packing.roots] if packing.shared else []
+            vectors.append([*tree.usage, *owners])
+        self.program.add(vectors, [0 if packing.shared else self.gain] * len(vectors))
+        return len(vectors)
 
-    def run(self, target: Fraction, hopeless: Fraction | None) -> bool:
-        """Generate columns until the target is reached; False when it is out of reach or time is up.
+    def run(self, target: Fraction | None, *, hopeless: Fraction | None = None) -> bool:
+        """Generate trees until the target is reached; False where pricing finds nothing better or time is up.
 
-        ``hopeless``: stop as soon as the duals prove that the height does not allow this value.
+        ``hopeless``: stop as soon as exact pricing proves that the height does not allow this value.
         """
         packing = self.packing
-        goal = target / packing.groups
         lengths = self._first_lengths()
         prices: list[int] | None = None
+        goal = None if target is None else target / packing.owners
         while True:
-            found = self.oracle.cheapest(lengths, self.height)
-            if len(found) < len(packing.roots) and (packing.groups > 1 or not found):
-                return False
-            improving = [
-                column
-                for root, (length, column) in sorted(found.items())
-                if prices is None or length < prices[packing.group(column) if packing.groups > 1 else 0]
-            ]
-            fresh = [column for column in improving if column not in self.known]
-            if prices is not None:
-                refuted = hopeless is not None and self._dual_value(lengths, found) < hopeless
-                if (refuted or not fresh) and self.oracle.learn(lengths):
-                    continue
-                if refuted or not fresh:
-                    return not refuted and self.value >= target
-            self.add(fresh)
-            self.program.optimise(target=goal)
-            if self.value >= target:
+            fresh = 0
+            for effort in self.pricing.efforts:
+                found = self.pricing.cheapest(lengths, effort)
+                if len(found) < len(packing.roots) and (packing.shared or not found):
+                    return False
+                if hopeless is not None and prices is not None and self._proved(lengths, found) < hopeless:
+                    return False
+                fresh = self.add(
+                    [
+                        tree
+                        for place, tree in sorted(found.items())
+                        if prices is None or length_of(tree, lengths) < prices[place if packing.shared else 0]
+                    ]
+                )
+                if fresh:
+                    break
+            if fresh and prices is not None and len(packing.roots) == 1 and self.guided:
+                self._add_others(lengths, prices[0])
+            if fresh or prices is None:
+                self.program.optimise(target=goal)
+            elif self.program.confirm():
+                return goal is not None and self.program.reaches(goal)
+            if goal is not None and self.program.reaches(goal):
                 return True
             if self.deadline.over():
                 return False
-            duals, denominator = self.program.duals()
+            duals, denominator = self.program.near_duals()
             lengths = duals[: self.rows]
-            prices = duals[self.rows :] if packing.groups > 1 else [denominator]
+            prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
+            prices = [price - int(price * self.program.blur) for price in prices]
             if self.progress is not None:
+                rate = self.program.near_value * float(packing.owners / packing.scale)
                 self.progress(
-                    f"packing: {len(self.columns)} trees, {float(self.value / packing.scale):.6g} GB/s"
+                    f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
+
+    def _proved(self, lengths: list[int], found: dict[int, TreeColumn]) -> Fraction:
+        """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
+        total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))
+        cheapest = [length_of(tree, lengths) for tree in found.values()]
+        if not self.packing.shared:
+            forest = Fraction(min(cheapest))
+        else:
+            counts = self.packing.orbits.rank_counts
+            forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
+        return total / forest if forest else Fraction(total + 1) * 10**9
+
+    def _add_others(self, lengths: list[int], price: int) -> None:
+        """Trees that are cheap too, beside the latest of an only root: its links are made dearer again and again."""
+        bumped = lengths
+        for _ in range(OTHERS):
+            tree = self.trees[-1]
+            dearer = price // (DEARER * sum(tree.usage))
+            bumped = [length + dearer * times for length, times in zip(bumped, tree.usage, strict=True)]
+            other = self.pricing.cheapest(bumped)[0]
+            if length_of(other, lengths) >= price or not self.add([other]):
+                return
+
+    def duals(self) -> list[int]:
+        """Dual value of every row over a common denominator."""
+        return self.program.duals()[0][: self.rows]
+
+    def weights(self) -> dict[TreeColumn, Fraction]:
+        """Weight of every tree in use."""
+        solution = self.program.solution()
+        return {self.trees[j - self.offset]: x for j, x in solution.items() if j >= self.offset}
+
+    def fewer_trees(self, random: Stream, *, least: int, walks: int) -> dict[TreeColumn, Fraction]:
+        """Weights of the same value with few trees, all their images counted; ``least`` is enough."""
+        best = self.weights()
+        found = cheapest_corner(
+            self.program,
+            random,
+            offset=self.offset,
+            least=least,
+            cost=self._images,
+            walks=walks,
+            deadline=self.deadline,
+        )
+        if found is None:
+            return best
+        fewer = {self.trees[j - self.offset]: x for j, x in found.items()}
+        count = self.packing.image_count
+        return fewer if sum(map(count, fewer)) < sum(map(count, best)) else best
+
+    def _images(self, corner: NearCorner) -> int:
+        return sum(self.packing.image_count(self.trees[j - self.offset]) for j in corner)
 
     def _first_lengths(self) -> list[int]:
         """Lengths to start with: inverse capacities."""
-        limits = [int(c) for c in self.packing.limits]
-        largest = max(limits)
-        return [1000 * largest // c for c in limits]
-
-    def _dual_value(self, lengths: list[int], found: dict[int, tuple[int, TreeColumn]]) -> Fraction:
-        """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
-        total = sum(int(c) * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        cheapest = [length for length, _ in found.values()]
-        forest = (
-            Fraction(sum(cheapest), self.packing.groups)
-            if self.packing.groups > 1
-            else Fraction(min(cheapest))
-        )
-        return total / forest if forest else Fraction(total + 1) * 10**9
-
-    def used(self) -> list[TreeColumn]:
-        """Columns with weight in the current solution."""
-        return sorted(self.weights())
-
-    def weights(self) -> dict[TreeColumn, Fraction]:
-        """Weight of every column in use."""
-        solution = self.program.solution()
-        return {self.columns[j - self.offset]: x for j, x in solution.items() if j >= self.offset}
-
-    def lengths(self) -> Lengths:
-        """The current duals as a certificate."""
-        duals, denominator = self.program.duals()
         packing = self.packing
-        half = Fraction(1, 2) if packing.folded else Fraction(1)
-        return Lengths(
-            tuple(
-                (link.src, link.dst, duals[row] * half / denominator)
-                for link, row in zip(packing.fabric.links, packing.row_of_link.tolist(), strict=True)
-                if duals[row]
-            )
-        )
-
-    def row_lengths(self, certificate: OneFabric) -> list[int]:
-        """Lengths of the rows under which every tree of an optimal packing is a cheapest one."""
-        packing = self.packing
-        values = certificate.link_lengths(packing.fabric, packing.collective)
-        scale = lcm(*(value.denominator for value in values))
-        lengths = [0] * self.rows
-        for row, value in zip(packing.row_of_link.tolist(), values, strict=True):
-            lengths[row] = int(value * scale)
-        return lengths
+        single = [limit // width for limit, width in zip(packing.limits, packing.widths, strict=True)]
+        return [1000 * max(single) // c for c in single]

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd
 
+from topoplan.columns.generation import Generation
 from topoplan.columns.hierarchical_routes import ServerRoutes
 from topoplan.columns.hierarchical_trees import one_way_stars, paired_stars
-from topoplan.columns.orbit_generation import OrbitGeneration, rounded
-from topoplan.columns.orbit_problem import OrbitTree
+from topoplan.columns.pricing import Pricing, rounded
+from topoplan.columns.problem import TreeColumn
 from topoplan.columns.server_trees import server_trees
 from topoplan.fabric.servers import Servers
 
 _LARGEST_PART = 1 << 31
 
 
-@dataclass
-class ComposedGeneration(OrbitGeneration):
-    """The master program of composed trees; ``height`` limits the trees inside servers.
+@dataclass(frozen=True)
+class ComposedPricing(Pricing):
+    """The cheapest composed trees; ``height`` limits the trees inside servers.
 
     Unlimited trees, and limited ones in servers of up to `hop_constrained_exact.LARGEST` GPUs, are priced exactly.
     """
 
     servers: Servers = field(kw_only=True)
 
-    def _cheapest(self, lengths: list[int], effort: int) -> dict[int, OrbitTree]:
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        """One: trees inside servers are looked for in one way."""
+        return (0,)
+
+    def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
+        """A cheapest composed tree of every root that has one, by the place of the root."""
         packing = self.packing
         routes = ServerRoutes(packing.orbits, self.servers, rounded(lengths))
         down = routes.cost()
@@ -52,8 +60,8 @@ class ComposedGeneration(OrbitGeneration):
 
 
 @dataclass
-class EvenGeneration(ComposedGeneration):
-    """The same with one more column for each group of ports: bandwidth that all of them have to spare.
+class EvenGeneration(Generation):
+    """Column generation with one more column for each group of ports: bandwidth that all of them have to spare.
 
     A port takes part in proportion to its capacity. The objective is ``gain`` x rate + the sum of what is spare.
     """
@@ -76,7 +84,7 @@ class EvenGeneration(ComposedGeneration):
         """Rate of the packing in units of the packing's scale, without what is spare."""
         solution = self.program.solution()
         if self.packing.shared:
-            return solution.get(0, Fraction(0)) * self.packing.fabric.size
+            return solution.get(0, Fraction(0)) * self.packing.owners
         return sum((x for j, x in solution.items() if j >= self.offset), Fraction(0))
 
     def _parts(self, rows: tuple[int, ...]) -> list[int]:

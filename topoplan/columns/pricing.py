@@ -1,7 +1,8 @@
-"""The pricing step: given a length for every row, the cheapest column of each root.
+"""The pricing step: given a length for every row, a cheapest column of each root.
 
-Without a limit on the height this is one cheapest arborescence per root and direction (Chu-Liu, Edmonds). With a
-limit it is exact up to `hop_constrained_exact.LARGEST` ranks by dynamic programming over subsets.
+Without a limit on the height that is one cheapest arborescence per root and direction (Chu-Liu, Edmonds). With a limit
+it is exact for few ranks, by dynamic programming over subsets (`hop_constrained_exact`), and else a search
+(`hop_constrained_search`) that may miss the cheapest. Routes are the shortest under the lengths, of all that there are.
 """
 
 from __future__ import annotations
@@ -13,119 +14,96 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.columns.problem import Packing, TreeColumn
-from topoplan.fabric.fabric import Arc
-from topoplan.trees import hop_constrained_exact
+from topoplan.fabric.fabric import Fabric
 from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.hop_constrained_exact import LARGEST, UNREACHABLE, HopLimitedTrees
+from topoplan.trees.hop_constrained_search import EFFORT, low_arborescences
 
-_HEADROOM = 1 << 30
+_LONGEST = 1 << 20
+"""Lengths of rows are rounded to whole numbers up to this one; what a tree costs is then exact."""
+
+_LONGEST_OF_FEW = 1 << 30
+"""The same for few ranks, whose trees cost less in all."""
+
+
+def has_tables(fabric: Fabric) -> bool:
+    """True where heights are priced by tables: few ranks, switches that only forward, few shortest routes of a pair.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> [has_tables(Fabric(topoplan.load(name), ("nvlink",))) for name in ("dgx-1v", "dgx-2")]
+    [True, False]
+    """
+    return fabric.size <= LARGEST and not fabric.in_network and fabric.lists_shortest_routes
 
 
 @dataclass(frozen=True)
-class Oracle:
+class Pricing:
     """Cheapest columns of one packing problem.
 
     Parameters
     ----------
     packing : Packing
+    height : int or None
+        Most edges on a root-to-leaf path.
     """
 
     packing: Packing
+    height: int | None = None
 
     @property
-    def exact_heights(self) -> bool:
-        """True where columns of limited height are priced exactly."""
-        return self.packing.fabric.size <= hop_constrained_exact.LARGEST
+    def efforts(self) -> tuple[int, ...]:
+        """Efforts worth trying one after the other: searching longer pays only where the quick answer is no better."""
+        searched = self.height is not None and self.height > 1 and not has_tables(self.packing.fabric)
+        return (0, EFFORT) if searched else (0,)
 
-    def cheapest(
-        self, lengths: Sequence[int], height: int | None = None
-    ) -> dict[int, tuple[int, TreeColumn]]:
-        """Length and column of a cheapest column of every root that has one.
+    def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
+        """A cheap column of every root that has one, by the place of the root among `Packing.roots`.
 
         Parameters
         ----------
         lengths : sequence of int, one per row
-            Zero or more. Numbers too large for the tables are rounded down together, which only makes the
-            column that is found slightly dearer than the cheapest; its length is exact either way.
-        height : int or None
-            Most edges on a root-to-leaf path; only where `exact_heights`.
-
-        Returns
-        -------
-        dict of root to (length, TreeColumn)
+            Zero or more. Numbers too large for the tables are made smaller together, which only makes the column that
+            is found slightly dearer than the cheapest.
+        effort : int
+            How long a search shakes trees.
         """
         packing = self.packing
-        weights = np.array(lengths, dtype=object)
-        cost, chosen = self._matrix(_rounded(lengths))
-        trees = self._limited(cost, height) if height is not None else self._unlimited(cost)
-        found = {}
-        for root, (up, down) in trees.items():
-            rising = [chosen[child, parent] for parent, child in up]
-            falling = [chosen[parent, child] for parent, child in down]
-            if packing.folded:
-                rising = [packing.reversed_arc(arc) for arc in falling]
-            column = packing.column(root, rising, falling)
-            found[root] = (
-                int(sum(u * w for u, w in zip(packing.usage(column).tolist(), weights, strict=True))),
-                column,
-            )
-        return found
+        few = has_tables(packing.fabric)
+        routes = packing.routes(rounded(lengths, _LONGEST_OF_FEW if few else _LONGEST))
+        nothing: list[Sequence[int] | None] = [()] * len(packing.roots)
+        downs = self._trees(routes.cost, effort) if packing.uses("broadcast") else nothing
+        ups = downs
+        if not packing.folded:
+            ups = self._trees(routes.cost.T, effort) if packing.uses("reduce") else nothing
+        return {
+            place: packing.tree(root, up, down, routes)
+            for place, (root, up, down) in enumerate(zip(packing.roots, ups, downs, strict=True))
+            if up is not None and down is not None
+        }
 
-    def learn(self, lengths: Sequence[int]) -> bool:
-        """Look for routes that are shorter under lengths than those of which `cheapest` knows; False without any."""
-        return self.packing.routes.learn(_rounded(lengths))
-
-    def _matrix(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], dict[tuple[int, int], Arc]]:
-        """Cost from rank to rank, and the first arc that has it."""
-        routes = self.packing.routes
-        arc_cost = routes.costs(lengths)
-        (tails, heads), starts = routes.pairs, routes.starts
-        size = self.packing.fabric.size
-        cost = np.full((size, size), hop_constrained_exact.UNREACHABLE, dtype=np.int64)
-        cost[tails, heads] = np.minimum.reduceat(arc_cost, starts)
-        chosen = {}
-        ends = [*starts[1:].tolist(), len(arc_cost)]
-        for tail, head, start, end in zip(tails.tolist(), heads.tolist(), starts.tolist(), ends, strict=True):
-            place = start + int(np.argmin(arc_cost[start:end])) if end - start > 1 else start
-            chosen[tail, head] = routes.arcs[place]
-        return cost, chosen
-
-    def _limited(self, cost: NDArray[np.int64], height: int) -> dict[int, tuple[_Edges, _Edges]]:
-        packing = self.packing
-        down = hop_constrained_exact.HopLimitedTrees(cost, height) if packing.uses_down else None
-        up = (
-            hop_constrained_exact.HopLimitedTrees(cost.T, height)
-            if packing.uses_up and not packing.folded
-            else None
-        )
-        trees = {}
-        for root in packing.roots:
-            if all(
-                table is None or table.costs[root] < hop_constrained_exact.UNREACHABLE for table in (up, down)
-            ):
-                trees[root] = (up.tree(root) if up else (), down.tree(root) if down else ())
-        return trees
-
-    def _unlimited(self, cost: NDArray[np.int64]) -> dict[int, tuple[_Edges, _Edges]]:
-        packing = self.packing
-        by_head, by_tail = cost.T.tolist(), cost.tolist()
-        trees = {}
-        for root in packing.roots:
-            down = _edges(cheapest_arborescence(by_head, root)) if packing.uses_down else ()
-            up = (
-                _edges(cheapest_arborescence(by_tail, root)) if packing.uses_up and not packing.folded else ()
-            )
-            trees[root] = (up, down)
-        return trees
+    def _trees(self, cost: NDArray[np.int64], effort: int) -> list[Sequence[int] | None]:
+        """A tree of every root in which parents reach children at the given cost, or None."""
+        roots = self.packing.roots
+        if self.height is None:
+            by_head = cost.T.tolist()
+            return [cheapest_arborescence(by_head, root) for root in roots]
+        if not has_tables(self.packing.fabric):
+            return list(low_arborescences(cost, roots, self.height, effort=effort))
+        tables = HopLimitedTrees(cost, self.height)
+        return [tables.parents(root) if tables.costs[root] < UNREACHABLE else None for root in roots]
 
 
-_Edges = tuple[tuple[int, int], ...]
+def length_of(tree: TreeColumn, lengths: Sequence[int]) -> int:
+    """What one byte of a column costs under lengths of the rows, exactly."""
+    return sum(times * length for times, length in zip(tree.usage, lengths, strict=True) if times)
 
 
-def _rounded(lengths: Sequence[int]) -> NDArray[np.int64]:
-    """Lengths that fit the tables, rounded down together."""
-    shift = max(0, int(max(lengths, default=0)).bit_length() - _HEADROOM.bit_length())
-    return np.array([int(length) >> shift for length in lengths], dtype=np.int64)
-
-
-def _edges(parent: list[int]) -> _Edges:
-    return tuple((u, v) for v, u in enumerate(parent) if u >= 0)
+def rounded(lengths: Sequence[int], longest: int = _LONGEST) -> tuple[int, ...]:
+    """Lengths small enough for pricing, in proportion as far as whole numbers go."""
+    largest = max(lengths)
+    if largest <= longest:
+        return tuple(lengths)
+    # Rounded up, so that no length above zero becomes none.
+    return tuple(-(-length * longest // largest) for length in lengths)

@@ -1,49 +1,90 @@
-"""What is packed: one tree, or one pair of an up and a down tree, as a column of the packing program.
+"""What is packed: trees with a share each, as columns of a program with one row for each orbit of links.
 
-The rows of the program are directed links, except for allreduce on direct symmetric links: there a tree is used
-upwards by the reduce and downwards by the broadcast, which loads both directions of a wire alike, so one row
-stands for both. The collective decides what one byte needs: one tree from the root (broadcast, reduce), one of the
-owner's trees (allgather, reduce-scatter: a group of columns per owner), or a pair of trees that share any root.
+    maximise the rate, subject to   sum of x(T) crossings(T, L)  <=  capacity(L)   for every orbit L of links,
+
+where x(T) is the rate that tree T and its images under some symmetries of the fabric carry together. A forest can be
+averaged over the symmetries without loss, so an optimal one loads all links of an orbit alike: the program of 1024 GPUs
+in 128 equal servers has six rows, and trees are priced for the first rank of every orbit only. Without symmetries every
+link is a row and every tree a column.
+
+The collective decides what one byte needs: one tree from the root (broadcast, reduce), one of the owner's trees
+(allgather, reduce-scatter, where every rank owns an equal part of the buffer), or a pair of trees that share any root
+(allreduce). For an allreduce on direct symmetric links a tree is used upwards by the reduce and downwards by the
+broadcast, which loads both directions of a wire alike, so one row stands for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topoplan.bounds.cuts_and_partitions import whole_capacities
-from topoplan.columns.routes import KnownRoutes
-from topoplan.fabric.fabric import Arc, Fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import stage_order
+from topoplan.plans.certificates import Lengths
+from topoplan.plans.loads import stage_links
+from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Edge, Shard, Stage
+from topoplan.trees.route_table import Orbits, Routes, RouteTable
+
+Parents = tuple[int, ...]
+"""Parent of every rank in a tree, -1 for the root; empty where a collective has no such tree."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class TreeColumn:
-    """Trees that one share of the buffer runs through.
+    """Trees that one share of the buffer runs through, and all their images.
 
     Parameters
     ----------
     root : int
-        Rank where the up tree ends and the down tree starts.
-    up, down : tuple of Arc
-        Routes of the reduce tree, towards the root, and of the broadcast tree.
+        Rank where the up tree ends and the down tree starts: the first of its orbit.
+    up, down : tuple of int
+        Parents in the reduce tree and in the broadcast tree.
+    usage : tuple of int
+        How often one byte crosses each row.
+    routes : Routes
+        Gives the route of every edge.
     """
 
     root: int
-    up: tuple[Arc, ...]
-    down: tuple[Arc, ...]
+    up: Parents
+    down: Parents
+    usage: tuple[int, ...]
+    routes: Routes = field(compare=False, repr=False)
+
+    @property
+    def height(self) -> int:
+        """Edges on the longest path of either tree."""
+        return max(_height(self.up), _height(self.down))
+
+    @property
+    def order(self) -> tuple[int, Parents, list[tuple[int, int]], tuple[int, ...]]:
+        """Where the column stands among others: by root, the edges up by child, the edges down by parent."""
+        down = sorted((parent, child) for child, parent in enumerate(self.down) if parent >= 0)
+        return self.root, self.up, down, self.usage
+
+
+def _height(parents: Parents) -> int:
+    """Edges on the longest path from the root."""
+    depth = [0 if parent < 0 else -1 for parent in parents]
+    for start in range(len(parents)):
+        path = [start]
+        while depth[path[-1]] < 0:
+            path.append(parents[path[-1]])
+        for rank in reversed(path[:-1]):
+            depth[rank] = depth[parents[rank]] + 1
+    return max(depth, default=0)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The packing problem of one collective on one fabric: rows, groups and routes.
+    """The packing problem of one collective on one fabric, perhaps up to symmetries.
 
     Parameters
     ----------
@@ -51,11 +92,14 @@ class Packing:
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
+    generators : tuple of tuple of int
+        Automorphisms, as permutations of `Fabric.nodes`, that all keep the root; none for no symmetry.
     """
 
     fabric: Fabric
     collective: str
     root: int | None
+    generators: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def folded(self) -> bool:
@@ -63,44 +107,32 @@ class Packing:
         return self.collective == "allreduce" and self.fabric.direct and self.fabric.symmetric
 
     @cached_property
-    def uses_up(self) -> bool:
-        """True where data is reduced towards a root."""
-        return "reduce" in stage_order(self.collective)
+    def orbits(self) -> Orbits:
+        """Ranks and links up to the symmetries, and up to direction where rows are folded."""
+        return Orbits(self.fabric, self.generators, self.folded)
 
-    @cached_property
-    def uses_down(self) -> bool:
-        """True where data is broadcast from a root."""
-        return "broadcast" in stage_order(self.collective)
+    def uses(self, op: str) -> bool:
+        """True where a byte of the collective runs through a tree of this kind, reduce or broadcast."""
+        return op in stage_order(self.collective)
 
     @cached_property
     def roots(self) -> tuple[int, ...]:
-        """Ranks that may be the root of a column."""
-        return tuple(range(self.fabric.size)) if self.root is None else (self.root,)
+        """Ranks whose trees are packed."""
+        return self.orbits.first_ranks if self.root is None else (self.root,)
 
     @cached_property
-    def groups(self) -> int:
-        """Number of groups that share the buffer equally: N for allgather and reduce-scatter, else 1."""
-        return self.fabric.size if self.collective in ("allgather", "reduce_scatter") else 1
+    def shared(self) -> bool:
+        """True where every rank owns an equal part of the buffer."""
+        return self.collective in ("allgather", "reduce_scatter")
 
-    @cached_property
-    def row_of_link(self) -> NDArray[np.int64]:
-        """Row of every link."""
-        if not self.folded:
-            return np.arange(len(self.fabric.links))
-        rows: dict[tuple[int, int], int] = {}
-        for s, d in self.fabric.ends:
-            rows.setdefault((min(s, d), max(s, d)), len(rows))
-        return np.array([rows[min(s, d), max(s, d)] for s, d in self.fabric.ends])
+    @property
+    def owners(self) -> int:
+        """Number of equal parts of the buffer: N for allgather and reduce-scatter, else 1."""
+        return self.fabric.size if self.shared else 1
 
-    @cached_property
-    def limits(self) -> NDArray[np.int64] | NDArray[np.object_]:
-        """Capacity of every row as a whole number of 1 / `scale` GB/s, without common divisor."""
-        capacity, _ = whole_capacities(self.fabric)
-        common = gcd(*capacity)
-        limits: list[int] = [0] * (int(self.row_of_link.max()) + 1)
-        for row, c in zip(self.row_of_link, capacity, strict=True):
-            limits[row] = c // common
-        return np.array(limits, dtype=np.int64 if max(limits) < 1 << 40 else object)
+    def owner(self, column: TreeColumn) -> int:
+        """The rank whose part of the buffer a column carries; 0 where there is one part."""
+        return column.root if self.shared else 0
 
     @cached_property
     def scale(self) -> Fraction:
@@ -109,59 +141,125 @@ class Packing:
         return Fraction(scale, gcd(*capacity))
 
     @cached_property
-    def routes(self) -> KnownRoutes:
-        """The routes that trees may take, and what they cost."""
-        return KnownRoutes(self.fabric, self.row_of_link)
+    def limits(self) -> tuple[int, ...]:
+        """Capacity of every row, all its links or wires together: whole numbers of 1 / `scale` GB/s."""
+        capacity, _ = whole_capacities(self.fabric)
+        common = gcd(*capacity)
+        limits = [0] * len(self.widths)
+        for row, c in zip(self.orbits.row_of_link.tolist(), capacity, strict=True):
+            limits[row] = c // common * self.widths[row]
+        return tuple(limits)
 
-    def first_arc(self, tail: int, head: int) -> Arc:
-        """The first known route from one rank to another: of fewest links."""
-        return self.routes.arcs[self.routes.between(tail, head).start]
+    @cached_property
+    def widths(self) -> list[int]:
+        """Number of links in every row, or of wires where both directions share it."""
+        return [count // 2 if self.folded else count for count in self.orbits.row_counts.tolist()]
 
-    def usage(self, column: TreeColumn) -> NDArray[np.int64]:
-        """(rows,) int64: how often a byte of the column crosses each row."""
-        arcs = column.down if self.folded else (*column.up, *column.down)
-        links = [link for arc in arcs for link in arc.links]
-        return np.bincount(self.row_of_link[links], minlength=len(self.limits))
+    def routes(self, lengths: Sequence[int]) -> RouteTable:
+        """The shortest routes between all ranks under whole lengths of the rows."""
+        return RouteTable(self.orbits, tuple(lengths))
 
-    def group(self, column: TreeColumn) -> int:
-        """Group of a column."""
-        return column.root if self.groups > 1 else 0
+    def tree(self, root: int, up: Sequence[int], down: Sequence[int], routes: Routes) -> TreeColumn:
+        """A column: parents of every rank in both trees, -1 for the root."""
+        made = TreeColumn(root, tuple(up), tuple(down), (), routes)
+        return replace(made, usage=self._merged_usage(made) if self.fabric.in_network else self._usage(made))
 
-    def height(self, column: TreeColumn) -> int:
-        """Edges on the longest path of either tree."""
-        return max(self._stage(op, column).height for op in stage_order(self.collective))
+    def _usage(self, tree: TreeColumn) -> tuple[int, ...]:
+        usage = np.zeros(len(self.limits), dtype=np.int64)
+        for parents, rising in ((() if self.folded else tree.up, True), (tree.down, False)):
+            if parents:
+                parent = np.array(parents, dtype=np.int64)
+                child = np.flatnonzero(parent >= 0)
+                tails, heads = (child, parent[child]) if rising else (parent[child], child)
+                usage += tree.routes.usage(tails, heads)
+        return tuple(usage.tolist())
 
-    def column(self, root: int, up: Iterable[Arc], down: Iterable[Arc]) -> TreeColumn:
-        """A column in canonical form: arcs in ascending order."""
-        return TreeColumn(root, tuple(sorted(up)), tuple(sorted(down)))
+    def _merged_usage(self, tree: TreeColumn) -> tuple[int, ...]:
+        """As `_usage`, where switches that copy or add let routes share links."""
+        usage = [0] * len(self.limits)
+        for stage in self._stages(tree):
+            for number in stage_links(stage, self.fabric):
+                usage[int(self.orbits.row_of_link[number])] += 1
+        return tuple(usage)
 
-    def reversed_arc(self, arc: Arc) -> Arc:
-        """The arc that runs the same direct link backwards."""
-        return self.first_arc(arc.head, arc.tail)
+    def image_count(self, tree: TreeColumn) -> int:
+        """Number of different trees that the symmetries make of one."""
+        if not self.generators:
+            return 1
+        known = self._image_counts.get(tree)
+        if known is None:
+            shard = Shard(Fraction(1), self._stages(tree))
+            one = ImageShards(self.fabric.nodes, self.fabric.size, self.generators, (shard,))
+            known = self._image_counts[tree] = len(one)
+        return known
+
+    @cached_property
+    def _image_counts(self) -> dict[TreeColumn, int]:
+        return {}
+
+    def _parts(self, weights: Mapping[TreeColumn, Fraction]) -> dict[TreeColumn, Fraction]:
+        """Shares in proportion to the weights, of a tree with all its images; each owner's make his part."""
+        totals: dict[int, Fraction] = {}
+        for tree, weight in weights.items():
+            totals[self.owner(tree)] = totals.get(self.owner(tree), Fraction(0)) + weight
+        count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
+        return {
+            tree: weight
+            / totals[self.owner(tree)]
+            * Fraction(count[tree.root] if self.shared else 1, self.owners)
+            for tree, weight in weights.items()
+        }
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
-        """The shards of a plan: shares in proportion to the weights, in the order of owners, then largest first.
+        """The shards of a plan without symmetries: in the order of owners, then largest first."""
+        ordered = sorted(
+            self._parts(weights).items(), key=lambda item: (self.owner(item[0]), -item[1], item[0].order)
+        )
+        return tuple(Shard(share, self._stages(tree)) for tree, share in ordered)
 
-        Each owner of an allgather or reduce-scatter gets 1/N of the buffer whatever its weights add up to.
-        """
-        totals: dict[int, Fraction] = {}
-        for column, weight in weights.items():
-            group = self.group(column)
-            totals[group] = totals.get(group, Fraction(0)) + weight
-        ordered = sorted(weights.items(), key=lambda item: (self.group(item[0]), -item[1], item[0]))
-        return tuple(
-            Shard(
-                weight / totals[self.group(column)] / self.groups,
-                tuple(self._stage(op, column) for op in stage_order(self.collective)),
+    def images(self, weights: Mapping[TreeColumn, Fraction]) -> ImageShards:
+        """The shards of a plan: every tree with all its images, largest shares first among those of one root."""
+        templates = [Shard(share, self._stages(tree)) for tree, share in self._parts(weights).items()]
+        made = ImageShards(self.fabric.nodes, self.fabric.size, self.generators, tuple(templates))
+        divided = [
+            Shard(shard.share / count, shard.stages)
+            for shard, count in zip(made.templates, made.counts, strict=True)
+        ]
+        divided.sort(key=lambda shard: (shard.stages[0].root, -shard.share))
+        return replace(made, templates=tuple(divided))
+
+    def _stages(self, tree: TreeColumn) -> tuple[Stage, ...]:
+        fabric = self.fabric
+        stages = []
+        for op in stage_order(self.collective):
+            edges = []
+            for child, parent in enumerate(tree.down if op == "broadcast" else tree.up):
+                if parent < 0:
+                    continue
+                tail, head = (parent, child) if op == "broadcast" else (child, parent)
+                links = tree.routes.route(tail, head)
+                route = (fabric.ranks[tail], *(fabric.links[number].dst for number in links))
+                channel = fabric.channel_of(links)
+                edges.append(Edge(parent, child, route if op == "broadcast" else route[::-1], channel))
+            stages.append(Stage(op, tree.root, Stage(op, tree.root, tuple(edges)).top_down()))
+        return tuple(stages)
+
+    def certificate(self, duals: Sequence[int]) -> Lengths:
+        """Dual values of the rows as lengths of the links, whole numbers without common divisor."""
+        common = gcd(*duals) or 1
+        return Lengths(
+            tuple(
+                (link.src, link.dst, Fraction(duals[row] // common))
+                for link, row in zip(self.fabric.links, self.orbits.row_of_link.tolist(), strict=True)
+                if duals[row]
             )
-            for column, weight in ordered
         )
 
-    def _stage(self, op: str, column: TreeColumn) -> Stage:
-        edges = []
-        for arc in column.down if op == "broadcast" else column.up:
-            if op == "broadcast":
-                edges.append(Edge(arc.tail, arc.head, arc.route, arc.channel))
-            else:
-                edges.append(Edge(arc.head, arc.tail, arc.route[::-1], arc.channel))
-        return Stage(op, column.root, Stage(op, column.root, tuple(edges)).top_down())
+    def row_lengths(self, values: Sequence[Fraction]) -> list[int]:
+        """Mean over each row of lengths of the links, as whole numbers: what a certificate says of the rows."""
+        total = [Fraction(0)] * len(self.limits)
+        for row, value in zip(self.orbits.row_of_link.tolist(), values, strict=True):
+            total[row] += value
+        means = [value / count for value, count in zip(total, self.orbits.row_counts.tolist(), strict=True)]
+        scale = lcm(*(value.denominator for value in means))
+        return [int(value * scale) for value in means]

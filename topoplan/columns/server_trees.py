@@ -80,14 +80,7 @@ def _trees(cost: NDArray[np.int64], height: int | None) -> tuple[NDArray[np.int6
         return np.zeros(1, dtype=np.int64), lambda place: [-1]
     if height is not None and size <= LARGEST:
         tables = HopLimitedTrees(cost, height)
-
-        def limited(place: int) -> Parents:
-            parents = [-1] * size
-            for parent, child in tables.tree(place):
-                parents[child] = parent
-            return parents
-
-        return tables.costs, limited
+        return tables.costs, tables.parents
     if height is not None:
         found = low_arborescences(cost, range(size), height)
     else:

@@ -199,9 +199,8 @@ class Fabric:
     def arcs(self) -> tuple[Arc, ...]:
         """Routes between all pairs of ranks, in ascending order: of each pair the first `MOST_LISTED`, at least one.
 
-        Which of many routes a tree takes is for a search to say (`topoplan.columns.routes`,
-        `topoplan.trees.route_table`, `topoplan.schedules.rings.routes`), since those that are left out may be the only
-        ones with capacity left.
+        Which of many routes a tree takes is for a search to say (`topoplan.trees.route_table`,
+        `topoplan.schedules.rings.routes`), since those that are left out may be the only ones with capacity left.
         """
         return self._listed[0]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.columns.generation import ColumnGeneration, Progress
+from topoplan.columns.generation import Generation, Progress
+from topoplan.columns.pricing import Pricing
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
@@ -25,7 +26,6 @@ from topoplan.packing.greedy_extraction import Peeler
 from topoplan.plans.certificates import Certificate
 from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
-from topoplan.trees.hop_constrained_exact import LARGEST
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""
@@ -52,18 +52,6 @@ class ExactPacking:
     notes: tuple[str, ...] = ()
 
 
-def has_tables(fabric: Fabric) -> bool:
-    """True where `pack_exact` is the way: few ranks, switches that only forward, and few shortest routes of a pair.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> [has_tables(Fabric(topoplan.load(name), ("nvlink",))) for name in ("dgx-1v", "dgx-2")]
-    [True, False]
-    """
-    return fabric.size <= LARGEST and not fabric.in_network and fabric.lists_shortest_routes
-
-
 def pack_exact(
     fabric: Fabric,
     collective: str,
@@ -78,7 +66,7 @@ def pack_exact(
     Parameters
     ----------
     fabric : Fabric
-        2 to 9 connected ranks; switches only forward. Where it lists routes in part (see `has_tables`) it takes long.
+        2 to 9 connected ranks; switches only forward. Heights are found where it `has_tables`.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
@@ -102,25 +90,25 @@ def pack_exact(
     certificate = best_bound(fabric, collective, root)
     target = certificate.bound(fabric, collective, root) * packing.scale
     tight = certificate
-    generator = ColumnGeneration(packing, progress=progress, deadline=deadline)
-    if not generator.run(target, None):
+    generator = Generation(Pricing(packing), progress=progress, deadline=deadline)
+    if not generator.run(target):
         if deadline.cut:
             return _cut_short(generator, certificate)
         target = generator.value
-        certificate = tight = generator.lengths()
+        certificate = tight = packing.certificate(generator.duals())
     if order == "height":
         generator = _lowest(packing, target, generator, progress)
-    weights = thin(generator, generator.row_lengths(tight))
+    weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
     return ExactPacking(weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
 
 
-def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
+def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     """What is known of a packing whose time is up: the better of two bounds, and how far below it the rate is."""
     packing = generator.packing
     bounds = []
-    for candidate in (certificate, generator.lengths()):
+    for candidate in (certificate, packing.certificate(generator.duals())):
         try:
             bound = candidate.bound(packing.fabric, packing.collective, packing.root)
         except PlanError:
@@ -148,21 +136,21 @@ def fewest_peeled(
 
 
 def _lowest(
-    packing: Packing, target: Fraction, generator: ColumnGeneration, progress: Progress | None
-) -> ColumnGeneration:
+    packing: Packing, target: Fraction, generator: Generation, progress: Progress | None
+) -> Generation:
     """Column generation at the lowest height that reaches the target."""
-    tallest = max(packing.height(column) for column in generator.used())
-    pool = generator.columns
+    tallest = max(tree.height for tree in generator.weights())
+    pool = generator.trees
     for height in range(1, tallest):
         if generator.deadline.over():
             return generator
-        limited = ColumnGeneration(packing, height=height, progress=progress, deadline=generator.deadline)
-        limited.add([column for column in pool if packing.height(column) <= height])
-        if limited.run(target, target):
+        limited = Generation(Pricing(packing, height), progress=progress, deadline=generator.deadline)
+        limited.add([tree for tree in pool if tree.height <= height])
+        if limited.run(target, hopeless=target):
             return limited
-        pool = sorted({*pool, *limited.columns})
+        pool = sorted({*pool, *limited.trees}, key=lambda tree: tree.order)
     if generator.deadline.over():
         return generator
-    limited = ColumnGeneration(packing, height=tallest, progress=progress, deadline=generator.deadline)
-    limited.add([column for column in pool if packing.height(column) <= tallest])
-    return limited if limited.run(target, None) else generator
+    limited = Generation(Pricing(packing, tallest), progress=progress, deadline=generator.deadline)
+    limited.add([tree for tree in pool if tree.height <= tallest])
+    return limited if limited.run(target) else generator

@@ -17,25 +17,29 @@ from fractions import Fraction
 import numpy as np
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.columns.orbit_generation import OrbitGeneration, Progress
-from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
+from topoplan.columns.generation import Generation, Progress
+from topoplan.columns.pricing import Pricing
+from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.notes import Note
 from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.plans.symmetric_shards import shard_counts
 from topoplan.plans.tree import Shard
+from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.symmetry.search import find_symmetry
 from topoplan.trees.hop_constrained_search import SMALL
 from topoplan.trees.hop_constrained_starts import hops
-from topoplan.trees.route_table import Orbits, RouteTable
 
 FIRST_HEIGHTS = 3
 """Heights that are tried before trees of any height."""
 
 LATER_HEIGHTS = 12
 """Heights that are tried for a rate that only trees of any height have reached."""
+
+WALKS = 12
+"""Walks along the optimal face in search of fewer trees."""
 
 MOST_AGAIN = 64
 """Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
@@ -101,17 +105,17 @@ def pack_on_orbits(
         generators = tuple(
             tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
         )
-        folded = collective == "allreduce" and fabric.direct and fabric.symmetric
-        orbits = Orbits(fabric, generators, folded)
-        if known is not None and len(orbits.elements) == known.elements:
+        packing = Packing(fabric, collective, root, generators)
+        elements = len(packing.orbits.elements)
+        if known is not None and elements == known.elements:
             continue
         if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
             break
         if known is not None and deadline.over():
             break
-        search = _Search(OrbitPacking(orbits, collective, root), order, progress, deadline)
+        search = _Search(packing, order, progress, deadline)
         search.run()
-        found = _Found(search, len(orbits.elements))
+        found = _Found(search, elements)
         if known is None or found.rank(order) < known.rank(order):
             known = found
     assert known is not None, "the first group is always tried"
@@ -130,7 +134,7 @@ class _Found:
         self.search = search
         self.elements = elements
         packing = search.packing
-        weights = search.best.fewer_trees(packing.fabric.size if packing.shared else 1)
+        weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
         self.images = packing.images(weights)
         self.trees = len(self.images)
         self.height = max(tree.height for tree in weights)
@@ -146,11 +150,11 @@ class _Found:
 class _Search:
     """What is known while heights are tried."""
 
-    packing: OrbitPacking
+    packing: Packing
     order: str
     progress: Progress | None
     deadline: Deadline
-    best: OrbitGeneration | None = None
+    best: Generation | None = None
     refuted: int = 0
     target: Fraction = field(init=False)
     certificate: Certificate = field(init=False)
@@ -201,8 +205,8 @@ class _Search:
         self._prove(self.packing.certificate(generation.duals()))
         return generation.value >= self.target
 
-    def _generation(self, height: int | None) -> OrbitGeneration:
-        return OrbitGeneration(self.packing, height=height, progress=self.progress, deadline=self.deadline)
+    def _generation(self, height: int | None) -> Generation:
+        return Generation(Pricing(self.packing, height), progress=self.progress, deadline=self.deadline)
 
     def _prove(self, lengths: Lengths) -> None:
         """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
@@ -213,7 +217,7 @@ class _Search:
         if bound < self.target:
             self.certificate, self.target = lengths, bound
 
-    def _pool(self) -> list[OrbitTree]:
+    def _pool(self) -> list[TreeColumn]:
         return self.best.trees if self.best is not None else []
 
     def _bound(self, certificate: Certificate) -> Fraction:
@@ -235,9 +239,9 @@ class _Search:
         return (Note(text, "height open"),)
 
 
-def _lowest_height(packing: OrbitPacking) -> int:
+def _lowest_height(packing: Packing) -> int:
     """The height that hop counts force: of the best root where any will do, else of the worst."""
-    routes = RouteTable(packing.orbits, (1,) * len(packing.limits))
+    routes = packing.routes([1] * len(packing.limits))
     roots = list(packing.roots)
     needed = [0] * len(roots)
     for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):

@@ -11,11 +11,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from topoplan.columns.generation import ColumnGeneration
-from topoplan.columns.pricing import Oracle
+from topoplan.columns.generation import Generation
+from topoplan.columns.pricing import Pricing, length_of
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.simplex.random_numbers import Stream
-from topoplan.simplex.reweighted_vertices import WORK, cheapest_corner
+from topoplan.simplex.reweighted_vertices import WALKS, WORK
 
 POOL = 200
 """Trees to look for, apart from those that the packing already knows."""
@@ -24,12 +24,12 @@ STALE = 16
 _NOISE = 1000
 
 
-def thin(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fraction]:
+def thin(master: Generation, lengths: list[int]) -> dict[TreeColumn, Fraction]:
     """Weights of an optimal packing with few trees.
 
     Parameters
     ----------
-    master : ColumnGeneration
+    master : Generation
         Column generation that has reached the optimal value.
     lengths : list of int, one per row
         Lengths under which every tree of an optimal packing is a cheapest one.
@@ -45,12 +45,7 @@ def thin(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fract
         return best
     random = Stream(0)
     master.add(_tight_columns(master, lengths, random))
-    found = cheapest_corner(
-        master.program, random, offset=master.offset, least=least, cost=len, deadline=master.deadline
-    )
-    if found is None or len(found) >= len(best):
-        return best
-    return {master.columns[j - master.offset]: weight for j, weight in found.items()}
+    return master.fewer_trees(random, least=least, walks=WALKS)
 
 
 def fewest_possible(packing: Packing, lengths: list[int]) -> int:
@@ -70,40 +65,38 @@ def fewest_possible(packing: Packing, lengths: list[int]) -> int:
     """
     positive = [y for y in lengths if y]
     if not positive or len(set(positive)) > 1:
-        return packing.groups
+        return packing.owners
     unit = [int(bool(y)) for y in lengths]
-    found = Oracle(packing).cheapest(unit)
-    if packing.groups > 1:
-        return packing.groups
-    crossed = min(length for length, _ in found.values())
+    if packing.shared:
+        return packing.owners
+    crossed = min(length_of(tree, unit) for tree in Pricing(packing).cheapest(unit).values())
     return -(-len(positive) // crossed) if crossed else 1
 
 
-def _tight_columns(master: ColumnGeneration, lengths: list[int], random: Stream) -> list[TreeColumn]:
+def _tight_columns(master: Generation, lengths: list[int], random: Stream) -> list[TreeColumn]:
     """Columns that are cheapest under the lengths, found by breaking ties at random."""
-    packing = master.packing
+    packing, pricing = master.packing, master.pricing
     top = max(lengths)
     # The noise of a whole column must stay below one unit of length.
-    unit = _NOISE * 4 * packing.fabric.size * max(arc.hops for arc in packing.routes.arcs)
+    unit = _NOISE * 4 * packing.fabric.size * max(arc.hops for arc in packing.fabric.arcs)
     if top * unit >= 1 << 30:
         return []
-    cheapest = {root: length for root, (length, _) in master.oracle.cheapest(lengths, master.height).items()}
-    if packing.groups == 1:
+    cheapest = {place: length_of(tree, lengths) for place, tree in pricing.cheapest(lengths).items()}
+    if not packing.shared:
         cheapest = dict.fromkeys(cheapest, min(cheapest.values()))
     found: set[TreeColumn] = set()
     stale = 0
-    widths = sorted(set(packing.limits.tolist()))[-4:]
+    widths = sorted(set(packing.limits))[-4:]
     for turn in range(-(-POOL // len(packing.roots))):
         # Trees over wide links can carry much: in turn, links narrower than each width come last among equals.
-        narrow = np.array(packing.limits < widths[turn % len(widths)], dtype=np.int64)
+        narrow = np.array(packing.limits) < widths[turn % len(widths)]
         noise = random.whole(len(lengths), _NOISE) + 2 * _NOISE * narrow
         noisy = [y * unit + int(z) for y, z in zip(lengths, noise, strict=True)]
         before = len(found)
-        for root, (_, column) in master.oracle.cheapest(noisy, master.height).items():
-            length = int(packing.usage(column) @ np.array(lengths, dtype=np.int64))
-            if length == cheapest[root]:
-                found.add(column)
+        for place, tree in pricing.cheapest(noisy).items():
+            if length_of(tree, lengths) == cheapest[place]:
+                found.add(tree)
         stale = stale + 1 if len(found) == before else 0
         if stale == STALE or len(found) >= POOL:
             break
-    return sorted(found)
+    return sorted(found, key=lambda tree: tree.order)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.bounds.cuts_and_partitions import smallest_cut, weakest_partition
-from topoplan.columns.pricing import Oracle
+from topoplan.columns.pricing import Pricing, length_of
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.simplex.random_numbers import Stream
 
@@ -55,7 +55,7 @@ class Peeler:
         fewer_than : int
             A pass that needs this many trees or more is given up.
         """
-        rest = [Fraction(int(c)) for c in self.packing.limits]
+        rest = [Fraction(c) for c in self.packing.limits]
         value = target
         chosen: dict[TreeColumn, Fraction] = {}
         while value > 0:
@@ -75,11 +75,10 @@ class Peeler:
         return chosen
 
     def _without(self, rest: list[Fraction], column: TreeColumn, weight: Fraction) -> list[Fraction]:
-        usage = self.packing.usage(column).tolist()
-        return [c - weight * times for c, times in zip(rest, usage, strict=True)]
+        return [c - weight * times for c, times in zip(rest, column.usage, strict=True)]
 
     def _largest_weight(self, rest: list[Fraction], value: Fraction, column: TreeColumn) -> Fraction:
-        usage = self.packing.usage(column).tolist()
+        usage = column.usage
         weight: Fraction = min(value, *(c / times for c, times in zip(rest, usage, strict=True) if times))
         while weight > 0:
             crossing, needed = self._weakest(self._without(rest, column, weight))
@@ -95,18 +94,18 @@ class Peeler:
         packing, fabric = self.packing, self.packing.fabric
         scale = int(np.lcm.reduce([c.denominator for c in rest], dtype=object))
         whole = [int(c * scale) for c in rest]
-        capacity = [whole[row] for row in packing.row_of_link.tolist()]
+        capacity = [whole[row] for row in packing.orbits.row_of_link.tolist()]
         crossing = [0] * len(rest)
         if packing.folded:
             parts = weakest_partition(fabric, capacity)
             part_of = {rank: number for number, part in enumerate(parts) for rank in part}
-            for (s, d), row in zip(fabric.ends, packing.row_of_link.tolist(), strict=True):
+            for (s, d), row in zip(fabric.ends, packing.orbits.row_of_link.tolist(), strict=True):
                 crossing[row] = int(part_of[s] != part_of[d])
             return crossing, len(parts) - 1
         assert packing.root is not None, "broadcast and reduce have a root"
         forward = packing.collective == "broadcast"
         side = smallest_cut(fabric, capacity, packing.root, forward=forward)
-        for (s, d), row in zip(fabric.ends, packing.row_of_link.tolist(), strict=True):
+        for (s, d), row in zip(fabric.ends, packing.orbits.row_of_link.tolist(), strict=True):
             crossing[row] = int((s in side and d not in side) if forward else (s not in side and d in side))
         return crossing, 1
 
@@ -114,7 +113,7 @@ class Peeler:
         """Trees that cross the weakest cut least often, over links with capacity left, wide ones first."""
         crossing, _ = self._weakest(rest)
         widths = sorted({c for c in rest if c > 0}, reverse=True)
-        oracle = Oracle(self.packing)
+        pricing = Pricing(self.packing)
         unit = 8 * _NOISE * self.packing.fabric.size
         found: list[TreeColumn] = []
         for turn in range(count):
@@ -124,13 +123,9 @@ class Peeler:
                 unit * (64 if c == 0 else y) + int(z) + (4 * _NOISE if c < width else 0)
                 for c, y, z in zip(rest, crossing, noise, strict=True)
             ]
-            priced = oracle.cheapest(lengths)
+            priced = pricing.cheapest(lengths).values()
             if priced:
-                _, column = min(priced.values())
+                column = min(priced, key=lambda each: (length_of(each, lengths), each.order))
                 if column not in found:
                     found.append(column)
-        return [
-            c
-            for c in found
-            if all(r > 0 for r, t in zip(rest, self.packing.usage(c).tolist(), strict=True) if t)
-        ]
+        return [c for c in found if all(r > 0 for r, t in zip(rest, c.usage, strict=True) if t)]

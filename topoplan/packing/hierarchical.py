@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.columns.hierarchical_generation import ComposedGeneration, EvenGeneration, port_groups
-from topoplan.columns.orbit_generation import Progress
-from topoplan.columns.orbit_problem import OrbitPacking, OrbitTree
+from topoplan.columns.generation import Generation, Progress
+from topoplan.columns.hierarchical_generation import ComposedPricing, EvenGeneration, port_groups
+from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
@@ -24,7 +24,6 @@ from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.plans.symmetric_shards import shard_counts
 from topoplan.plans.tree import Shard
 from topoplan.symmetry.search import find_symmetry
-from topoplan.trees.route_table import Orbits
 
 _GAINS = (10**3, 10**6, 10**9)
 """What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
@@ -93,35 +92,35 @@ def compose(
     servers.check()
     symmetries = (tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
     kept = tuple(each for each in symmetries if servers.keeps(each))
-    packing = OrbitPacking(Orbits(fabric, kept), collective, root)
+    packing = Packing(fabric, collective, root, kept)
     aim = best_bound(fabric, collective, root) if certificate is None else certificate
     bound = aim.bound(fabric, collective, root)
     duals = None
-    best = ComposedGeneration(packing, progress=progress, servers=servers)
+    best = Generation(ComposedPricing(packing, servers=servers), progress=progress)
     if not best.run(bound * packing.scale):
         if not best.trees:
             raise _no_star(servers)
         duals = packing.certificate(best.duals())
-    images = packing.images(_evened(_lowered(best)).weights())
+    images = packing.images(_evened(_lowered(best, servers), servers).weights())
     edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
     return Composition(images if edges > MOST_EDGES else tuple(images), bound, aim, duals)
 
 
-def _lowered(best: ComposedGeneration) -> ComposedGeneration:
+def _lowered(best: Generation, servers: Servers) -> Generation:
     """The same rate with trees inside servers as low as they can be."""
-    tallest = max(_inner_height(tree, best.servers) for tree in best.weights())
+    tallest = max(_inner_height(tree, servers) for tree in best.weights())
     for height in range(1, tallest):
-        lower = ComposedGeneration(best.packing, height=height, progress=best.progress, servers=best.servers)
-        lower.add([tree for tree in best.trees if _inner_height(tree, best.servers) <= height])
+        lower = Generation(ComposedPricing(best.packing, height, servers=servers), progress=best.progress)
+        lower.add([tree for tree in best.trees if _inner_height(tree, servers) <= height])
         if lower.run(best.value):
             return lower
     return best
 
 
-def _evened(best: ComposedGeneration) -> ComposedGeneration:
+def _evened(best: Generation, servers: Servers) -> Generation:
     """The same rate and height with even load on the NICs of every server, as far as that goes."""
     packing = best.packing
-    ports = port_groups(best.servers, packing.orbits.row_of_link.tolist())
+    ports = port_groups(servers, packing.orbits.row_of_link.tolist())
     load = [Fraction(0)] * len(packing.limits)
     for tree, weight in best.weights().items():
         for row, times in enumerate(tree.usage):
@@ -129,14 +128,7 @@ def _evened(best: ComposedGeneration) -> ComposedGeneration:
     if all(len({load[row] / packing.limits[row] for row in rows}) == 1 for rows in ports):
         return best
     for gain in _GAINS:
-        even = EvenGeneration(
-            packing,
-            height=best.height,
-            progress=best.progress,
-            gain=gain,
-            servers=best.servers,
-            ports=ports,
-        )
+        even = EvenGeneration(best.pricing, progress=best.progress, gain=gain, ports=ports)
         even.add(best.trees)
         even.run(None)
         if even.value >= best.value:
@@ -144,7 +136,7 @@ def _evened(best: ComposedGeneration) -> ComposedGeneration:
     return best
 
 
-def _inner_height(tree: OrbitTree, servers: Servers) -> int:
+def _inner_height(tree: TreeColumn, servers: Servers) -> int:
     """Edges on the longest path inside a server, of either tree."""
     home = servers.of_rank.tolist()
     longest = 0

@@ -8,7 +8,7 @@ threshold the largest rate is taken, and for it the lowest trees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import reduce
 from math import gcd
@@ -62,10 +62,10 @@ def minimise_trees(
     if not 0 <= threshold < 1:
         raise UsageError(f"threshold {threshold} must be 0 or more and below 1, for example 0.05")
     columns = _heaviest(packing, weights)
-    unit = _link_unit([int(c) for c in packing.limits])
+    unit = _link_unit(packing.limits)
     needed = rate * (1 - Fraction(repr(threshold)))
     for divisor in range(1, FINEST + 1):
-        most = int(rate * divisor / unit / packing.groups) * packing.groups
+        most = int(rate * divisor / unit / packing.owners) * packing.owners
         if most * Fraction(unit, divisor) < needed:
             continue
         for literal in (True, False) if divisor == 1 else (False,):
@@ -81,16 +81,16 @@ def minimise_trees(
 
 def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[TreeColumn]:
     """The columns of largest weight, equally many of every group: the others would only slow the search."""
-    ordered = sorted(weights, key=lambda column: (-weights[column], column))
+    ordered = sorted(weights, key=lambda column: (-weights[column], column.order))
     kept: dict[int, list[TreeColumn]] = {}
     for column in ordered:
-        members = kept.setdefault(packing.group(column), [])
-        if len(members) < CANDIDATES // packing.groups:
+        members = kept.setdefault(packing.owner(column), [])
+        if len(members) < CANDIDATES // packing.owners:
             members.append(column)
-    return sorted(column for members in kept.values() for column in members)
+    return sorted((each for members in kept.values() for each in members), key=lambda each: each.order)
 
 
-def _link_unit(limits: list[int]) -> int:
+def _link_unit(limits: Sequence[int]) -> int:
     """The bandwidth of one link: the common divisor of all capacities, or the smallest where that is no link."""
     common = reduce(gcd, limits)
     return common if max(limits) <= 64 * common else min(limits)
@@ -102,14 +102,14 @@ def _whole_packing(
     """Whole numbers of units for each column, as many in all as fit, low trees first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    usage = np.array([packing.usage(column) for column in columns], dtype=np.float64).T
-    room = np.array([int(int(c) / unit) for c in packing.limits], dtype=np.float64)
-    heights = np.array([packing.height(column) for column in columns], dtype=np.float64)
+    usage = np.array([column.usage for column in columns], dtype=np.float64).T
+    room = np.array([int(c / unit) for c in packing.limits], dtype=np.float64)
+    heights = np.array([column.height for column in columns], dtype=np.float64)
     constraints = [LinearConstraint(usage, -np.inf, room)]
-    if packing.groups > 1:
-        members = np.zeros((packing.groups, len(columns)))
+    if packing.shared:
+        members = np.zeros((packing.owners, len(columns)))
         for number, column in enumerate(columns):
-            members[packing.group(column), number] = 1
+            members[packing.owner(column), number] = 1
         constraints.append(LinearConstraint(members[1:] - members[:1], 0, 0))
     # A tree counts 1, less a little for its height: never enough to give up a whole tree.
     most = float(room.sum()) * packing.fabric.size + 1

@@ -25,15 +25,20 @@ from numpy.typing import NDArray
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Arc
 from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.trees.route_table import RouteTable
+from topoplan.trees.shortest_paths import LONGEST
 from topoplan.trees.spanning_tree import cheapest_spanning_tree
 
 SMALLEST_EPSILON = 0.002
 """Below this the rounds, which grow as 1 / epsilon squared, take longer than the optimum itself."""
 
 _OVERFLOW = 1e200
+_COARSE = 1 << 10
+"""Parts of the largest length below which the way between the farthest ranks is measured anew, more finely."""
+
 _ROUNDS_PER_CALL = 4
 _ROUNDS_PER_CHECK = 16
 _ROUNDS_PER_STEP = 4096
@@ -113,19 +118,20 @@ class _Loop:
         self.certificate = best_bound(fabric, packing.collective, packing.root)
         bound = self.certificate.bound(fabric, packing.collective, packing.root)
         self.bound = float(bound * packing.scale)
-        self.capacity = packing.limits.astype(np.float64)
+        self.capacity = np.array(packing.limits, dtype=np.float64)
         self.length = 1.0 / self.capacity
-        groups, rows = packing.groups, len(self.capacity)
+        groups, rows = packing.owners, len(self.capacity)
         self.columns: list[list[TreeColumn]] = [[] for _ in range(groups)]
         self.number: list[dict[TreeColumn, int]] = [{} for _ in range(groups)]
         self.usage = np.zeros((groups, 8, rows))
         self.sent = np.zeros((groups, 8))
         self.least = np.zeros(groups)
         self.calls = 0
+        self.farthest = inf
 
     def run(self) -> MwuPacking:
         """Send flow until the packing is within epsilon of the bound."""
-        every_group = np.arange(self.packing.groups)
+        every_group = np.arange(self.packing.owners)
         rounds = 0
         while True:
             if rounds % self.rounds_per_call == 0:
@@ -149,7 +155,7 @@ class _Loop:
         """Length of every tree met so far, by group."""
         known = max(len(columns) for columns in self.columns)
         lengths: NDArray[np.float64] = self.usage[:, :known] @ self.length
-        if self.packing.groups > 1:
+        if self.packing.shared:
             for group, columns in enumerate(self.columns):
                 lengths[group, len(columns) :] = inf
         return lengths
@@ -157,41 +163,44 @@ class _Loop:
     def _ask_oracle(self) -> None:
         """Find a cheapest tree of every group, learn it, and note its length."""
         packing = self.packing
-        size = packing.fabric.size
-        arc_cost = packing.routes.costs(self.length)
-        tails, heads = packing.routes.pairs
-        cost = np.full((size, size), inf)
-        cost[heads, tails] = np.minimum.reduceat(arc_cost, packing.routes.starts)
-        by_head = cost.tolist()
-        by_tail = cost.T.tolist() if packing.uses_up and not packing.folded else []
+        routes = self._routes()
+        cost = np.where(routes.cost < UNREACHABLE, routes.cost, inf)
         self.calls += 1
         self.least[:] = inf
         for root in (0,) if packing.folded else packing.roots:
-            down: list[Arc] = []
-            rising: list[Arc] = []
+            up: list[int] = []
+            down: list[int] = []
             if packing.folded:
-                parent = cheapest_spanning_tree(by_head) if self.prim else self.oracle(by_head, 0)
-                down = self._arcs([(up, v) for v, up in enumerate(parent) if up >= 0], arc_cost)
-                rising = [packing.reversed_arc(arc) for arc in down]
+                by_head = cost.T.tolist()
+                up = down = cheapest_spanning_tree(by_head) if self.prim else self.oracle(by_head, 0)
             else:
-                if packing.uses_down:
-                    parent = self.oracle(by_head, root)
-                    down = self._arcs([(up, v) for v, up in enumerate(parent) if up >= 0], arc_cost)
-                if packing.uses_up:
-                    parent = self.oracle(by_tail, root)
-                    rising = self._arcs([(v, up) for v, up in enumerate(parent) if up >= 0], arc_cost)
-            self._learn(packing.column(root, rising, down))
+                if packing.uses("broadcast"):
+                    down = self.oracle(cost.T.tolist(), root)
+                if packing.uses("reduce"):
+                    up = self.oracle(cost.tolist(), root)
+            self._learn(packing.tree(root, up, down, routes))
 
-    def _arcs(self, pairs: list[tuple[int, int]], arc_cost: NDArray[np.float64]) -> list[Arc]:
-        """The cheapest arc between each pair of ranks, of equals the first."""
-        routes = self.packing.routes
-        return [
-            routes.arcs[places[0] if len(places) == 1 else min(places, key=arc_cost.__getitem__)]
-            for places in (routes.between(*pair) for pair in pairs)
-        ]
+    def _routes(self) -> RouteTable:
+        """The shortest routes under the lengths, as whole numbers that are fine enough for the farthest two ranks.
+
+        A link that is longer than all of the way between these is on no shortest route.
+        """
+        longest = float(self.length.max())
+        scale = min(longest, 4 * self.farthest)
+        while True:
+            whole = np.rint(np.minimum(self.length / scale, 1) * LONGEST).astype(np.int64)
+            routes = self.packing.routes(whole.tolist())
+            farthest = int(routes.cost[routes.cost < UNREACHABLE].max())
+            self.farthest = max(farthest, 1) / LONGEST * scale
+            if farthest < LONGEST // _COARSE:
+                scale = 4 * self.farthest
+            elif farthest >= LONGEST and scale < longest:
+                scale = longest
+            else:
+                return routes
 
     def _learn(self, column: TreeColumn) -> None:
-        group = self.packing.group(column)
+        group = self.packing.owner(column)
         numbers = self.number[group]
         if column not in numbers:
             numbers[column] = len(numbers)
@@ -199,7 +208,7 @@ class _Loop:
             if len(numbers) > self.usage.shape[1]:
                 self.usage = np.concatenate([self.usage, np.zeros_like(self.usage)], axis=1)
                 self.sent = np.concatenate([self.sent, np.zeros_like(self.sent)], axis=1)
-            self.usage[group, numbers[column]] = self.packing.usage(column)
+            self.usage[group, numbers[column]] = column.usage
         length = float(self.usage[group, numbers[column]] @ self.length)
         self.least[group] = min(self.least[group], length)
 
@@ -208,6 +217,7 @@ class _Loop:
         if largest > _OVERFLOW:
             self.length /= largest
             self.least /= largest
+            self.farthest /= largest
 
     def _rate(self) -> float:
         """Rate of what was sent, scaled until no link is overloaded."""
@@ -217,8 +227,8 @@ class _Loop:
     def _sharpen(self) -> None:
         """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
-        dual = float(self.capacity @ self.length) * packing.groups / float(self.least.sum())
-        if dual >= self.bound * (1 - 1e-9) or fabric.in_network or packing.routes.learn(self.length):
+        dual = float(self.capacity @ self.length) * packing.owners / float(self.least.sum())
+        if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
             return
         half = 2 if packing.folded else 1
         # No cheapest forest gets shorter when longer links are cut to its length, and whole numbers then lose little.
@@ -227,7 +237,7 @@ class _Loop:
         certificate = Lengths(
             tuple(
                 (link.src, link.dst, Fraction(whole[row], half))
-                for link, row in zip(fabric.links, packing.row_of_link.tolist(), strict=True)
+                for link, row in zip(fabric.links, packing.orbits.row_of_link.tolist(), strict=True)
                 if whole[row]
             )
         )

@@ -38,7 +38,7 @@ def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
     >>> from topoplan.plans import Fabric
     >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
     >>> forest = one_hop_forest(packing)
-    >>> len(forest), {packing.height(column) for column in forest}
+    >>> len(forest), {column.height for column in forest}
     (16, {1})
     """
     size = packing.fabric.size
@@ -51,11 +51,12 @@ def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
         parents = []
         for hub in ranks:
             if hub != packing.root:
-                tree = {child: hub for child in ranks if child not in (hub, packing.root)}
-                parents.append({hub: packing.root, **tree})
+                below = {child: hub for child in ranks if child not in (hub, packing.root)}
+                parents.append({hub: packing.root, **below})
+    routes = packing.routes([1] * len(packing.limits))
     forest = {}
     for root, parent in zip(roots, parents, strict=True):
-        down = [packing.first_arc(up, child) for child, up in parent.items()] if packing.uses_down else []
-        rising = [packing.first_arc(child, up) for child, up in parent.items()] if packing.uses_up else []
-        forest[packing.column(root, rising, down)] = Fraction(1)
+        tree = [parent.get(child, -1) for child in ranks]
+        up, down = (tree if packing.uses(op) else [] for op in ("reduce", "broadcast"))
+        forest[packing.tree(root, up, down, routes)] = Fraction(1)
     return forest

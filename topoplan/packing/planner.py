@@ -16,10 +16,11 @@ from fractions import Fraction
 from functools import partial
 
 from topoplan.bounds.cuts_and_partitions import best_bound
+from topoplan.columns.pricing import has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
-from topoplan.packing.exact import ORDERS, fewest_peeled, has_tables, pack_exact
+from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu

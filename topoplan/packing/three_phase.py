@@ -10,10 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
-from topoplan.columns.orbit_generation import Progress
+from topoplan.columns.generation import Progress
+from topoplan.columns.pricing import has_tables
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.packing.exact import has_tables, pack_exact
+from topoplan.packing.exact import pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.hierarchical import Composition, compose
 from topoplan.plans.build import build_plan

@@ -77,6 +77,13 @@ class HopLimitedTrees:
                 rest ^= block
         return tuple(sorted(edges))
 
+    def parents(self, root: int) -> list[int]:
+        """The same tree as the parent of every rank, -1 for the root."""
+        found = [-1] * self._cost.shape[0]
+        for parent, child in self.tree(root):
+            found[child] = parent
+        return found
+
     def _first_block(self, v: int, rest: int, h: int) -> tuple[int, int]:
         """The ranks below v that hang with the lowest of ``rest``, and which of them is v's child."""
         here, hung = self._below[h][v], self._hung[h][v]

@@ -26,7 +26,7 @@ from topoplan.symmetry.permutation_groups import (
     orbits,
 )
 from topoplan.trees.hop_constrained_exact import UNREACHABLE
-from topoplan.trees.shortest_paths import shortest_routes
+from topoplan.trees.shortest_paths import ShortestRoutes
 from topoplan.units import format_size
 
 BYTES_PER_PAIR = 60
@@ -101,6 +101,11 @@ class Orbits:
         return np.array(self.fabric.ends, dtype=np.int64)
 
     @cached_property
+    def search(self) -> ShortestRoutes:
+        """Finds routes over the links."""
+        return ShortestRoutes(self.ends, ranks=self.fabric.size, nodes=len(self.fabric.nodes))
+
+    @cached_property
     def mover(self) -> NDArray[np.int64]:
         """(N,) int64: an element that takes the first rank of an orbit to this rank."""
         mover = np.full(self.fabric.size, -1, dtype=np.int64)
@@ -170,13 +175,8 @@ class RouteTable:
     def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """From each first rank: distance to every node (-1 where there is no way), and the link that leads there."""
         groups = self.orbits
-        return shortest_routes(
-            groups.ends,
-            np.array(self.lengths, dtype=np.int64)[groups.row_of_link],
-            np.array(groups.first_ranks),
-            ranks=groups.fabric.size,
-            nodes=len(groups.fabric.nodes),
-        )
+        lengths = np.array(self.lengths, dtype=np.int64)[groups.row_of_link]
+        return groups.search(lengths, np.array(groups.first_ranks))
 
     @cached_property
     def cost(self) -> NDArray[np.int64]:

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.columns.orbit_generation import OrbitGeneration
-from topoplan.columns.orbit_problem import OrbitPacking
+from topoplan.columns.generation import Generation
+from topoplan.columns.pricing import Pricing
+from topoplan.columns.problem import Packing
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.plans.build import build_plan
 from topoplan.simplex.float_guided import GuidedSimplex
 from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Device, Link, Topology
-from topoplan.trees.route_table import Orbits
-from topoplan.trees.shortest_paths import shortest_routes
+from topoplan.trees.shortest_paths import ShortestRoutes
 
 
 def scaled(topology: Topology, factor: Callable[[random.Random], float], seed: int) -> Topology:
@@ -77,8 +77,8 @@ def test_large_programs_are_guided_and_small_ones_are_not() -> None:
     for machine in (TWO_SERVERS, measured(TWO_SERVERS, 1)):
         fabric = usable_fabric(machine)
         generators = () if machine is not TWO_SERVERS else _symmetries(machine)
-        packing = OrbitPacking(Orbits(fabric, generators), "allgather", None)
-        programs.append(isinstance(OrbitGeneration(packing).program, GuidedSimplex))
+        packing = Packing(fabric, "allgather", None, generators)
+        programs.append(isinstance(Generation(Pricing(packing)).program, GuidedSimplex))
     assert programs == [False, True]
 
 
@@ -142,9 +142,8 @@ def wirings(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int]], list[int]
 def test_routes_are_those_of_dijkstra(wiring: tuple[int, int, list[tuple[int, int]], list[int]]) -> None:
     """Distance and last link from every rank, ties included."""
     ranks, nodes, ends, lengths = wiring
-    distance, via = shortest_routes(
-        np.array(ends), np.array(lengths), np.arange(ranks), ranks=ranks, nodes=nodes
-    )
+    search = ShortestRoutes(np.array(ends), ranks=ranks, nodes=nodes)
+    distance, via = search(np.array(lengths), np.arange(ranks))
     for start in range(ranks):
         assert (distance[start].tolist(), via[start].tolist()) == _dijkstra(
             start, ranks, nodes, ends, lengths

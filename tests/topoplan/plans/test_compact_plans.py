@@ -28,7 +28,7 @@ from tests.support.small_fabrics import (
 )
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.clusters import nvswitch_cluster
-from topoplan.columns.orbit_problem import OrbitPacking
+from topoplan.columns.problem import Packing
 from topoplan.errors import PlanError
 from topoplan.plans import Edge, Fabric, Plan, Shard, Stage
 from topoplan.plans.build import build_plan
@@ -37,7 +37,6 @@ from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.symmetry.permutation_groups import group_elements, is_automorphism
 from topoplan.topology import Topology
 from topoplan.trees.hop_constrained_exact import UNREACHABLE
-from topoplan.trees.route_table import Orbits, RouteTable
 
 JsonPlan = dict[str, Any]
 
@@ -86,9 +85,8 @@ def compact(draw: st.DrawFn) -> tuple[Fabric, str, int | None, ImageShards]:
     root = draw(st.integers(0, fabric.size - 1)) if collective in ROOTED else None
     known = symmetries(fabric, root)
     generators = tuple(draw(st.lists(st.sampled_from(known), max_size=2))) if known else ()
-    packing = OrbitPacking(Orbits(fabric), collective, root)
-    lengths = tuple(draw(st.integers(0, 5)) for _ in fabric.links)
-    routes = RouteTable(packing.orbits, lengths)
+    packing = Packing(fabric, collective, root)
+    routes = packing.routes([draw(st.integers(0, 5)) for _ in packing.limits])
     templates = []
     for _ in range(draw(st.integers(1, 2))):
         top = draw(st.integers(0, fabric.size - 1)) if root is None else root

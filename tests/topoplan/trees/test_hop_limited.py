@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import height_of, parents_of_trees
-from topoplan.columns.pricing import Oracle
+from topoplan.columns.pricing import Pricing, length_of
 from topoplan.columns.problem import Packing
 from topoplan.plans import Fabric
 from topoplan.plans.certificates.forest_length import arborescence_length
@@ -162,22 +162,26 @@ def test_prim_finds_the_cheapest_spanning_tree(cost: Matrix) -> None:
 def test_the_oracle_prices_huge_lengths_like_small_ones(collective: str, height: int | None) -> None:
     """Lengths times 2^90 give the same columns, and lengths of columns times 2^90, exactly."""
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    oracle = Oracle(Packing(fabric, collective, 5 if collective in ("broadcast", "reduce") else None))
+    packing = Packing(fabric, collective, 5 if collective in ("broadcast", "reduce") else None)
+    oracle = Pricing(packing, height)
     rng = np.random.Generator(np.random.PCG64(11))
-    lengths = rng.integers(0, 1 << 20, len(oracle.packing.limits)).tolist()
-    small = oracle.cheapest(lengths, height)
-    wide = oracle.cheapest([y << 90 for y in lengths], height)
-    assert {root: (length << 90, column) for root, (length, column) in small.items()} == wide
-    for root, (length, column) in small.items():
-        assert column.root == root
-        assert length == int(oracle.packing.usage(column) @ np.array(lengths))
-        assert height is None or oracle.packing.height(column) <= height
+    lengths = rng.integers(0, 1 << 20, len(packing.limits)).tolist()
+    small = oracle.cheapest(lengths)
+    huge = [y << 90 for y in lengths]
+    wide = oracle.cheapest(huge)
+    assert small == wide
+    for place, column in small.items():
+        length = length_of(column, lengths)
+        assert length_of(wide[place], huge) == length << 90
+        assert column.root == packing.roots[place]
+        assert length == int(np.array(column.usage) @ np.array(lengths))
+        assert height is None or column.height <= height
 
 
 def test_the_oracle_offers_nothing_where_no_tree_is_low_enough() -> None:
     """On the path gpu1 - gpu0 - gpu3 no star has its centre at an end."""
     fabric = Fabric(topoplan.load("dgx-1p").subset([1, 0, 4]), ("nvlink",))
-    oracle = Oracle(Packing(fabric, "allgather", None))
+    packing = Packing(fabric, "allgather", None)
     lengths = [1] * len(fabric.links)
-    assert sorted(oracle.cheapest(lengths, 1)) == [0]
-    assert sorted(oracle.cheapest(lengths, 2)) == [0, 1, 2]
+    assert sorted(Pricing(packing, 1).cheapest(lengths)) == [0]
+    assert sorted(Pricing(packing, 2).cheapest(lengths)) == [0, 1, 2]

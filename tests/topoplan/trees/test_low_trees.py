@@ -90,10 +90,7 @@ def fabric_costs(name: str, channel: str) -> Callable[[np.random.Generator, int]
         machine_part = topoplan.load(name).subset(range(size))
         packing = Packing(Fabric(machine_part, (channel,)), "allgather", None)
         lengths = rng.integers(0, 1000, len(packing.limits)) * (rng.random(len(packing.limits)) < 0.6)
-        cost = np.full((size, size), UNREACHABLE)
-        for arc, length in zip(packing.fabric.arcs, packing.routes.costs(lengths), strict=True):
-            cost[arc.tail, arc.head] = min(cost[arc.tail, arc.head], length)
-        return cost
+        return packing.routes(lengths.tolist()).cost
 
     return draw
 
