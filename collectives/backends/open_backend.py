@@ -53,9 +53,9 @@ def _shared(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backe
 
 
 def _tcp(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.tcp.environment import from_environment
+    from collectives.backends.tcp.backend import TcpBackend
 
-    return from_environment(timeout=timeout, pace=pace)
+    return TcpBackend.from_environment(timeout=timeout, pace=pace)
 
 
 def _torch(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
