@@ -41,9 +41,9 @@ def _mpi(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[
 
 
 def _nccl(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.nccl.environment import from_environment
+    from collectives.backends.nccl.backend import NcclBackend
 
-    return from_environment(timeout=timeout)
+    return NcclBackend.from_environment(timeout=timeout)
 
 
 def _shared(plan: Plan | SizePlans, timeout: float, pace: float | None) -> Backend[Any]:

@@ -104,12 +104,13 @@ class SharedBackend:
         """
         place = place_in_job(environment, cls.name)
         world = TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout)
-
-        def gather(text: str) -> list[str]:
-            return [data.decode() for data in world.gather(text.encode(), timeout=timeout)]
-
         try:
-            return cls(gather, rank=place.rank, size=place.size, timeout=timeout)
+            return cls(
+                lambda text: world.texts(text, timeout=timeout),
+                rank=place.rank,
+                size=place.size,
+                timeout=timeout,
+            )
         finally:
             world.close()
 
