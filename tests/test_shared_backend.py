@@ -16,7 +16,7 @@ from shared_ranks import COLLECTIVES, plan_for
 from tcp_jobs import call, given_to, seal
 
 from collectives import Communicator
-from collectives.backends.shared.meeting import lock_fence, meet
+from collectives.peers.shared_memory import lock_fence, meet
 from topoplan.errors import UsageError
 
 TESTS = Path(__file__).parent
