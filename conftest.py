@@ -13,5 +13,4 @@ if not find_spec("torch"):
         "collectives/torch/*",
         "*/torch_arrays.py",
         "*/torch_entry_arrays.py",
-        "*/torch_memory.py",
     ]

@@ -40,9 +40,9 @@ def _mpi(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
 
 
 def _nccl(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.nccl.environment import from_environment
+    from collectives.backends.nccl.backend import NcclBackend
 
-    return from_environment(timeout=timeout)
+    return NcclBackend.from_environment(timeout=timeout)
 
 
 def _shared(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
@@ -52,9 +52,9 @@ def _shared(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
 
 
 def _tcp(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.tcp.environment import from_environment
+    from collectives.backends.tcp.backend import TcpBackend
 
-    return from_environment(timeout=timeout, pace=pace)
+    return TcpBackend.from_environment(timeout=timeout, pace=pace)
 
 
 def _torch(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:

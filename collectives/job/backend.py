@@ -72,9 +72,9 @@ def _open_alone(name: str, timeout: float) -> Backend[Any]:
 
         return SharedBackend.from_environment(timeout=timeout)
     if name == "tcp":
-        from collectives.backends.tcp.environment import from_environment
+        from collectives.backends.tcp.backend import TcpBackend
 
-        return from_environment(timeout=timeout)
+        return TcpBackend.from_environment(timeout=timeout)
     raise _no_plan(name)
 
 

@@ -130,6 +130,26 @@ class TransferTable:
         return list(_kept(self))
 
 
+def result_block(collective: str, root: int | None, rank: int, ranks: int, count: int) -> tuple[int, int]:
+    """The elements of the buffer that are a rank's result.
+
+    Examples
+    --------
+    >>> result_block("reduce_scatter", None, 1, 4, 20), result_block("reduce", 0, 1, 4, 20)
+    ((5, 10), (0, 0))
+    """
+    if collective == "reduce":
+        return (0, count if rank == root else 0)
+    if collective == "reduce_scatter":
+        return (rank * count // ranks, (rank + 1) * count // ranks)
+    return (0, count)
+
+
+def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> tuple[tuple[int, int], ...]:
+    """For each rank the elements of the buffer that are its result."""
+    return tuple(result_block(collective, root, rank, ranks, count) for rank in range(ranks))
+
+
 @lru_cache(maxsize=64)
 def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
     written = np.zeros((table.ranks, len(table.bounds) - 1), dtype=np.bool_)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
-from collectives.peers.peers import plain, waits_for_nothing
+from collectives.peers.peers import BlockWorld, plain
 from topoplan.errors import BackendError, UsageError
-
-PART_BYTES = 1024
-"""Room for what one rank says; where one says more, a second round has room for that."""
 
 TROUBLE = 7
 """Tag of failures."""
@@ -19,7 +18,7 @@ TROUBLE = 7
 POLL_SECONDS = 0.0005
 
 
-class MpiWorld:
+class MpiWorld(BlockWorld):
     """`World` of the processes of an MPI communicator.
 
     Parameters
@@ -39,30 +38,24 @@ class MpiWorld:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UsageError("MPI runs for one thread only; start it with MPI.THREAD_SERIALIZED or more")
         self._mpi = communicator.Dup()
-        self.rank = int(self._mpi.Get_rank())
-        self.size = int(self._mpi.Get_size())
-        self.waiting = waits_for_nothing
+        super().__init__(int(self._mpi.Get_rank()), int(self._mpi.Get_size()))
         self._one = threading.Lock()
         self._found: BackendError | None = None
         self._sent: list[Any] = []
         self._closed = False
 
-    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """See `World.gather`."""
+    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
+        """See `BlockWorld`."""
+        from mpi4py import MPI
+
         known = self.trouble()
         if known is not None:
             raise known
-        parts = self._gathered(_part(data, PART_BYTES), timeout)
-        longest = 4 + max(int.from_bytes(part[:4], "big") for part in parts)
-        if longest > PART_BYTES:
-            parts = self._gathered(_part(data, longest), timeout)
-        return [part[4 : 4 + int.from_bytes(part[:4], "big")] for part in parts]
-
-    def _gathered(self, own: bytearray, timeout: float) -> list[bytes]:
-        """Parts of one length of all ranks."""
-        everyone = bytearray(len(own) * self.size)
+        sent, everyone = bytearray(own), bytearray(sum(lengths))
         with self._one:
-            request = self._mpi.Iallgather(own, everyone)
+            request = self._mpi.Iallgatherv(
+                [sent, MPI.BYTE], [everyone, (lengths, [0, *accumulate(lengths)][:-1]), MPI.BYTE]
+            )
         deadline = time.monotonic() + timeout
         while not self._test(request):
             error = self.trouble()
@@ -74,10 +67,11 @@ class MpiWorld:
                 )
                 error = self.trouble()
             if error is not None:
-                self._sent.append((request, own, everyone))
+                self._sent.append((request, sent, everyone))
                 raise error
             time.sleep(POLL_SECONDS)
-        return [bytes(everyone[i : i + len(own)]) for i in range(0, len(everyone), len(own))]
+        starts = [0, *accumulate(lengths)]
+        return [bytes(everyone[i:j]) for i, j in pairwise(starts)]
 
     def trouble(self) -> BackendError | None:
         """See `World.trouble`."""
@@ -113,8 +107,3 @@ class MpiWorld:
     def _test(self, request: Any) -> bool:
         with self._one:
             return bool(request.Test())
-
-
-def _part(data: bytes, length: int) -> bytearray:
-    """What a rank says behind its length, as far as it fits."""
-    return bytearray((len(data).to_bytes(4, "big") + data).ljust(length)[:length])

@@ -1,21 +1,34 @@
-"""A world around the rendezvous of the tcp back end: every rank keeps a connection to it."""
+"""A world around a rendezvous, to which every rank keeps a connection.
+
+A failure is told to the rendezvous, which tells all ranks the first that it hears of; so ranks that are not
+neighbours of the one that failed stop too, and all name the same culprit. A rank that has waited for a whole timeout
+asks the rendezvous, which finds the one that holds everybody up, or says that there is still some movement.
+"""
 
 from __future__ import annotations
 
 import atexit
 import base64
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable
 
-from collectives.peers.peers import plain, waits_for_nothing
+from collectives.peers.peers import World, plain, waits_for_nothing
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.rendezvous_client import GRACE_SECONDS, Control
-from collectives.peers.selector_thread import Watcher
+from collectives.peers.rendezvous_client import GRACE_SECONDS, Control, Watcher
+from collectives.peers.rendezvous_state import Message
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
 
-class TcpWorld:
+def _no_links(local: str) -> Message:
+    """What the others must know of a rank that has no links of the tcp back end."""
+    return {"general": None, "ports": {}, "flight_bytes": 0}
+
+
+class TcpWorld(World):
     """`World` of processes that reach one address.
 
     Parameters
@@ -25,6 +38,21 @@ class TcpWorld:
     rank, size : int
     timeout : float
         Seconds to wait for all ranks to come.
+    hello : callable, optional
+        What the other ranks must know of this one, given the address of this machine from which the rendezvous is
+        reached: where it listens, as the tcp back end does.
+    changed : threading.Condition, optional
+        Guards everything, and is told of every change that a thread waits for; on a lock that can be taken twice.
+
+    Attributes
+    ----------
+    step : callable
+        Set by who uses the world: the row at which this rank stops because of another, or None.
+    control : Control
+    watcher : Watcher
+        The thread that listens to the rendezvous, and may listen to more.
+    welcome : Message
+        What all ranks have said.
 
     Raises
     ------
@@ -42,101 +70,127 @@ class TcpWorld:
     [b'alone']
     """
 
-    def __init__(self, rendezvous: str, rank: int, size: int, *, timeout: float = 30.0) -> None:
-        if not 0 <= rank < size:
+    def __init__(
+        self,
+        rendezvous: str,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = 30.0,
+        hello: Callable[[str], Message] = _no_links,
+        changed: threading.Condition | None = None,
+    ) -> None:
+        if size < 1 or not 0 <= rank < size:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
-        self.rank = rank
-        self.size = size
-        self.waiting = waits_for_nothing
-        self._changed = threading.Condition()
-        self._trouble: BackendError | None = None
-        self._closed = False
+        super().__init__(rank, size)
+        self.changed = changed or threading.Condition()
+        self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
+        self._signature: Signature | None = None
+        """Of what was agreed on last, for the comparison where ranks differ."""
+        self._found: BackendError | None = None
+        self._own: Message | None = None
+        """A failure that this rank has met and not told yet."""
+        self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         try:
-            self._meet(rendezvous, timeout)
+            self._meet(rendezvous, timeout, hello)
         except BaseException:
-            self._tear_down()
+            self.end()
             raise
         atexit.register(self.close)
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """See `World.gather`."""
-        control = self._control
-        with self._changed:
-            control.answer = None
-        control.say({"type": "gather", "data": base64.b64encode(data).decode()})
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._over, timeout)
-                answer, control.answer = control.answer, None
-            if answer is not None and "data" in answer:
-                return [base64.b64decode(part) for part in answer["data"]]
-            error = self.trouble()
-            if error is not None:
-                raise error
-            self.stalled(timeout)
+        answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
+        return [base64.b64decode(part) for part in answer["data"]]
+
+    def agree(self, signature: Signature, *, timeout: float) -> None:
+        """See `World.agree`; the rendezvous compares, and answers as soon as two differ."""
+        self._ask(_agreement(signature), timeout, signature)
+
+    def largest(self, value: float, *, timeout: float) -> float:
+        """See `World.largest`."""
+        return float(self._ask({"type": "largest", "value": float(value)}, timeout)["value"])
+
+    def refuse(self, signature: Signature) -> None:
+        """Tell all ranks that this one will not take part in what they agree on, and why; waits for nobody."""
+        self._tell(_agreement(signature))
+
+    def wait(
+        self, done: Callable[[], bool], *, timeout: float, moved: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """Wait until something is true, which is looked at after every change.
+
+        Parameters
+        ----------
+        done : callable
+        timeout : float
+            Seconds without any movement.
+        moved : callable
+            When something moved last, on the steady clock.
+
+        Raises
+        ------
+        BackendError
+            The job has failed, or nothing has moved for too long.
+        """
+        since = time.monotonic()
+        with self.changed:
+            while not done():
+                self._check()
+                left = max(since, moved()) + timeout - time.monotonic()
+                if left > 0:
+                    self.changed.wait(left)
+                else:
+                    self._ask_who_stalls(timeout)
+                    since = time.monotonic() - 0.75 * timeout
+
+    def report(self, message: str, *, peer: int, step: int | None) -> None:
+        """Note what this rank has met; the thread that waits tells the others. From any thread."""
+        with self.changed:
+            if self._own is None:
+                self._own = _failure(BackendError(message, rank=self.rank, peer=peer, step=step))
+                self.changed.notify_all()
 
     def trouble(self) -> BackendError | None:
         """See `World.trouble`."""
-        with self._changed:
-            verdict = self._control.verdict
-            if self._trouble is None and verdict is not None:
-                rank, peer, step = verdict["rank"], verdict["peer"], verdict["step"]
-                if rank is None:
-                    rank, step = self.rank, self.waiting().step
-                self._trouble = BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
-            if self._trouble is None and self._control.alone:
-                host = self._control.host
-                name = "rendezvous" if host is None else f"rendezvous of rank {host}"
-                self._trouble = BackendError(
-                    f"the {name} is gone: its process has ended or left the job; start all ranks again",
-                    rank=self.rank,
-                    peer=host,
-                    step=self.waiting().step,
-                )
-            return self._trouble
+        with self.changed:
+            if self._found is None and self.control.verdict is not None:
+                self._found = self._failed(self.control.verdict)
+            if self._found is None and self.control.alone:
+                self._found = self._gone()
+            return self._found
 
     def tell(self, error: BackendError) -> None:
         """See `World.tell`."""
-        where = {"rank": error.rank, "peer": error.peer, "step": error.step}
-        self._control.say({"type": "failed", "message": plain(error), **where})
-        with self._changed:
-            self._changed.wait_for(self._ended, GRACE_SECONDS)
+        self._tell(_failure(error))
 
     def stalled(self, timeout: float) -> None:
         """See `World.stalled`."""
-        control, wait = self._control, self.waiting()
-        with self._changed:
-            if control.answer is not None:
-                return
-        where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
-        control.say({"type": "stall", "timeout": timeout, **where})
-        with self._changed:
-            if not self._changed.wait_for(self._over, GRACE_SECONDS):
-                self._trouble = BackendError(
-                    f"waited {timeout:g} s, and the rendezvous, which knows more, does not answer either",
-                    rank=self.rank,
-                    peer=wait.peer if control.host is None else control.host,
-                    step=wait.step,
-                )
-            elif control.answer is not None and control.answer["type"] == "patience":
-                control.answer = None
+        with self.changed:
+            try:
+                self._ask_who_stalls(timeout)
+            except BackendError as error:
+                self._found = self._found or error
 
     def close(self) -> None:
         """See `World.close`."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self.close)
-            self._control.say({"type": "bye"})
-            self._tear_down()
+        self.leave()
+        self.end()
 
-    def _over(self) -> bool:
-        return self._control.answer is not None or self._ended()
+    def leave(self) -> None:
+        """Say goodbye; a child that was forked off does not for its parent."""
+        if self._undo and os.getpid() == self._process:
+            self.control.say({"type": "bye"})
 
-    def _ended(self) -> bool:
-        return self._control.verdict is not None or self._control.alone
+    def end(self) -> None:
+        """Close the connection, whatever the others think of that."""
+        atexit.unregister(self.close)
+        while self._undo:
+            with contextlib.suppress(OSError):
+                self._undo.pop()()
 
-    def _meet(self, rendezvous: str, timeout: float) -> None:
+    def _meet(self, rendezvous: str, timeout: float, hello: Callable[[str], Message]) -> None:
         problem = ""
         if self.rank == 0:
             try:
@@ -146,17 +200,115 @@ class TcpWorld:
             else:
                 self._undo.append(hosted.close)
         try:
-            self._control = Control(rendezvous, self.rank, self.size, timeout=timeout)
+            self.control = Control(rendezvous, self.rank, self.size, timeout=timeout)
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
-        self._undo.append(self._control.close)
-        # this rank has no links of the tcp back end
-        self._control.join({"general": None, "ports": {}, "flight_bytes": 0})
-        watcher = Watcher(f"nccl rank {self.rank}")
-        self._undo.append(watcher.close)
-        watcher.add(self._control.connection, self._control.listen(self._changed, lambda: self.waiting()))
+        self._undo.append(self.control.close)
+        self.welcome = self.control.join(hello(self.control.local))
+        self.watcher = Watcher(f"rank {self.rank}")
+        self._undo.append(self.watcher.close)
+        self.watcher.add(self.control.connection, self.control.listen(self.changed, lambda: self.waiting()))
 
-    def _tear_down(self) -> None:
-        while self._undo:
-            with contextlib.suppress(OSError):
-                self._undo.pop()()
+    def _ask(self, message: Message, timeout: float, signature: Signature | None = None) -> Message:
+        """Tell the rendezvous something that all ranks tell it, and wait for its answer; raises as `wait`."""
+        with self.changed:
+            self._signature = signature
+            self.control.answer = None
+        self.control.say(message)
+        self.wait(lambda: self.control.answer is not None, timeout=timeout)
+        assert self.control.answer is not None, "that was waited for"
+        return self.control.answer
+
+    def _tell(self, message: Message) -> None:
+        """Tell the rendezvous that it is over, and give it time to tell the others."""
+        self.control.say(message)
+        with self.changed:
+            self.changed.wait_for(self._over, GRACE_SECONDS)
+
+    def _over(self) -> bool:
+        return self.control.verdict is not None or self.control.alone
+
+    def _check(self) -> None:
+        """Raise what has happened to the job; called with the lock, as all that follows."""
+        if self._found is not None:
+            raise self._found
+        control = self.control
+        if control.verdict is None and self._own is not None:
+            self._tell(self._own)
+            if not self._over() and control.host is not None:
+                # a neighbour that closed its links knew as little, but gave up earlier
+                raise self._silence(self._own["message"], self._own["peer"])
+        # where the rank that hosts the rendezvous died, neighbours that knew it earlier have closed their links
+        host_died = control.lost and control.host is not None
+        verdict = control.verdict or (None if host_died else self._own)
+        if verdict is not None:
+            raise self._failed(verdict)
+        moving = self.waiting is not waits_for_nothing and control.answer is not None
+        if control.alone and (self._own is not None or not moving):
+            raise self._gone()
+
+    def _ask_who_stalls(self, timeout: float) -> None:
+        """Raise what the rendezvous finds; nothing where it asks for patience."""
+        wait = self.waiting()
+        if self.control.alone:
+            raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
+        before, self.control.answer = self.control.answer, None
+        where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
+        self.control.say({"type": "stall", "timeout": timeout, **where})
+        self.changed.wait_for(lambda: self._over() or self.control.answer is not None, GRACE_SECONDS)
+        self._check()
+        if self.control.answer is None:
+            raise self._silence(f"waited {timeout:g} s", wait.peer)
+        if self.control.answer["type"] == "patience":
+            self.control.answer = before
+
+    def _failed(self, verdict: Message) -> BackendError:
+        """What a verdict means for this rank."""
+        if verdict["type"] == "differ":
+            return self._difference(verdict)
+        peer = verdict["peer"]
+        rank = self.rank if verdict["rank"] is None else verdict["rank"]
+        step = self.step(peer) if verdict["step"] is None else verdict["step"]
+        return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
+
+    def _difference(self, verdict: Message) -> BackendError:
+        others = {int(rank): text for rank, text in verdict["signatures"].items() if int(rank) != self.rank}
+        for peer, text in others.items() if self._signature is not None else ():
+            assert self._signature is not None, "that was asked"
+            conflict = self._signature.conflict(Signature.unpack(text.encode()))
+            if conflict:
+                return BackendError(conflict, rank=self.rank, peer=peer)
+        return BackendError(str(verdict["message"]), rank=self.rank, peer=min(others, default=None))
+
+    def _silence(self, reason: str, peer: int | None) -> BackendError:
+        """The rendezvous does not answer; if a rank hosts it, that one holds everybody up."""
+        peer = peer if self.control.host is None else self.control.host
+        return BackendError(
+            f"{reason}, and the {self._name()} does not answer: it is stopped, or cut off",
+            rank=self.rank,
+            peer=peer,
+            step=self.step(peer),
+        )
+
+    def _gone(self) -> BackendError:
+        host = self.control.host
+        return BackendError(
+            f"the {self._name()} is gone: its process has ended or left the job; start all ranks again",
+            rank=self.rank,
+            peer=host,
+            step=self.step(host),
+        )
+
+    def _name(self) -> str:
+        host = self.control.host
+        return f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
+
+
+def _agreement(signature: Signature) -> Message:
+    packed = signature.pack().decode()
+    return {"type": "agree", "signature": packed, "refused": bool(signature.refusal)}
+
+
+def _failure(error: BackendError) -> Message:
+    where = {"rank": error.rank, "peer": error.peer, "step": error.step}
+    return {"type": "failed", "message": plain(error), **where}

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Protocol
 
-from collectives.peers.peers import plain, waits_for_nothing
+from collectives.peers.peers import World, plain
 from topoplan.errors import BackendError
 
 POLL_SECONDS = 0.002
@@ -28,7 +28,7 @@ class Store(Protocol):
         """Remove a key."""
 
 
-class StoreWorld:
+class StoreWorld(World):
     """`World` of processes that share a store.
 
     Parameters
@@ -51,9 +51,7 @@ class StoreWorld:
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, prefix: str = "topoplan/nccl") -> None:
-        self.rank = rank
-        self.size = size
-        self.waiting = waits_for_nothing
+        super().__init__(rank, size)
         self._store = store
         self._prefix = prefix
         self._round = 0

@@ -1,21 +1,34 @@
 """What the ranks of a job tell each other besides data: who is there, what each means to run, what has failed.
 
-NCCL itself has no word for any of this: a rank that waits for a dead one waits for ever. Three ways exist to carry it:
-the rendezvous of the tcp back end (`TcpWorld`), a key-value store of torch (`StoreWorld`), and MPI (`MpiWorld`). Only
-the first notices that a process has ended, and finds the one that holds everybody up; with the others ranks wait for
-the timeout and name the neighbour that they wait for.
+NCCL itself has no word for any of this: a rank that waits for a dead one waits for ever. What carries it is a *world*:
+the rendezvous (`TcpWorld`), MPI (`MpiWorld`), a key-value store of torch (`StoreWorld`), messages of a process group
+(`GroupWorld`). The first notices that a process has ended, and finds the one that holds everybody up; with MPI and a
+store ranks wait for the timeout and name the neighbour that they wait for.
+
+All that a world has to bring is an allgather of bytes and a way to be told of trouble. What back ends ask of each other
+between collectives is the same over each of them, and stands here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from collectives.peers.blame import Waiting
+from collectives.peers.signature import LENGTH, Signature
 from topoplan.errors import BackendError
 
+BLOCK = 640
+"""Bytes in which worlds of `BlockWorld` gather first: a signature fits, and what goes with it."""
 
-class World(Protocol):
+COLLECTIVE, VALUE, TEXT = b"c", b"v", b"t"
+"""What a rank is at when it says something; ranks at different things must not take one for the other."""
+
+NAMES = {COLLECTIVE: "a collective", VALUE: "comparing times", TEXT: "a text for all ranks"}
+
+
+class World(ABC):
     """The ranks of a job, seen from one of them. `trouble`, `tell` and `stalled` may be called from any thread.
 
     Attributes
@@ -25,10 +38,12 @@ class World(Protocol):
         Set by who uses the world: what this rank waits for in a collective, asked from any thread.
     """
 
-    rank: int
-    size: int
-    waiting: Callable[[], Waiting]
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.waiting: Callable[[], Waiting] = waits_for_nothing
 
+    @abstractmethod
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
         """What every rank says, in order of rank; all ranks must call it.
 
@@ -38,17 +53,84 @@ class World(Protocol):
             A rank is gone, has failed, or does not call it within this many seconds.
         """
 
+    @abstractmethod
     def trouble(self) -> BackendError | None:
         """What has befallen the job, as every rank is told it; None as long as nothing has."""
 
+    @abstractmethod
     def tell(self, error: BackendError) -> None:
         """Let all ranks know about a failure; the first that anyone tells is what everyone hears."""
 
+    @abstractmethod
     def stalled(self, timeout: float) -> None:
         """Report that this rank has waited so long; when it returns there is `trouble`, or some rank still moves."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
+
+    def compare(self, signature: Signature, about: str = "", *, timeout: float) -> list[str]:
+        """What every rank says about a collective that all of them mean to run alike, in order of rank.
+
+        Raises
+        ------
+        BackendError
+            A rank means another collective, refuses this one, or is at something else; and as `gather`.
+        """
+        said = self._said(COLLECTIVE, signature.pack() + about.encode(), timeout)
+        theirs = [Signature.unpack(data[:LENGTH]) for data in said]
+        # why one refuses tells more than how the others differ
+        for peer in sorted(range(self.size), key=lambda peer: not theirs[peer].refusal):
+            if peer != self.rank:
+                signature.check(theirs[peer], rank=self.rank, peer=peer)
+        return [data[LENGTH:].decode() for data in said]
+
+    def agree(self, signature: Signature, *, timeout: float) -> None:
+        """Compare with all ranks what they are about to do; raises as `compare`."""
+        self.compare(signature, timeout=timeout)
+
+    def largest(self, value: float, *, timeout: float) -> float:
+        """The largest of the values that all ranks give; raises as `compare`."""
+        said = self._said(VALUE, struct.pack(">d", value), timeout)
+        return max(float(struct.unpack(">d", data)[0]) for data in said)
+
+    def texts(self, text: str, *, timeout: float) -> list[str]:
+        """What every rank says, in order of rank; raises as `compare`."""
+        return [data.decode() for data in self._said(TEXT, text.encode(), timeout)]
+
+    def _said(self, kind: bytes, data: bytes, timeout: float) -> list[bytes]:
+        said = self.gather(kind + data, timeout=timeout)
+        for peer, one in enumerate(said):
+            if one[:1] != kind:
+                raise BackendError(
+                    f"the peer is at {NAMES.get(one[:1], 'something else')} and this rank at {NAMES[kind]}; "
+                    "make the same calls on all ranks",
+                    rank=self.rank,
+                    peer=peer,
+                )
+        return [one[1:] for one in said]
+
+
+class BlockWorld(World):
+    """A world in which every rank must know how long another one's message is before it comes.
+
+    So all say the length first, with what fits behind it; what does not fit follows in a second round, in which nothing
+    is padded: where one of 1024 ranks tells a plan, the others do not send as much.
+    """
+
+    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
+        """See `World.gather`."""
+        told = len(data).to_bytes(4, "big") + data
+        blocks = self._exchange(told[:BLOCK].ljust(BLOCK), [BLOCK] * self.size, timeout)
+        lengths = [4 + int.from_bytes(block[:4], "big") for block in blocks]
+        if max(lengths) > BLOCK:
+            rest = self._exchange(told[BLOCK:], [max(0, length - BLOCK) for length in lengths], timeout)
+            blocks = [block + more for block, more in zip(blocks, rest, strict=True)]
+        return [block[4:length] for block, length in zip(blocks, lengths, strict=True)]
+
+    @abstractmethod
+    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
+        """What every rank gives, in order of rank: of these lengths, which all of them know."""
 
 
 def waits_for_nothing() -> Waiting:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from collectives.peers.address import Address, listen, parse_address
-from collectives.peers.framing import Message, Unpacker, pack
-from collectives.peers.rendezvous_state import Hub, Post
+from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
 from topoplan.errors import UsageError
 
 STRANGER_SECONDS = 10.0

@@ -20,8 +20,7 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.arrays.cupy_arrays import load_cupy
 from collectives.backends.backend import RankArrays
-from collectives.backends.loopback_gpu.backend import LoopbackGpu
-from collectives.backends.loopback_gpu.program import program_of
+from collectives.backends.loopback_gpu.backend import LoopbackGpu, program_of
 from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
 from tests.gpu_report import last_line

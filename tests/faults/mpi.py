@@ -25,8 +25,8 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.mpi.backend import MpiBackend
-from collectives.backends.shared.peer_watchdog import process_state
 from collectives.launching.mpiexec import mpiexec_command
+from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import BackendError
 
 RANKS = 4

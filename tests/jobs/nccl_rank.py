@@ -1,6 +1,6 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
-Its place comes from the environment (see `collectives.backends.nccl.environment`); ``RANKS_PER_GPU``, ``LANES``,
+Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
 ``OVERLAP``, ``GRAPHS`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that ends well has
 printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and replayed, and say in
 how many seconds the error came; the communicator is unusable behind them.
@@ -23,7 +23,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.nccl.environment import from_environment
+from collectives.backends.nccl.backend import NcclBackend
 from tests.support.checkout import ROOT
 from topoplan.errors import TopoplanError
 
@@ -88,7 +88,7 @@ def main() -> None:
     }
     if os.environ.get("RANKS_PER_GPU"):
         options["ranks_per_gpu"] = int(os.environ["RANKS_PER_GPU"])
-    backend = from_environment(timeout=30.0, **options)
+    backend = NcclBackend.from_environment(timeout=30.0, **options)
     gpus = list(range(backend.size))
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=gpus)
     comm = Communicator(plan, backend, chunk_bytes=int(os.environ.get("CHUNK", 1 << 20)), timeout=30.0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.backends.shared.meeting import lock_fence, meet
+from collectives.peers.shared_memory import lock_fence, meet
 from tests.jobs.shared_ranks import COLLECTIVES, plan_for
 from tests.support.checkout import ROOT
 from tests.support.tcp_jobs import call, given_to, seal

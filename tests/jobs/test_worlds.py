@@ -85,6 +85,17 @@ def test_ranks_meet_in_a_store_of_torch() -> None:
         said = in_threads(worlds, lambda world: world.gather(b"%d" % world.rank, timeout=10))
         assert said == [[b"0", b"1", b"2"]] * 3
 
+    def one_of_three_at_something_else(world: World) -> Any:
+        return world.largest(2.5, timeout=10) if world.rank != 1 else world.texts("here", timeout=10)
+
+    assert in_threads(worlds, lambda world: world.largest(world.rank / 2, timeout=10)) == [1.0] * 3
+    assert (
+        in_threads(worlds, lambda world: world.texts("é" * world.rank, timeout=10)) == [["", "é", "éé"]] * 3
+    )
+    errors = in_threads(worlds, one_of_three_at_something_else)
+    assert str(errors[0]).startswith("rank 0, peer 1: the peer is at a text for all ranks and this rank at ")
+    assert [error.peer for error in errors] == [1, 0, 1]
+
     def two_of_three(world: World) -> Any:
         return None if world.rank == 1 else world.gather(b"", timeout=0.3)
 

@@ -13,9 +13,8 @@ import os
 import sys
 import time
 
-from collectives.backends.shared.control_page import LEAVING, Control
-from collectives.backends.shared.peer_watchdog import process_state
-from collectives.backends.shared.placement import Placement
+from collectives.peers.control_page import LEAVING, Control, Placement
+from collectives.peers.peer_watchdog import process_state
 
 PATIENCE = 5.0
 """Seconds that a process waits at its end for the others of its host."""

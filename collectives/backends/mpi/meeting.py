@@ -1,15 +1,20 @@
-"""How the ranks meet: who shares memory, and the memory that they share."""
+"""How the ranks meet: who shares memory, the memory that they share, and what keeps data ahead of its announcement.
+
+x86 processors show stores in the order in which they were made and load in order, so nothing needs to be done
+there. Others may reorder both; MPI's synchronisation of a shared window is the one full memory barrier that a
+Python program can reach everywhere, so an otherwise unused window is made for it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives.backends.shared.control_page import Control
-from collectives.backends.shared.placement import Placement
-from collectives.backends.shared.segment import Segment, can_share, create_memory, open_memory
+from collectives.peers.control_page import Control, Placement
+from collectives.peers.shared_memory import ORDERED, Segment, can_share, create_memory, open_memory
 from topoplan.errors import UsageError
 
 MPICH_NAMES = "/dev/shm/mpich_shm_"
@@ -101,3 +106,24 @@ def _forget_names() -> None:
     for name in names:
         if name.startswith(MPICH_NAMES):
             Path(name).unlink(missing_ok=True)
+
+
+def memory_fence(comm: Any) -> Callable[[], None] | None:
+    """A full memory barrier; None where the processor needs none.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator
+        Of the ranks of one host; all of them must call it.
+    """
+    return None if platform.machine() in ORDERED else window_fence(comm)
+
+
+def window_fence(comm: Any) -> Callable[[], None]:
+    """A full memory barrier through a shared window of MPI, on any machine."""
+    from mpi4py import MPI
+
+    window = MPI.Win.Allocate_shared(8, 1, comm=comm)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    synchronise: Callable[[], None] = window.Sync
+    return synchronise

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from collectives.arrays.cupy_arrays import CupyArrays
+from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
 from collectives.backends.backend import Call
-from collectives.backends.nccl.connections import ABORT_SECONDS, DESTROY_SECONDS, Connections, prepare
-from collectives.backends.nccl.guard import Guard
-from collectives.backends.nccl.lanes import Lanes, PlacedProgram, place
+from collectives.backends.nccl.connections import (
+    ABORT_SECONDS,
+    DESTROY_SECONDS,
+    Connections,
+    Guard,
+    prepare,
+)
+from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.library import NcclFailed
 from collectives.backends.nccl.program import program_of, waits_for
-from collectives.backends.nccl.replay import Replays, decision
+from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
-from collectives.peers.signature import LENGTH, Signature
+from collectives.peers.place_in_job import number_of, place_in_job
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 KEPT = 16
@@ -42,6 +48,9 @@ DRAIN_SECONDS = 1.0
 
 NOT_READY = 600
 """CUDA's cudaErrorNotReady, which is no error."""
+
+UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""What Open MPI and MPICH set for the processes that they start."""
 
 Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
@@ -139,6 +148,45 @@ class NcclBackend:
             self.close()
             raise
 
+    @classmethod
+    def from_environment(
+        cls,
+        *,
+        timeout: float = 30.0,
+        environment: Mapping[str, str] = os.environ,
+        **options: int | str | bool,
+    ) -> NcclBackend:
+        """The back end of a process that a launcher started.
+
+        Its place is found as for the other back ends (`place_in_job`); under mpiexec without these variables the ranks
+        are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host; where
+        ``LOCAL_WORLD_SIZE`` says that the host has more processes than GPUs, they share them.
+
+        Parameters
+        ----------
+        timeout : float
+        environment : mapping
+            Variables and values.
+        **options
+            Further ones of `NcclBackend`.
+
+        Raises
+        ------
+        UsageError
+            A library or a GPU is missing; names the variables that are missing, or the one whose value is no number.
+        BackendError
+            The ranks do not find each other.
+        """
+        cupy = load_cupy(cls.name)
+        world, local, processes = _world(environment, timeout)
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+            place = {"device": local % count, "ranks_per_gpu": -(-processes // count)}
+            return cls(cupy, world, timeout=timeout, **{**place, **options})
+        except BaseException:
+            world.close()
+            raise
+
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         with self._telling(), self.arrays.here() as stream:
@@ -148,14 +196,13 @@ class NcclBackend:
         """See `Backend.refuse`."""
         if not self._closed and self._guard.error is None:
             with contextlib.suppress(BackendError):
-                self._world.gather(self._said(signature, 0), timeout=self._timeout)
+                self._world.compare(signature, self._about(0), timeout=self._timeout)
             self._end(BackendError("this rank refused a collective; make a new communicator", rank=self.rank))
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
-        self._guard.check()
-        said = self._world.gather(struct.pack(">d", value), timeout=self._timeout)
-        return max(float(struct.unpack(">d", one)[0]) for one in said)
+        with self._telling():
+            return self._world.largest(value, timeout=self._timeout)
 
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
@@ -165,7 +212,7 @@ class NcclBackend:
     def gather_texts(self, text: str) -> list[str]:
         """See `GathersTexts.gather_texts`."""
         with self._telling():
-            return [one.decode() for one in self._world.gather(text.encode(), timeout=self._timeout)]
+            return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -246,12 +293,10 @@ class NcclBackend:
 
     def _agree(self, signature: Signature, offer: int) -> str:
         """Compare with all ranks what they mean to run; says how it is run."""
-        said = self._world.gather(self._said(signature, offer), timeout=self._timeout)
         offers = []
-        for peer, data in enumerate(said):
-            if peer != self.rank:
-                signature.check(Signature.unpack(data[:LENGTH]), rank=self.rank, peer=peer)
-            other = json.loads(data[LENGTH:])
+        said = self._world.compare(signature, self._about(offer), timeout=self._timeout)
+        for peer, text in enumerate(said):
+            other = json.loads(text)
             offers.append(int(other.pop("offer")))
             if other != self._settings:
                 raise BackendError(
@@ -262,8 +307,8 @@ class NcclBackend:
                 )
         return decision(offers)
 
-    def _said(self, signature: Signature, offer: int) -> bytes:
-        return signature.pack() + json.dumps({**self._settings, "offer": offer}).encode()
+    def _about(self, offer: int) -> str:
+        return json.dumps({**self._settings, "offer": offer})
 
     def _placed(self, call: Call[Any]) -> tuple[PlacedProgram, Replays]:
         one = call.memory[0]
@@ -320,6 +365,23 @@ class NcclBackend:
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, int]:
+    """The world of this process, its number on the host, and processes of the host as far as known."""
+    if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise UsageError('ranks of mpiexec meet through mpi4py: pip install "topoplan[mpi]"') from None
+        from collectives.peers.over_mpi import MpiWorld
+
+        neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        return MpiWorld(MPI.COMM_WORLD), int(neighbours.Get_rank()), int(neighbours.Get_size())
+    place = place_in_job(environment, "nccl")
+    local = number_of(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
+    processes = number_of(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
+    return TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout), local, processes
 
 
 def _words(error: BaseException) -> str:

@@ -4,6 +4,10 @@ NCCL forbids to abort a communicator beside a running call on it. So all calls p
 waits for the one that runs; where the library's calls can wait for other ranks (`Library.waits`) it goes ahead after
 `PATIENCE` all the same, since nothing else would ever end such a call. Where they cannot, every group costs NCCL a
 thread of its own, and us a question until it is queued; replayed graphs do not.
+
+Kernels and calls that wait for a peer wait without end; only aborting the communicators lets go of them. A thread
+(`Guard`) watches every collective and does so when a rank reports trouble, when NCCL reports an error of its own, or
+when no step has ended for the timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 from collectives.backends.nccl.library import Library, Link, NcclFailed, described, find_library
-from collectives.peers.peers import World
+from collectives.peers.blame import Waiting
+from collectives.peers.peers import World, waits_for_nothing
 from topoplan.errors import BackendError
 
 PATIENCE = 1.0
@@ -27,6 +32,15 @@ ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
 """Time for NCCL to let go of its communicators, before a rank goes on without them."""
 
 LOOK_SECONDS = 0.01
+
+WATCH_SECONDS = 0.02
+"""Between two looks at a running collective."""
+
+FAREWELL_SECONDS = 5.0
+"""Time for the thread to end."""
+
+Place = Callable[[], tuple[int | None, int | None]]
+"""The peer and the row of the table that a rank waits for."""
 
 SPINS = 200
 """How often `Connections.settle` looks before it sleeps in between."""
@@ -233,5 +247,128 @@ class Connections:
     def _told(self, what: str) -> BackendError:
         """A failure of NCCL that all ranks are told of."""
         error = BackendError(f"NCCL {what} ({described(self._library)})", rank=self._world.rank)
+        self._world.tell(error)
+        return self._world.trouble() or error
+
+
+class Guard:
+    """Watches one collective at a time.
+
+    Parameters
+    ----------
+    world : World
+    connections : Connections
+    timeout : float
+        Seconds without an ended step.
+
+    Attributes
+    ----------
+    error : BackendError or None
+        Why the communicators were aborted.
+    """
+
+    def __init__(self, world: World, connections: Connections, *, timeout: float) -> None:
+        self.error: BackendError | None = None
+        self._world = world
+        self._connections = connections
+        self._timeout = timeout
+        self._progress: Callable[[], int] | None = None
+        self._since = 0.0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._aborted = False
+        self._thread = threading.Thread(target=self._work, name="nccl guard", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
+        """Watch what runs inside.
+
+        Parameters
+        ----------
+        progress : callable
+            A number that changes whenever a step has ended.
+        place : callable
+        """
+
+        def waiting() -> Waiting:
+            return Waiting(*place(), time.monotonic() - self._since)
+
+        with self._changed:
+            self._progress, self._since = progress, time.monotonic()
+            self._world.waiting = waiting
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._progress = None
+                self._world.waiting = waits_for_nothing
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `error`, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def stop(self, error: BackendError) -> None:
+        """Begin to abort the communicators, from any thread; the first error stays."""
+        with self._changed:
+            self.error = self.error or error
+            first, self._aborted = not self._aborted, True
+        if first:
+            self._connections.abort()
+
+    def close(self) -> None:
+        """End the thread; closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(FAREWELL_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._progress is not None)
+                if self._closed:
+                    return
+                progress = self._progress
+            assert progress is not None, "that was waited for"
+            self._attend(progress)
+
+    def _attend(self, progress: Callable[[], int]) -> None:
+        """Look after one collective until it has ended or been stopped."""
+        last = progress()
+        while self.error is None:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._progress is not progress or self._closed, WATCH_SECONDS
+                ):
+                    return
+            error = self._world.trouble() or self._own_error()
+            if error is None and progress() != last:
+                self._since, last = time.monotonic(), progress()
+            elif error is None and time.monotonic() - self._since > self._timeout:
+                self._world.stalled(self._timeout)
+                error = self._world.trouble()
+                # somebody still moves: look again a quarter of the timeout later
+                self._since = max(self._since, time.monotonic() - 0.75 * self._timeout)
+            if error is not None:
+                self.stop(error)
+        with self._changed:
+            self._changed.wait_for(lambda: self._progress is not progress or self._closed)
+
+    def _own_error(self) -> BackendError | None:
+        """What NCCL itself has met."""
+        met = self._connections.error()
+        if met is None:
+            return None
+        wait = self._world.waiting()
+        error = BackendError(
+            f"NCCL reports {met}; NCCL_DEBUG=WARN tells more",
+            rank=self._world.rank,
+            peer=wait.peer,
+            step=wait.step,
+        )
         self._world.tell(error)
         return self._world.trouble() or error

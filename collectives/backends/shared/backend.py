@@ -1,41 +1,37 @@
-"""The shared back end: one process per rank, all on one host, that share memory without MPI.
+"""The shared back end: one process per rank, all on one host, that share memory.
 
-What the mpi back end does between ranks of one host: each value is made once, in memory that all see, and read from
-there. The processes need a way to find each other, an allgather of short texts, once: torch's process groups and stores
-have one, and so has whatever started them.
+Each value is made once, in memory that all see, and read from there. The processes need a way to find each other, an
+allgather of short texts, once: torch's process groups and stores have one, and so has whatever started them. Where
+ranks are on several hosts, `collectives.backends.mpi` adds what carries messages between these.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, RankArrays
-from collectives.backends.mpi.backend import CACHED_CHUNK
-from collectives.backends.mpi.failure_messages import Notices
-from collectives.backends.mpi.memory_barrier import ORDERED
-from collectives.backends.mpi.transport import Transport
-from collectives.backends.shared.agreement import Agreement
-from collectives.backends.shared.agreement_rules import compare_notes, largest_of
-from collectives.backends.shared.control_page import CLOSED, Control
-from collectives.backends.shared.execution import execute
-from collectives.backends.shared.meeting import Gather, lock_fence, meet
-from collectives.backends.shared.peer_watchdog import Watch
+from collectives.backends.shared.execution import Messages, execute
+from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import program_of
-from collectives.backends.shared.result_blocks import result_blocks
-from collectives.backends.shared.texts import texts_of_all
+from collectives.lowering.transfer_table import result_blocks
+from collectives.peers.control_page import Control, Placement
 from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
-from collectives.peers.signature import LENGTH, Signature
+from collectives.peers.shared_memory import ORDERED, Gather, Segment, lock_fence, meet
+from collectives.peers.signature import Signature
 from collectives.reduction import reduction
+
+CACHED_CHUNK = 256 << 10
+"""Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
 
 class SharedBackend:
@@ -65,7 +61,6 @@ class SharedBackend:
     one_rank = True
     direct = True
     averages = True
-    chunk_bytes: int | None = CACHED_CHUNK
 
     def __init__(
         self,
@@ -76,16 +71,29 @@ class SharedBackend:
         timeout: float = 30.0,
         arrays: ArrayLibrary[Any] | None = None,
     ) -> None:
-        self.size = size
-        self.ranks: tuple[int, ...] = (rank,)
-        self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
-        self._placement, self._segment = meet(gather, rank=rank, size=size)
         fence = None if platform.machine() in ORDERED else lock_fence()
-        self._control = Control(self._segment.control, rank, fence=fence)
-        notices = Notices(None, self._placement)
-        self._watch = Watch(self._control, self._placement, notices, timeout, broken=())
-        self._agreement = Agreement(None, self._control, self._placement, self._watch)
-        self._places = {member: place for place, member in enumerate(self._placement.members)}
+        self._begin(*meet(gather, rank=rank, size=size), fence=fence, timeout=timeout, arrays=arrays)
+
+    def _begin(
+        self,
+        placement: Placement,
+        segment: Segment,
+        *,
+        fence: Callable[[], None] | None,
+        timeout: float,
+        arrays: ArrayLibrary[Any] | None = None,
+        others: OtherHosts | None = None,
+    ) -> None:
+        """Work with ranks that have met."""
+        self.size = len(placement.hosts)
+        self.ranks: tuple[int, ...] = (placement.rank,)
+        self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
+        self.chunk_bytes: int | None = CACHED_CHUNK if len(placement.leaders) == 1 else None
+        self._timeout = timeout
+        self._placement, self._segment = placement, segment
+        self._control = Control(segment.control, placement.place, fence=fence)
+        self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
+        self._places = {rank: place for place, rank in enumerate(placement.members)}
         self._calls = 0
         self._closed = False
 
@@ -102,66 +110,62 @@ class SharedBackend:
         BackendError
             The ranks do not find each other.
         """
-        place = place_in_job(environment, cls.name)
+        place = place_in_job(environment, SharedBackend.name)
         world = TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout)
-
-        def gather(text: str) -> list[str]:
-            return [data.decode() for data in world.gather(text.encode(), timeout=timeout)]
-
         try:
-            return cls(gather, rank=place.rank, size=place.size, timeout=timeout)
+            return SharedBackend(
+                lambda text: world.texts(text, timeout=timeout),
+                rank=place.rank,
+                size=place.size,
+                timeout=timeout,
+            )
         finally:
             world.close()
 
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
-        mine = signature.pack()
-        with self._watch.telling():
-            self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
+        with self._world.watch.telling():
+            self._world.agree(signature, timeout=self._timeout)
 
     def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`: through memory that all ranks see, whatever they met by."""
-        with self._watch.telling():
-            return texts_of_all(text, self._agreement, self._watch, self._placement)
+        """See `GathersTexts.gather_texts`."""
+        with self._world.watch.telling():
+            return self._world.texts(text, timeout=self._timeout)
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        with self._watch.telling():
+        with self._world.watch.telling():
             self._run(call)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
-        self._agreement.refuse(signature.pack())
+        self._world.refuse(signature)
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
-        note = json.dumps({"largest": value}).encode().ljust(LENGTH)
-        outcome = self._agreement.reach(note, lambda notes: largest_of(notes, self._watch))
-        largest: float = struct.unpack_from("d", outcome)[0]
-        return largest
+        return self._world.largest(value, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""
         if not self._closed:
             self._closed = True
-            self._control.announce(CLOSED, 1)
+            self._world.close()
             self._segment.close()
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
-        mine = call.signature.pack()
-
-        self._agreement.reach(mine, lambda notes: compare_notes(mine, notes, self._watch))
+        about = call.signature
+        self._world.agree(about, timeout=self._timeout)
         self._calls += 1
         program = program_of(
             call.table,
             self._placement,
             given=memory.given,
-            blocks=result_blocks(call.signature, self.size),
+            blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
         )
         source, shared, result, combine = self._memory(call, memory, program.shared_elements)
-        scratch = shared[:0]
+        scratch, messages = self._messages(program, shared)
         execute(
             program,
             (source, shared, scratch),
@@ -171,21 +175,37 @@ class SharedBackend:
             places=self._places,
             place=self._placement.place,
             control=self._control,
-            watch=self._watch,
-            transport=Transport(None, program, np.empty(0), self._watch),
+            watch=self._world.watch,
+            messages=messages,
             divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
         )
 
+    def _messages(self, program: Program, shared: NDArray[Any]) -> tuple[NDArray[Any], Messages | None]:
+        """Where messages from other hosts arrive, and what moves them: there are none."""
+        return shared[:0], None
+
     def _memory(self, call: Call[Any], memory: RankArrays[Any], elements: int) -> tuple[Any, Any, Any, Any]:
-        """Source, shared memory, result, and what joins them: numpy's arrays where numpy has the type."""
-        if isinstance(memory.source, np.ndarray):
-            dtype = np.dtype(call.dtype)
-            shared = self._segment.slots(elements, dtype)
-            return memory.source, shared, memory.result, _joining(call.op, dtype)
-        from collectives.backends.shared.torch_memory import tensors_as_arrays
+        """Source, shared memory, result, and what joins them: as numpy's arrays, also where they are tensors.
 
-        return tensors_as_arrays(call.op, memory, lambda dtype: self._segment.slots(elements, dtype))
+        bfloat16, which numpy lacks, stays tensors, and so does the shared memory then.
+        """
+        source, result = memory.source, memory.result
+        if not isinstance(source, np.ndarray):
+            import torch
 
+            from collectives.arrays.torch_arrays import joining
 
-def _joining(op: str | None, dtype: np.dtype[Any]) -> Any:
-    return np.add if op is None else reduction(op, dtype)
+            source, result = source.detach(), result.detach()
+            if source.dtype == torch.bfloat16:
+                shared = self._segment.slots(elements, np.dtype(np.int16))
+                tensor = torch.from_numpy(shared).view(torch.bfloat16)
+                add = None if call.op is None else joining(call.op, source)
+
+                def into(own: Any, arriving: Any, target: Any) -> None:
+                    assert add is not None, "only reductions join"
+                    add(own, arriving, out=target)
+
+                return source, tensor, result, into
+            source, result = source.numpy(), result.numpy()
+        combine = np.add if call.op is None else reduction(call.op, source.dtype)
+        return source, self._segment.slots(elements, source.dtype), result, combine

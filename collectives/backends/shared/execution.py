@@ -6,15 +6,33 @@ The result is complete in shared memory before its first element is copied, so a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.mpi.transport import Transport
-from collectives.backends.shared.control_page import DONE, WORDS, Control
 from collectives.backends.shared.instructions import SHARED, Program
-from collectives.backends.shared.peer_watchdog import Watch
+from collectives.peers.control_page import DONE, WORDS, Control
+from collectives.peers.peer_watchdog import Watch
+
+
+class Messages(Protocol):
+    """The messages of one run of a program between hosts: sends that leave when they can, receives opened ahead."""
+
+    def send(self, number: int, data: NDArray[Any]) -> None:
+        """Send the message of this number; they are sent in order."""
+
+    def left(self, number: int) -> None:
+        """Wait until a message's memory may be overwritten."""
+
+    def arrived(self, number: int) -> None:
+        """Wait until a message is there."""
+
+    def used(self, number: int) -> None:
+        """Let the next message arrive in the place of this one."""
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
 
 
 def execute(
@@ -28,7 +46,7 @@ def execute(
     place: int,
     control: Control,
     watch: Watch,
-    transport: Transport,
+    messages: Messages | None = None,
     divisor: int = 1,
 ) -> None:
     """Run a program to its end.
@@ -48,7 +66,9 @@ def execute(
         Where each rank of this host stands among them.
     place : int
         Where this one stands.
-    control, watch, transport
+    control, watch
+    messages : Messages, optional
+        Where the program has some.
     divisor : int
         By which the result is divided on its way.
     """
@@ -64,24 +84,26 @@ def execute(
                     if words[counters[rank]] < base + least:
                         watch.word(rank, DONE, base + least, row)
                 fence()
-            for number in unsent:
-                transport.left(number)
-            if target < 0:
-                transport.send(message, memories[arriving][elements])
-            else:
-                if message >= 0:
-                    transport.arrived(message)
+            if messages is not None:
+                for number in unsent:
+                    messages.left(number)
+                if target < 0:
+                    messages.send(message, memories[arriving][elements])
+                elif message >= 0:
+                    messages.arrived(message)
+            if target >= 0:
                 if own < 0:
                     memories[target][goal] = memories[arriving][elements]
                 else:
                     combine(
                         memories[own][base_elements], memories[arriving][elements], memories[target][goal]
                     )
-                if message >= 0:
-                    transport.used(message)
+                if messages is not None and message >= 0:
+                    messages.used(message)
             fence()
             words[mine] = done
-    transport.finish()
+    if messages is not None:
+        messages.finish()
     for rank, least, row in program.complete:
         watch.word(rank, DONE, base + least, row)
     shared = memories[SHARED]

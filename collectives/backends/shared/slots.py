@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.shared.chunk_values import Instances
-from collectives.backends.shared.placement import Placement
 from collectives.backends.shared.total_order import NEVER, Order
 from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.control_page import Placement
 
 Numbers = NDArray[np.int64]
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.shared.chunk_values import Instances
-from collectives.backends.shared.placement import Placement
 from collectives.lowering.edge_streams import stream_of, streams
 from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.control_page import Placement
 
 Numbers = NDArray[np.int64]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,16 @@ from numpy.typing import NDArray
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.job import Job
-from collectives.backends.tcp.lanes import lane_of
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.pacing import link_rates
-from collectives.backends.tcp.wires import Queue, base_queue, read_wires
+from collectives.backends.tcp.wires import Queue, base_queue, lane_of, read_wires
 from collectives.lowering.edge_streams import Stream
-from collectives.peers.framing import Message
-from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.rendezvous_client import Control
-from collectives.peers.selector_thread import Watcher
+from collectives.peers.over_rendezvous import TcpWorld
+from collectives.peers.peers import waits_for_nothing
+from collectives.peers.place_in_job import place_in_job
+from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
@@ -90,8 +89,6 @@ class TcpBackend:
         meeting_timeout: float | None = None,
         flight_bytes: int = FLIGHT_BYTES,
     ) -> None:
-        if size < 1 or not 0 <= rank < size:
-            raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
         if pace is not None and not pace > 0:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
         meeting_timeout = timeout if meeting_timeout is None else meeting_timeout
@@ -106,131 +103,140 @@ class TcpBackend:
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays = ResultArrays()
+        self._timeout = timeout
         self._pace = pace
         self._flight_bytes = flight_bytes
         self._wires = read_wires(wires) if wires is not None else {}
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._spare = Spare()
-        self._job = Job(rank, timeout=timeout)
+        self._flow: Flow | None = None
         self._closed = False
         self._process = os.getpid()
-        self._undo: list[Callable[[], None]] = []
-        try:
-            self._meet(rendezvous, meeting_timeout)
-        except BaseException:
-            self._tear_down()
-            raise
+        self._meet(rendezvous, meeting_timeout)
         atexit.register(self.close)
+
+    @classmethod
+    def from_environment(
+        cls,
+        *,
+        timeout: float = 30.0,
+        pace: float | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> TcpBackend:
+        """The back end of a process that a launcher started; ``TOPOPLAN_WIRES`` names a wires file.
+
+        Raises
+        ------
+        UsageError
+            Names the variables that are missing, or the one whose value is no number (see `place_in_job`).
+        BackendError
+            The ranks do not find each other.
+        """
+        place = place_in_job(environment, cls.name)
+        wires = environment.get("TOPOPLAN_WIRES") or None
+        return cls(
+            place.rank, place.size, rendezvous=place.rendezvous, wires=wires, pace=pace, timeout=timeout
+        )
 
     def run(self, call: Call[NDArray[Any]]) -> None:
         """See `Backend.run`."""
-        self._check_open()
-        job, signature = self._job, call.signature
-        try:
+        world = self._world
+        with self._telling():
             flow = Flow(
                 call,
                 self.rank,
-                over=job.changed,
+                over=world.changed,
                 spare=self._spare,
                 credit=self._credit,
                 flight_bytes=self._flight_bytes,
                 lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
             )
-            with job.changed:
-                job.flow = flow
-            job.ask(_agreement(signature), signature)
-            self._start(call, flow)
-            job.wait(lambda: flow.finished, signature)
-        except BaseException as error:
-            if job.flow is not None:
-                job.flow.stop()
-            self._give_up(error)
-            raise
-        finally:
-            with job.changed:
-                job.flow = None
+            try:
+                with world.changed:
+                    self._flow = flow
+                    world.waiting, world.step = flow.waiting, flow.stops_at
+                world.agree(call.signature, timeout=self._timeout)
+                self._start(call, flow)
+                world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched)
+            except BaseException:
+                flow.stop()
+                raise
+            finally:
+                with world.changed:
+                    self._flow = None
+                    world.waiting, world.step = waits_for_nothing, lambda peer: None
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
         if not self._closed:
-            self._job.tell(_agreement(signature))
+            self._world.refuse(signature)
             self._end()
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
-        return float(self._asked({"type": "largest", "value": float(value)})["value"])
+        with self._telling():
+            return self._world.largest(value, timeout=self._timeout)
 
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
-        self._asked(_agreement(signature), signature)
+        with self._telling():
+            self._world.agree(signature, timeout=self._timeout)
 
     def gather_texts(self, text: str) -> list[str]:
         """See `GathersTexts.gather_texts`."""
-        return [str(one) for one in self._asked({"type": "gather", "data": text})["data"]]
-
-    def _asked(self, message: Message, signature: Signature | None = None) -> Message:
-        """The answer of the rendezvous to what all ranks tell it."""
-        self._check_open()
-        try:
-            return self._job.ask(message, signature)
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        with self._telling():
+            return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
         # a child that was forked off must not say goodbye for its parent
         if not self._closed and os.getpid() == self._process:
-            self._network.drain(self._job.timeout)
-            self._job.control.say({"type": "bye"})
+            self._network.drain(self._timeout)
+            self._world.leave()
             self._end()
 
     def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""
-        problem = ""
-        if self.rank == 0:
-            try:
-                hub = Rendezvous(rendezvous, self.size, host=0).start()
-            except UsageError as error:
-                problem = f"{error}; and "  # a launcher listens there, or nobody can
-            else:
-                self._undo.append(hub.close)
+        lock = threading.RLock()
+        made: list[Network] = []
+
+        def hello(local: str) -> Message:
+            network = Network(
+                self.rank,
+                local,
+                self._wires,
+                lock=lock,
+                flow=lambda: self._flow,
+                broken=self._broken,
+                ended=self._link_ended,
+            )
+            made.append(network)
+            return {"general": network.general, "ports": network.ports, "flight_bytes": self._flight_bytes}
+
         try:
-            control = Control(rendezvous, self.rank, self.size, timeout=timeout)
-        except BackendError as error:
-            raise BackendError(f"{problem}{error}", rank=self.rank) from error
-        self._undo.append(control.close)
-        job = self._job
-        job.control = control
-        self._network = Network(
-            self.rank,
-            control.local,
-            self._wires,
-            lock=job.lock,
-            flow=lambda: job.flow,
-            broken=job.broken,
-            ended=job.ended,
-        )
-        self._undo.append(self._network.close)
-        welcome = control.join(
-            {
-                "general": self._network.general,
-                "ports": self._network.ports,
-                "flight_bytes": self._flight_bytes,
-            }
-        )
-        watcher = Watcher(f"tcp rank {self.rank}")
-        self._undo.append(watcher.close)
-        watcher.add(control.connection, control.listen(job.changed, job.waiting))
-        self._network.start(watcher, str(welcome["token"]), welcome["peers"])
+            self._world = TcpWorld(
+                rendezvous,
+                self.rank,
+                self.size,
+                timeout=timeout,
+                hello=hello,
+                changed=threading.Condition(lock),
+            )
+        except BaseException:
+            for network in made:
+                network.close()
+            raise
+        (self._network,) = made
+        welcome = self._world.welcome
+        self._network.start(self._world.watcher, str(welcome["token"]), welcome["peers"])
 
     def _start(self, call: Call[NDArray[Any]], flow: Flow) -> None:
         """Open the links of a collective and set their senders to work."""
         for lane in sorted(flow.lanes):
             try:
-                self._network.open(lane, self._job.timeout)
+                self._network.open(lane, self._timeout)
             except ConnectionError as error:
-                self._job.broken(lane[1], str(error))
+                self._broken(lane[1], str(error))
                 return
         links = [self._network.outgoing[lane] for lane in sorted(flow.lanes)]
         if self._pace is not None:
@@ -244,33 +250,43 @@ class TcpBackend:
             link.serve(flow)
 
     def _credit(self, stream: Stream, joined: int) -> None:
-        flow = self._job.flow
+        flow = self._flow
         if flow is not None:
             self._network.credit(flow.lane_of[stream.number], flow.number, stream.number, joined)
 
-    def _check_open(self) -> None:
+    def _link_ended(self, lane: Queue, message: str) -> None:
+        """The other end of a link has closed it; that is trouble only while this link has more to carry.
+
+        A rank that has ended well may still have data on its way over its other links.
+        """
+        with self._world.changed:
+            if self._flow is not None and self._flow.needs(lane):
+                self._broken(lane[0] if lane[1] == self.rank else lane[1], message)
+
+    def _broken(self, peer: int, message: str) -> None:
+        """A link has failed."""
+        with self._world.changed:
+            flow = self._flow
+            if flow is not None and not flow.stopped:
+                self._world.report(message, peer=peer, step=flow.step(peer))
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """End with what is raised inside; where the others do not know why yet, tell them first."""
         if self._closed:
             raise BackendError("the tcp back end has ended; make a new one", rank=self.rank)
-
-    def _give_up(self, error: BaseException) -> None:
-        """End; where the others do not know why yet, tell them first."""
-        if not isinstance(error, BackendError):
-            reason = f"rank {self.rank} gave up: {type(error).__name__} {error}".rstrip()
-            message: Message = {"type": "failed", "message": reason, "rank": None, "peer": self.rank}
-            self._job.tell({**message, "step": None})
-        self._end()
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, BackendError):
+                reason = f"rank {self.rank} gave up: {type(error).__name__} {error}".rstrip()
+                self._world.tell(BackendError(reason, peer=self.rank))
+            self._end()
+            raise
 
     def _end(self) -> None:
         self._closed = True
         atexit.unregister(self.close)
-        self._tear_down()
-
-    def _tear_down(self) -> None:
-        while self._undo:
-            with contextlib.suppress(OSError):
-                self._undo.pop()()
-
-
-def _agreement(signature: Signature) -> Message:
-    packed = signature.pack().decode()
-    return {"type": "agree", "signature": packed, "refused": bool(signature.refusal)}
+        self._world.watcher.close()
+        self._network.close()
+        self._world.end()

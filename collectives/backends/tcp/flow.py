@@ -50,7 +50,7 @@ class Flow:
     flight_bytes : int
         Window of a held stream, at least `Stream.window` chunks.
     lane_of : callable
-        The connection that carries a stream (see `collectives.backends.tcp.lanes`).
+        The connection that carries a stream (see `collectives.backends.tcp.wires`).
     """
 
     def __init__(
@@ -210,6 +210,11 @@ class Flow:
         with self.over:
             found = self._first_missing(peer)
         return None if found is None else row_of(self._table, found[0].number, found[1])
+
+    def stops_at(self, peer: int | None) -> int | None:
+        """The row at which this rank stops because of another, else the one that it waits for anyway."""
+        step = None if peer is None else self.step(peer)
+        return self.waiting().step if step is None else step
 
     def needs(self, lane: Queue) -> bool:
         """Whether chunks have yet to come over a link, or to be given to the system for it."""

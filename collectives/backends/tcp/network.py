@@ -23,7 +23,7 @@ from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
 from collectives.backends.tcp.sockets import connect, read, tune
 from collectives.backends.tcp.wires import Queue, Wire
 from collectives.peers.rendezvous import STRANGER_SECONDS
-from collectives.peers.selector_thread import Watcher
+from collectives.peers.rendezvous_client import Watcher
 from topoplan.errors import UsageError
 
 INTRODUCTION = 192

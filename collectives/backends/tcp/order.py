@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.lowering.edge_streams import Stream, streams
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable, result_block
 
 FLIGHT_BYTES = 4 << 20
 """What may be under way, or wait at its destination, of a held stream: what the queues in a network hold."""
@@ -75,21 +75,6 @@ def orders(table: TransferTable, collective: str, root: int | None) -> tuple[Ord
     for parts in shards.values():
         made += _orders_of_shard(parts, table, collective, root)
     return tuple(sorted(made, key=lambda order: order.stream.number))
-
-
-def result_block(collective: str, root: int | None, rank: int, ranks: int, count: int) -> tuple[int, int]:
-    """The elements of the buffer that are a rank's result.
-
-    Examples
-    --------
-    >>> result_block("reduce_scatter", None, 1, 4, 20), result_block("reduce", 0, 1, 4, 20)
-    ((5, 10), (0, 0))
-    """
-    if collective == "reduce":
-        return (0, count if rank == root else 0)
-    if collective == "reduce_scatter":
-        return (rank * count // ranks, (rank + 1) * count // ranks)
-    return (0, count)
 
 
 def _orders_of_shard(

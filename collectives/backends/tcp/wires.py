@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from collectives.lowering.edge_streams import Stream
+from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS
+from topoplan.plans.plan import Plan
 
 FORMAT = "topoplan.wires/1"
 
@@ -113,6 +117,32 @@ def base_queue(lane: Queue) -> Queue:
     """The queue to which a connection belongs."""
     source, destination, channel = lane
     return source, destination, channel.partition("#")[0]
+
+
+def lane_of(stream: Stream, plan: Plan, table: TransferTable, wires: Mapping[Queue, Wire]) -> Queue:
+    """The connection of a stream.
+
+    Where none of the wires of a queue has the route that the plan wants, the first takes it: the data arrives, if not
+    along the links that the plan counts on.
+    """
+    queue = table.queues[stream.queue]
+    if numbered(queue, 1) not in wires:
+        return queue
+    route = _route(stream, plan)
+    place = 0
+    while (lane := numbered(queue, place)) in wires:
+        if wires[lane].route == route:
+            return lane
+        place += 1
+    return queue
+
+
+def _route(stream: Stream, plan: Plan) -> tuple[str, ...]:
+    """The devices on the way of a stream, from source to destination."""
+    ends = (stream.destination, stream.source) if stream.add else (stream.source, stream.destination)
+    edges = plan.shards[stream.shard].stages[stream.stage].edges
+    route = next(edge.route for edge in edges if (edge.parent, edge.child) == ends)
+    return route[::-1] if stream.add else route
 
 
 def _wire(entry: Any, where: str) -> Wire:

@@ -14,9 +14,9 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.environment import from_environment
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.signature import Signature
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
@@ -163,6 +163,38 @@ def test_a_failed_communicator_stays_failed(machine: Machine, cupy: ModuleType) 
 
     results = on_every_rank(cupy, plan, task)
     assert all("failed in an earlier collective" in str(result) for result in results)
+
+
+def test_ranks_agree_and_tell_each_other_texts_between_collectives(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    """A text of any length; ranks that do different things, or mean different collectives, are named."""
+    machine.gpus = 3
+    plan = forest_plan(3, "allreduce", "star")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        backend: Any = comm._open().backend  # type: ignore[attr-defined]
+        signature = Signature(0, "12ab", 3, "allreduce", None, "sum", "float32", 9, 9)
+        backend.agree(signature)
+        found = [backend.gather_texts(f"rank {rank}"), backend.gather_texts("long" * 5000 * rank)]
+        assert backend.largest(rank / 2) == 1.0
+        other = (lambda: backend.gather_texts("here")) if rank == 1 else (lambda: backend.largest(1.0))
+        with pytest.raises(BackendError) as wrong:
+            other()
+        return [*found, str(wrong.value)]
+
+    results = outcome(on_every_rank(cupy, plan, task))
+    for short, long, wrong in results:
+        assert short == ["rank 0", "rank 1", "rank 2"]
+        assert [len(text) for text in long] == [0, 20000, 40000]
+        assert "do different things; make the same calls on all ranks" in wrong
+
+    def differ(comm: Communicator, rank: int) -> None:
+        other = Signature(0, "12ab", 3, "allreduce", None, "sum", "float32", 9 + (rank == 2), 9)
+        comm._open().backend.agree(other)  # type: ignore[attr-defined]
+
+    errors = on_every_rank(cupy, plan, differ)
+    assert all(isinstance(error, BackendError) and "count " in str(error) for error in errors)
 
 
 # ---- with graphs: NCCL frees a communicator only when they are gone
@@ -355,7 +387,7 @@ def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
             for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
                 patch.setenv(name, "")
                 patch.delenv(name)
-            backend = from_environment(environment=place)
+            backend = NcclBackend.from_environment(environment=place)
             assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
             assert os.environ["NCCL_MAX_CTAS"] == "4"
         assert (backend.rank, backend.size, backend.arrays.device) == (0, 1, 1)
@@ -365,7 +397,11 @@ def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set; start the ranks with topoplan bench"),
+        (
+            {},
+            "RANK, WORLD_SIZE, TOPOPLAN_RENDEZVOUS (or MASTER_ADDR and MASTER_PORT) are not set; start the ranks "
+            "with topoplan bench",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}, "MASTER_PORT is not set"),
         (
             {"RANK": "x", "WORLD_SIZE": "1", "TOPOPLAN_RENDEZVOUS": "a:1"},
@@ -378,7 +414,7 @@ def test_a_place_that_makes_no_sense_is_refused(
     cupy: ModuleType, place: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        from_environment(environment=place)
+        NcclBackend.from_environment(environment=place)
 
 
 def test_settings_that_make_no_sense_are_refused(cupy: ModuleType) -> None:

@@ -17,10 +17,9 @@ from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import Loopback
 from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Message, Program
-from collectives.backends.shared.placement import Placement
 from collectives.backends.shared.program import program_of
-from collectives.backends.shared.result_blocks import result_blocks
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable, result_blocks
+from collectives.peers.control_page import Placement
 from collectives.peers.signature import Signature
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES, Plan
@@ -133,7 +132,7 @@ def outcome(
     size = len(hosts)
     generator = np.random.default_rng(seed)
     about = Signature(0, "", size, plan.collective, plan.root, None, "float64", table.count, 1)
-    blocks = result_blocks(about, size)
+    blocks = result_blocks(about.collective, about.root, size, about.count)
     part = table.count // size
     givens = [
         (rank * part, (rank + 1) * part) if plan.collective == "allgather" else (0, table.count)

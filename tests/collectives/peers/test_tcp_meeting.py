@@ -14,13 +14,11 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.backends.tcp.environment import from_environment
 from collectives.peers.address import parse_address
 from collectives.peers.blame import Waiting, blame
-from collectives.peers.framing import pack
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.rendezvous_client import Control
-from collectives.peers.rendezvous_state import Hub
+from collectives.peers.rendezvous_state import Hub, pack
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 
@@ -207,7 +205,7 @@ def test_a_place_that_is_missing_or_wrong_in_the_environment_is_named(
     environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        from_environment(environment=environment)
+        TcpBackend.from_environment(environment=environment)
 
 
 @pytest.mark.parametrize(("agent", "offset"), [("False", 0), ("True", 1)])
@@ -216,8 +214,8 @@ def test_the_master_port_is_the_rendezvous_unless_torchruns_own_store_listens_th
 ) -> None:
     port = free_port()
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - offset)}
-    backend = from_environment(environment={**place, "TORCHELASTIC_USE_AGENT_STORE": agent})
-    assert backend._job.control.rendezvous == f"127.0.0.1:{port}"
+    backend = TcpBackend.from_environment(environment={**place, "TORCHELASTIC_USE_AGENT_STORE": agent})
+    assert backend._world.control.rendezvous == f"127.0.0.1:{port}"
     backend.close()
 
 

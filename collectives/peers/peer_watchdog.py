@@ -13,12 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from collectives.backends.mpi.failure_messages import Notices
-from collectives.backends.shared.control_page import CLOSED, FAILED, PEER, ROW, WORDS, Control
-from collectives.backends.shared.failure import Failure
-from collectives.backends.shared.placement import Placement
+from collectives.peers.control_page import (
+    CLOSED,
+    FAILED,
+    PEER,
+    ROW,
+    WORDS,
+    Control,
+    Failure,
+    Placement,
+)
 from topoplan.errors import BackendError
 
 YIELDS = 16
@@ -34,6 +40,24 @@ HEARSAY = 0.2
 """Seconds that a rank gives others to tell why MPI cannot reach a peer."""
 
 
+class Hearsay(Protocol):
+    """Word of failures to and from other hosts.
+
+    Attributes
+    ----------
+    broken : tuple of exception types
+        What is raised where a message cannot reach a peer.
+    """
+
+    broken: tuple[type[Exception], ...]
+
+    def received(self) -> Failure | None:
+        """A failure that another host has noticed; also lets messages move."""
+
+    def spread(self, failure: Failure) -> None:
+        """Tell all ranks on other hosts, without waiting for any of them."""
+
+
 class Watch:
     """Waits on behalf of one rank.
 
@@ -41,27 +65,25 @@ class Watch:
     ----------
     control : Control
     placement : Placement
-    notices : Notices
     timeout : float
         Seconds for each wait.
-    broken : tuple of exception types
-        What is raised where a message cannot reach a peer; none where no messages are sent.
+    others : Hearsay, optional
+        Where there may be other hosts.
     """
 
     def __init__(
         self,
         control: Control,
         placement: Placement,
-        notices: Notices,
-        timeout: float,
         *,
-        broken: tuple[type[Exception], ...] = (),
+        timeout: float,
+        others: Hearsay | None = None,
     ) -> None:
-        self._broken = broken
+        self._broken = () if others is None else others.broken
         self._control = control
         self._words = control.words
         self._placement = placement
-        self._notices = notices
+        self._others = others
         self._timeout = timeout
         self._place = {rank: place for place, rank in enumerate(placement.members)}
         self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
@@ -123,7 +145,7 @@ class Watch:
 
     def check(self) -> None:
         """Raise `BackendError` if a rank has noticed a failure."""
-        notice = self._notices.received()
+        notice = self._others.received() if self._others is not None else None
         if notice is not None:
             self._control.write_failure(notice)
         if any(self._control.word(place, FAILED) for place in range(self._control.ranks)):
@@ -140,7 +162,8 @@ class Watch:
         """Tell all ranks about a failure."""
         failure = Failure(self._placement.rank, peer, row, text, lost, time.monotonic_ns())
         self._control.write_failure(failure)
-        self._notices.spread(failure)
+        if self._others is not None:
+            self._others.spread(failure)
         return failure
 
     @contextmanager

@@ -1,0 +1,241 @@
+"""A world of processes that share memory, and of several hosts on which they do.
+
+Before a collective every rank shows every other one a note, and compares. On one host the notes lie in shared memory.
+The lowest rank of each host exchanges its host's notes with those of the other hosts, compares, and lets its own host
+go on. A rank that has passed knows that all others have left the collective before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from collectives.peers.control_page import AGREED, CLOSED, NOTES, Control, Placement
+from collectives.peers.peer_watchdog import Hearsay, Watch
+from collectives.peers.peers import World, plain
+from collectives.peers.shared_memory import create_memory, open_memory
+from collectives.peers.signature import LENGTH, Signature
+from topoplan.errors import BackendError
+
+OUTCOME = 32
+"""Bytes of what is agreed on."""
+
+ABSENT = b" " * LENGTH
+"""Stands for the note of a rank that has not been asked."""
+
+Notes = dict[int, bytes]
+Until = Callable[[Callable[[], bool], int], None]
+"""Waits until something is so that depends on a rank."""
+
+
+class OtherHosts(Hearsay, Protocol):
+    """What carries words between hosts."""
+
+    def send_notes(self, notes: list[bytes]) -> None:
+        """Send the notes of this host, in order of its ranks, to those who speak for the others."""
+
+    def exchange_notes(self, own: list[bytes], until: Until) -> Notes:
+        """The notes of the ranks of other hosts for those of this one; those who speak for a host call it."""
+
+    def gather(self, data: bytes, until: Until) -> list[bytes]:
+        """What every rank of every host says; all of them call it."""
+
+    def close(self) -> None:
+        """Stop listening for failures."""
+
+
+class SharedWorld(World):
+    """`World` of ranks that show each other notes.
+
+    Parameters
+    ----------
+    control : Control
+    placement : Placement
+    timeout : float
+        Seconds that a rank waits for another one in a collective.
+    others : OtherHosts, optional
+        Where there may be other hosts.
+
+    Attributes
+    ----------
+    watch : Watch
+    """
+
+    def __init__(
+        self, control: Control, placement: Placement, *, timeout: float, others: OtherHosts | None = None
+    ) -> None:
+        super().__init__(placement.rank, len(placement.hosts))
+        self.watch = Watch(control, placement, timeout=timeout, others=others)
+        self._control = control
+        self._placement = placement
+        self._members = placement.members
+        self._others = others if len(placement.leaders) > 1 else None
+        self._listening = others
+        self._rounds = 0
+
+    def agree(self, signature: Signature, *, timeout: float) -> None:
+        """See `World.agree`."""
+        mine = signature.pack()
+
+        def compare(notes: Notes) -> bytes:
+            for peer, note in notes.items():
+                if note != mine:
+                    conflict = signature.conflict(_signature(note))
+                    if conflict:
+                        self.watch.fail(peer, 0, conflict, lost=False)
+            return b""
+
+        self._reach(mine, compare)
+
+    def largest(self, value: float, *, timeout: float) -> float:
+        """See `World.largest`."""
+
+        def largest_of(notes: Notes) -> bytes:
+            return struct.pack("d", max(self._told(notes, "largest").values()))
+
+        outcome = self._reach(json.dumps({"largest": value}).encode().ljust(LENGTH), largest_of)
+        return float(struct.unpack_from("d", outcome)[0])
+
+    def refuse(self, signature: Signature) -> None:
+        """Show a note that says why this rank will not take part, and wait for nobody."""
+        self._rounds += 1
+        note = signature.pack()
+        self._control.write_note(self._rounds, note)
+        if self._others is not None and self.rank == self._members[0]:
+            self._others.send_notes([note if rank == self.rank else ABSENT for rank in self._members])
+
+    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
+        """See `World.gather`: through memory that all ranks see, where they do.
+
+        What is short stands in a rank's note. What is longer lies in memory of its own, which the note names and the
+        others open.
+        """
+        if self._others is not None:
+            return self._others.gather(data, lambda done, peer: self.watch.until(done, peer, 0))
+        told: dict[int, str | int] = {}
+
+        def take(notes: Notes) -> bytes:
+            told.update(self._told(notes, "text"))
+            return b""
+
+        note = json.dumps({"text": data.decode("latin-1")}).encode()
+        descriptor = -1
+        if len(note) > LENGTH:
+            descriptor = create_memory()
+            with open(descriptor, "wb", closefd=False) as memory:
+                memory.write(data)
+            note = json.dumps({"text": descriptor}).encode()
+        try:
+            self._reach(note.ljust(LENGTH), take)
+            said = [
+                one.encode("latin-1") if isinstance(one, str) else _read(self._placement.pids[rank], one)
+                for rank, one in sorted(told.items())
+            ]
+            if any(not isinstance(one, str) for one in told.values()):
+                self._reach(json.dumps({"text": "read"}).encode().ljust(LENGTH), take)
+            return said
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def trouble(self) -> BackendError | None:
+        """See `World.trouble`."""
+        try:
+            self.watch.check()
+        except BackendError as error:
+            return error
+        return None
+
+    def tell(self, error: BackendError) -> None:
+        """See `World.tell`."""
+        peer = self.rank if error.peer is None else error.peer
+        self.watch.tell(peer, error.step or 0, plain(error), lost=False)
+
+    def stalled(self, timeout: float) -> None:
+        """See `World.stalled`: every wait looks for the rank that stalls by itself."""
+
+    def close(self) -> None:
+        """See `World.close`."""
+        self._control.announce(CLOSED, 1)
+        if self._listening is not None and self._control.failure() is None:
+            self._listening.close()
+
+    def _reach(self, note: bytes, judge: Callable[[Notes], bytes]) -> bytes:
+        """Show a note, and have the notes of all ranks judged.
+
+        Parameters
+        ----------
+        note : bytes
+            Of `LENGTH` bytes.
+        judge : callable
+            Gets notes by rank, of this host or of all ranks, and returns the outcome in at most `OUTCOME` bytes or
+            raises.
+
+        Returns
+        -------
+        bytes
+            The outcome for all ranks.
+
+        Raises
+        ------
+        BackendError
+            A rank died, stalled, or noticed a failure.
+        """
+        self._rounds += 1
+        control, watch = self._control, self.watch
+        control.write_note(self._rounds, note)
+        notes: Notes = {}
+        for place, rank in enumerate(self._members):
+            watch.word(rank, NOTES, self._rounds, 0)
+            notes[rank] = control.note(place, self._rounds)
+        leading = self.rank == self._members[0]
+        if self._others is not None and leading:
+            notes.update(
+                self._others.exchange_notes(
+                    list(notes.values()), lambda done, peer: watch.until(done, peer, 0)
+                )
+            )
+        outcome = judge(notes)
+        if self._others is None:
+            return outcome
+        if leading:
+            control.write_agreed(self._rounds, outcome.ljust(OUTCOME))
+        watch.word(self._members[0], AGREED, self._rounds, 0)
+        return control.outcome(0, OUTCOME)
+
+    def _told(self, notes: Notes, key: str) -> dict[int, Any]:
+        """What every rank says under a key of its note, by rank; fails on all where one is at something else."""
+        values = {}
+        for peer, note in notes.items():
+            told = json.loads(note)
+            if key not in told:
+                text = (
+                    "the peer is at something else between two collectives; make the same calls on all ranks"
+                )
+                if told.get("refusal"):
+                    text = f"the peer refused a collective: {told['refusal']}"
+                elif "collective" in told:
+                    text = (
+                        f"the peer is at a collective ({told['collective']}), this rank between two of them; "
+                        "make the same calls on all ranks"
+                    )
+                self.watch.fail(peer, 0, text, lost=False)
+            values[peer] = told[key]
+        return values
+
+
+def _signature(note: bytes) -> Signature:
+    """What a rank has shown; a signature without a collective where it is at something else."""
+    try:
+        return Signature.unpack(note)
+    except ValueError:
+        return Signature(-1, "", 0, "largest", None, None, "", 0, 0)
+
+
+def _read(pid: int, descriptor: int) -> bytes:
+    with open(open_memory(pid, descriptor), "rb") as memory:
+        memory.seek(0)
+        return memory.read()
