@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.communicator.plan_store import PlanStore
+from collectives.execution.plan_store import PlanStore
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans import SizePlans, SizeRange
 from topoplan.plans.plan import COLLECTIVES

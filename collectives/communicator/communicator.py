@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_backend
-from collectives.communicator.chunk_size import ChunkSizes
-from collectives.communicator.execution import Execution
 from collectives.communicator.handle import Handle, InOrder
-from collectives.communicator.plan_store import PlanStore
-from collectives.communicator.request import request
+from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.execution import Execution
+from collectives.execution.plan_store import PlanStore
+from collectives.execution.request import request
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
@@ -67,7 +67,7 @@ class Communicator:
         stays open where no communicator can be made of it; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
-        fastest that is found in the first calls of each size (`collectives.communicator.chunk_search`).
+        fastest that is found in the first calls of each size (`collectives.execution.chunk_size`).
     chunk_file : path, optional
         Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
@@ -144,7 +144,7 @@ class Communicator:
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self._execution: Execution | None = Execution(store, opened, chunks)
+        self._execution: Execution[Any] | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
 
@@ -554,7 +554,7 @@ class Communicator:
             self._sparse = SparseCollective(self._open())
         return self._sparse
 
-    def _open(self) -> Execution:
+    def _open(self) -> Execution[Any]:
         if self._execution is None:
             raise UsageError("the communicator is closed; make a new one")
         return self._execution

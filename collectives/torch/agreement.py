@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from collectives.backends.torch.open_group import devices_of
-from collectives.communicator.plan_store import PlanStore
+from collectives.execution.plan_store import PlanStore
 from collectives.job.plan import GivenPlan, job_plan, plan_of
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.plans.plan import Plan
