@@ -16,7 +16,7 @@ from tcp_jobs import call, given_to, seal
 import topoplan
 from collectives import ASP, BSP, SSP, Communicator, GradientSynchronizer, LocalSGD
 from collectives.backends.shared.backend import SharedBackend
-from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.modes import Straggler
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 

@@ -152,7 +152,7 @@ def test_on_a_gpu_the_residual_of_bfloat16_is_float32(on_gpus: Told) -> None:
 
 def test_gradients_of_zeros_are_found_alike_with_one_transfer_and_by_looking() -> None:
     from collectives.torch.bucket_exchange import _idle, _idle_at_once
-    from collectives.torch.bucket_layout import BucketLayout
+    from collectives.torch.parameter_residuals import BucketLayout
 
     layout = BucketLayout((4, 3, 2, 1, 0), (100, 0, 3, 200, 5))
     for dtype in (torch.float64, torch.bfloat16):

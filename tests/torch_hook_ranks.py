@@ -489,7 +489,7 @@ def apart() -> dict[str, Any]:
     from collectives.backends.torch.open_group import carrier_of
     from collectives.backends.torch.wires import NcclWires
     from collectives.torch import process_group
-    from collectives.torch.inner_group import InnerGroups, inner_groups
+    from collectives.torch.process_group import InnerGroups, inner_groups
 
     told: list[tuple[str, str]] = []
 

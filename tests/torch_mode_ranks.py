@@ -16,8 +16,7 @@ from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
 from collectives.backends.torch.gloo_threads import let_go
-from collectives.staleness.modes import Mode
-from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.modes import Mode, Straggler
 from collectives.torch import HookState, topoplan_hook
 from topoplan.errors import BackendError, UsageError
 
@@ -46,7 +45,7 @@ def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
         if isinstance(mode, LocalSGD) and mode.averages_after(step):
             averaged.append(_digest(model))
     state.finish()
-    mailbox = getattr(getattr(state.buckets, "_exchange", None), "mailbox", None)
+    mailbox = getattr(getattr(state.buckets, "_averager", None), "mailbox", None)
     told = {
         "digest": _digest(model),
         "values": [value for one in model.parameters() for value in one.detach().reshape(-1)[:5].tolist()],

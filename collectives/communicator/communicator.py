@@ -15,6 +15,7 @@ from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
 from collectives.execution.request import request
+from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
@@ -56,8 +57,9 @@ class Communicator:
 
     Parameters
     ----------
-    plan : Plan or SizePlans
-        Checked once, here. Of plans by size (`topoplan.plan_by_size`, or a file of them from `topoplan.load_plan`)
+    plan : Plan, SizePlans, str, path or Topology
+        A plan or its file, checked once, here; or the machine whose GPUs the ranks are, also by its name in the
+        library, on which one of them plans for all. Of plans by size (`topoplan.plan_by_size`, or a file of them)
         every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
         ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way
         (`topoplan.choice.alike`) on the same allocation and channels when they are first used, and kept: rank 0 plans
@@ -109,24 +111,25 @@ class Communicator:
 
     def __init__(
         self,
-        plan: Plan | SizePlans,
+        plan: GivenPlan,
         backend: str | Backend[Any] = "loopback",
         *,
         chunk_bytes: int | None = None,
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
     ) -> None:
-        if not isinstance(plan, Plan | SizePlans):
-            raise UsageError(
-                f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
-            )
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        opened = None if isinstance(backend, str) else backend
+        if not isinstance(plan, Plan | SizePlans):
+            opened, plan = open_for_plan(backend, plan, timeout=timeout)
         self.plan = plan
-        store = PlanStore(plan)
-        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
+            store = PlanStore(plan)
+            if opened is None:
+                assert isinstance(backend, str), "a name, or it would be open"
+                opened = open_backend(backend, plan, timeout=timeout)
             if opened.size != len(plan.ranks):
                 raise UsageError(
                     f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
@@ -137,7 +140,7 @@ class Communicator:
             if self._chunk_file is not None and self._chunk_file.exists():
                 chunks.load(self._chunk_file)
         except BaseException:
-            if opened is not backend:
+            if opened is not None and opened is not backend:
                 opened.close()
             raise
         self.backend = opened.name
@@ -487,6 +490,16 @@ class Communicator:
         if execution.knows(collective):
             return execution.plan(collective, nbytes)
         return self._in_order.run(lambda: execution.plan(collective, nbytes))
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank: a process says one text, for all of its ranks.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or makes another call.
+        """
+        return self._in_order.run(lambda: self._open().gather_texts(text))
 
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Bytes that the ranks of this process have sent so far, by (source, destination).

@@ -8,7 +8,8 @@ caller's arrays at once, inputs that results would overwrite too early are copie
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
@@ -19,6 +20,7 @@ from collectives.execution.request import Request
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
 from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError
@@ -193,14 +195,35 @@ class Execution(Generic[Array]):
         BackendError
             Another rank failed, or means something else.
         """
-        backend = self.backend
-        if not isinstance(backend, GathersTexts):
+        if not isinstance(self.backend, GathersTexts):
             return made_here(make)
+        with self._speaking(
+            plan=self._store.digest[:16], collective=collective, root=root, op=about
+        ) as gather:
+            return plan_by_one(gather, make, rank=self.backend.ranks[0])
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; of ranks that are all in this process the same.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or does something else.
+        """
+        if not isinstance(self.backend, GathersTexts):
+            return [text] * self.backend.size
+        with self._speaking(collective="texts") as gather:
+            return gather(text)
+
+    @contextmanager
+    def _speaking(self, **agreed: Any) -> Iterator[Gather]:
+        """How ranks tell each other texts, once all mean the same by it."""
+        backend = self.backend
+        assert isinstance(backend, GathersTexts), "looked at before"
         self._check_alive()
         try:
-            digest = self._store.digest[:16]
-            backend.agree(self._signature(plan=digest, collective=collective, root=root, op=about))
-            return plan_by_one(backend.gather_texts, make, rank=backend.ranks[0])
+            backend.agree(self._signature(**agreed))
+            yield backend.gather_texts
         except BaseException as error:
             self._failed = isinstance(error, BackendError) or not isinstance(error, Exception)
             raise
