@@ -336,6 +336,18 @@ def plans_given() -> dict[str, Any]:
         assert state.communicator is not None
         found[name] = [state.communicator.plan.topology.name, state.communicator.plan.digest == plan().digest]
         state.close()
+    settings: dict[str, dict[str, Any]] = {
+        "other mode": {"mode": "asp" if rank == 1 else "ssp:2"},
+        "other density": {"density": 0.5 if rank == 2 else 0.25},
+        "sparse here": {"density": 0.5 if rank == 1 else None},
+        "other type": {"compress": "float16" if rank == 1 else None},
+        "out of range here": {"density": 2.0 if rank == 3 else 0.5},
+    }
+    for name, options in settings.items():
+        try:
+            HookState(plan(), **options)
+        except UsageError as error:
+            found[name] = str(error)
     return found
 
 

@@ -406,10 +406,9 @@ class Communicator:
             self._refuse(str(error))
             raise
         except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
-            if exchange != "servers":  # there owners keep it, of their servers' sums
-                with suppress(UsageError):
-                    residuals = sparse.prepare(asked, key=key, momentum=momentum)
-                    self._in_order.run(lambda: sparse.keep(asked, residuals))
+            with suppress(UsageError):
+                residuals = sparse.prepare(asked, key=key, momentum=momentum)
+                self._in_order.run(lambda: sparse.keep(asked, residuals))
             raise
 
         def run() -> Any:
