@@ -17,7 +17,7 @@ from job_meeting import Meeting, plan_of, plans_of
 import topoplan
 from collectives import Communicator
 from collectives.job.given_plan import given_alike, plan_for_all
-from collectives.job.topology import in_rank_order, network_speed
+from collectives.job.hosts import in_rank_order, network_speed
 from topoplan.errors import PlanError, ProbeError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.probing.probe import probe_host

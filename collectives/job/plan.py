@@ -15,9 +15,8 @@ import json
 import os
 
 import topoplan
-from collectives.job.hosts import read_host
+from collectives.job.hosts import JobHost, job_topology, read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
-from collectives.job.topology import JobHost, job_topology
 from collectives.peers.error_rounds import Gather, say_all, say_when_done
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError, UsageError
