@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_backend
-from collectives.communicator.chunk_size import ChunkSizes
-from collectives.communicator.execution import Execution
 from collectives.communicator.handle import Handle, InOrder
-from collectives.communicator.plan_store import PlanStore
-from collectives.communicator.request import request
+from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.execution import Execution
+from collectives.execution.plan_store import PlanStore
+from collectives.execution.request import request
+from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
 from collectives.sparse.sparse_request import SparseRequest, sparse_request
@@ -55,8 +56,9 @@ class Communicator:
 
     Parameters
     ----------
-    plan : Plan or SizePlans
-        Checked once, here. Of plans by size (`topoplan.plan_by_size`, or a file of them from `topoplan.load_plan`)
+    plan : Plan, SizePlans, str, path or Topology
+        A plan or its file, checked once, here; or the machine whose GPUs the ranks are, also by its name in the
+        library, on which one of them plans for all. Of plans by size (`topoplan.plan_by_size`, or a file of them)
         every call takes the one for the bytes of its buffer, the full gathered one for ``all_gather`` and
         ``reduce_scatter``. Other collectives than the plan's own, or other roots, are planned in the same way
         (`topoplan.choice.alike`) on the same allocation and channels when they are first used, and kept: rank 0 plans
@@ -66,7 +68,7 @@ class Communicator:
         stays open where no communicator can be made of it; `close` closes either.
     chunk_bytes : int, optional
         Longest piece that moves at once. By default the back end's own, or, where that depends on the machine, the
-        fastest that is found in the first calls of each size (`collectives.communicator.chunk_search`).
+        fastest that is found in the first calls of each size (`collectives.execution.chunk_size`).
     chunk_file : path, optional
         Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
@@ -108,24 +110,25 @@ class Communicator:
 
     def __init__(
         self,
-        plan: Plans,
+        plan: GivenPlan,
         backend: str | Backend[Any] = "loopback",
         *,
         chunk_bytes: int | None = None,
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
     ) -> None:
-        if not isinstance(plan, Plans):
-            raise UsageError(
-                f"a {type(plan).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size"
-            )
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        opened = None if isinstance(backend, str) else backend
+        if not isinstance(plan, Plans):
+            opened, plan = open_for_plan(backend, plan, timeout=timeout)
         self.plan = plan
-        store = PlanStore(plan)
-        opened = open_backend(backend, plan, timeout=timeout) if isinstance(backend, str) else backend
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
+            store = PlanStore(plan)
+            if opened is None:
+                assert isinstance(backend, str), "a name, or it would be open"
+                opened = open_backend(backend, plan, timeout=timeout)
             if opened.size != len(plan.ranks):
                 raise UsageError(
                     f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
@@ -136,14 +139,14 @@ class Communicator:
             if self._chunk_file is not None and self._chunk_file.exists():
                 chunks.load(self._chunk_file)
         except BaseException:
-            if opened is not backend:
+            if opened is not None and opened is not backend:
                 opened.close()
             raise
         self.backend = opened.name
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
-        self._execution: Execution | None = Execution(store, opened, chunks)
+        self._execution: Execution[Any] | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
 
@@ -402,10 +405,9 @@ class Communicator:
             self._refuse(str(error))
             raise
         except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
-            if exchange != "servers":  # there owners keep it, of their servers' sums
-                with suppress(UsageError):
-                    residuals = sparse.prepare(asked, key=key, momentum=momentum)
-                    self._in_order.run(lambda: sparse.keep(asked, residuals))
+            with suppress(UsageError):
+                residuals = sparse.prepare(asked, key=key, momentum=momentum)
+                self._in_order.run(lambda: sparse.keep(asked, residuals))
             raise
 
         def run() -> Any:
@@ -487,6 +489,16 @@ class Communicator:
             return execution.plan(collective, nbytes)
         return self._in_order.run(lambda: execution.plan(collective, nbytes))
 
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank: a process says one text, for all of its ranks.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or makes another call.
+        """
+        return self._in_order.run(lambda: self._open().gather_texts(text))
+
     def bytes_sent(self) -> dict[tuple[int, int], int]:
         """Bytes that the ranks of this process have sent so far, by (source, destination).
 
@@ -553,7 +565,7 @@ class Communicator:
             self._sparse = SparseCollective(self._open())
         return self._sparse
 
-    def _open(self) -> Execution:
+    def _open(self) -> Execution[Any]:
         if self._execution is None:
             raise UsageError("the communicator is closed; make a new one")
         return self._execution

@@ -24,6 +24,13 @@ class Handle(Generic[Result]):
         self._future = future
         self._received = received
 
+    @staticmethod
+    def of(result: Result) -> Handle[Result]:
+        """One that has ended, with this result."""
+        future: Future[Result] = Future()
+        future.set_result(result)
+        return Handle(future)
+
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._future.done()

@@ -25,7 +25,7 @@ from torch import nn
 
 from collectives import report
 from collectives.examples.cifar_like import images
-from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.modes import Straggler
 from collectives.torch import HookState, topoplan_hook
 
 TRAINED, TESTED = 8192, 4096

@@ -15,19 +15,14 @@ import json
 import os
 
 import topoplan
-from collectives.job.hosts import read_host
+from collectives.job.hosts import JobHost, job_topology, read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
-from collectives.job.topology import JobHost, job_topology
 from collectives.peers.error_rounds import Gather, say_all, say_when_done
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError, UsageError
-from topoplan.formats.load import library
 from topoplan.formats.topology_json import parse_topology_json
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
-
-GivenPlan = Plans | Topology | str | os.PathLike[str]
-"""A plan, the path of its file, or the machine all of whose GPUs are the ranks, also by its name in the library."""
 
 _KEPT: dict[tuple[Member, ...], Plan] = {}
 """Plans of this process by the members of their jobs."""
@@ -125,52 +120,6 @@ def job_plan(
     assert isinstance(made, Plan), "no plans by size"
     _KEPT[members] = made
     return made
-
-
-def plan_of(given: GivenPlan, *, size: int | None = None) -> Plans:
-    """The plan that a caller means.
-
-    Parameters
-    ----------
-    given : Plan, SizePlans, Topology, str or path
-        A name of the library wins over a file of that name, as in `topoplan.load`.
-    size : int, optional
-        Ranks of the process group that it is for.
-
-    Raises
-    ------
-    UsageError
-        It is no plan, its file cannot be read, or it is for another number of ranks.
-    PlanError
-        The file is no plan file.
-    InfeasibleError
-        The GPUs of the machine are not joined.
-
-    Examples
-    --------
-    >>> plan_of("v100x4", size=4).ranks
-    ('gpu0', 'gpu1', 'gpu2', 'gpu3')
-    """
-    machine = topoplan.load(given) if isinstance(given, str) and given in library() else given
-    if isinstance(machine, Topology):
-        if size is not None and len(machine.gpus) != size:
-            raise UsageError(
-                f"{machine.name} has {len(machine.gpus)} GPUs and the process group {size} ranks; choose {size} GPUs: "
-                f"topoplan.plan(machine, gpus=[...])"
-            )
-        return topoplan.plan(machine)
-    if isinstance(machine, str | os.PathLike):
-        machine = topoplan.load_plan(machine)
-    if not isinstance(machine, Plans):
-        raise UsageError(
-            f"a {type(given).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the "
-            "path of a plan file or the name of a machine"
-        )
-    if size is not None and len(machine.ranks) != size:
-        raise UsageError(
-            f"the plan is for {len(machine.ranks)} ranks and the process group has {size}; plan for {size} GPUs"
-        )
-    return machine
 
 
 def _machine(given: object) -> Topology | None:

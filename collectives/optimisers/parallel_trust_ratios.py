@@ -8,6 +8,7 @@ and hands out one float64 for each, so that all ranks have the same bits, those 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,13 +163,11 @@ class ParallelRates:
     def _agree(self, sizes: Sequence[int], about: str) -> None:
         """Compare layers and settings with all ranks."""
         comm = self.communicator
-        digest = hashlib.sha256(f"{list(sizes)} {about}".encode()).digest()
-        mine = np.array([len(sizes), sum(sizes), int.from_bytes(digest[:8]) >> 1], np.int64)
-        (table, *_) = _gathered(comm, [mine for _ in comm.ranks])
-        told = table.reshape(comm.size, 3)
+        digest = hashlib.sha256(f"{list(sizes)} {about}".encode()).hexdigest()
+        told = [json.loads(text) for text in comm.gather_texts(json.dumps([len(sizes), sum(sizes), digest]))]
         for rank in range(1, comm.size):
-            if (told[rank] != told[0]).any():
-                layers, elements = (f"{told[rank, i]} instead of {told[0, i]}" for i in (0, 1))
+            if told[rank] != told[0]:
+                layers, elements = (f"{told[rank][i]} instead of {told[0][i]}" for i in (0, 1))
                 raise UsageError(
                     f"rank {rank} and rank 0 do not mean the same layers: {layers} layers, {elements} elements, "
                     "or other sizes or settings; give all ranks the same"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from collectives.communicator.execution import Execution
+from collectives.execution.execution import Execution
 from collectives.sparse.entry_arrays import EntryArrays
 from collectives.sparse.pairs import place_bytes
 from topoplan.plans.plan import Plan
@@ -31,7 +31,7 @@ class RoundRunner:
     rounds : tuple of Round
     """
 
-    def __init__(self, execution: Execution, plan: Plan) -> None:
+    def __init__(self, execution: Execution[Any], plan: Plan) -> None:
         self.plan = plan
         self.rounds = rounds(plan)
         self._execution = execution

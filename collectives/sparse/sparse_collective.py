@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from collectives.communicator.execution import Execution
-from collectives.communicator.request import request
+from collectives.execution.execution import Execution
+from collectives.execution.request import request
 from collectives.sparse.dense_exchange import DenseExchange
 from collectives.sparse.entry_arrays import EntryArrays, entry_arrays
 from collectives.sparse.entry_messages import EntryMessages
@@ -58,7 +58,7 @@ class SparseCollective:
     execution : Execution
     """
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
         self._plans = SparsePlans(execution)
         self._arrays: dict[int | None, EntryArrays] = {}

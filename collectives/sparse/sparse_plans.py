@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
-from collectives.communicator.execution import Execution
+from collectives.execution.execution import Execution
 from collectives.sparse.round_runner import RoundRunner
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
@@ -37,7 +38,7 @@ class SparsePlans:
     execution : Execution
     """
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
         self._runners: dict[tuple[str, Fraction], RoundRunner] = {}
         self._seconds: dict[tuple[str, Fraction, int], float] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from collectives.backends.backend import Backend
-from collectives.communicator.arguments import check_inputs, check_outputs
+from collectives.execution.request import check_inputs, check_outputs
 from topoplan.errors import UsageError
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

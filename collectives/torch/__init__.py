@@ -1,7 +1,6 @@
 """Inside torch's training loop: a communication hook for DDP, and the process-group back end "topoplan"."""
 
-from collectives.torch.hook import topoplan_hook
-from collectives.torch.hook_state import HookState
+from collectives.torch.hook import HookState, topoplan_hook
 from collectives.torch.process_group import PlannedGroup
 
 __all__ = ["HookState", "PlannedGroup", "topoplan_hook"]

@@ -1,7 +1,8 @@
-"""One bucket after another averaged in the background, while backward computes the next.
+"""One bucket of DDP after another averaged in the background, while backward computes the next.
 
 The last bucket of a step waits for all of them: DDP has nothing else to do then, and so an error of any bucket comes
-out of ``loss.backward()`` as it is; DDP itself would turn it into another one.
+out of ``loss.backward()`` as it is; DDP itself would turn it into another one. Where no plan fits the process group,
+torch's own allreduce averages.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from collectives.arrays.torch_arrays import on_gpu
 from collectives.communicator.handle import Handle
-from collectives.torch.bucket_errors import in_bucket
-from collectives.torch.bucket_layout import BucketLayout
-from collectives.torch.handle_future import future_of
-from collectives.torch.parameter_numbers import ParameterNumbers
-from collectives.torch.parameter_residuals import ParameterResiduals
-from collectives.training.gradient_exchange import GradientExchange
+from collectives.torch.futures import future_of
+from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers, ParameterResiduals
+from collectives.training.averaging import InStepAverager
+from collectives.training.bucket_exchange import in_bucket
+from collectives.training.recorder import Recorder
 from topoplan.errors import BackendError, TopoplanError
 
-NARROW = (torch.float16, torch.bfloat16)
-"""Kept, chosen from and sent in float32 where gradients are sparse."""
+NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types in which dense gradients may travel; sparse ones of them are kept, chosen from and sent in float32."""
 
 
 class BucketExchange:
@@ -31,24 +32,20 @@ class BucketExchange:
 
     Parameters
     ----------
-    exchange : GradientExchange
+    averager : InStepAverager
     numbers : ParameterNumbers
-    narrow : torch.dtype or None
-        In which dense gradients travel; None for their own.
 
     Attributes
     ----------
     residuals : ParameterResiduals
     """
 
-    def __init__(
-        self, exchange: GradientExchange, numbers: ParameterNumbers, *, narrow: torch.dtype | None
-    ) -> None:
-        comm = exchange.communicator
-        self.residuals = ParameterResiduals(comm, momentum=exchange.how.momentum)
-        self._exchange = exchange
+    def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
+        how = averager.settings
+        self.residuals = ParameterResiduals(averager.communicator, momentum=how.momentum)
+        self._averager = averager
         self._numbers = numbers
-        self._narrow = narrow
+        self._narrow = None if how.compress is None else NARROW[how.compress]
         self._under_way: list[torch.futures.Future[Any]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -63,7 +60,7 @@ class BucketExchange:
             future = self._start(bucket)
             self._under_way.append(future)
             if bucket.is_last():
-                with self._exchange.recorder.waiting():
+                with self._averager.recorder.waiting():
                     for one in self._under_way:
                         one.wait()
         except BackendError:
@@ -71,21 +68,20 @@ class BucketExchange:
             raise
         if bucket.is_last():
             self._under_way.clear()
-            self._exchange.recorder.end_step()
+            self._averager.end_step()
         return future
 
     def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         buffer = bucket.buffer()
-        where: dict[str, int] = {
-            "rank": self.rank,
-            "step": self._exchange.recorder.step,
-            "bucket": bucket.index(),
-            "nbytes": buffer.nbytes,
-        }
+        step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
+
+        def told(error: TopoplanError) -> TopoplanError:
+            return in_bucket(error, step=step, bucket=about, rank=self.rank)
+
         try:
             given, handle = self._begin(bucket, buffer)
         except TopoplanError as error:
-            raise in_bucket(error, **where) from error
+            raise told(error) from error
 
         def finish() -> None:
             if given is not buffer:
@@ -95,31 +91,31 @@ class BucketExchange:
             handle,
             buffer,
             device=buffer.device,
-            arrays=self._exchange.communicator.arrays,
+            arrays=self._averager.communicator.arrays,
             finish=finish,
-            told=lambda error: in_bucket(error, **where),
+            told=told,
         )
 
     def _begin(self, bucket: GradBucket, buffer: torch.Tensor) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self.layout_of(bucket)
-        exchange, step = self._exchange, self._exchange.recorder.step
+        averager, step = self._averager, self._averager.recorder.step
         given, op = buffer, "avg"
-        if exchange.how.density is not None:
-            if buffer.dtype in NARROW:
+        if averager.settings.density is not None:
+            if buffer.dtype in NARROW.values():
                 given = buffer.to(torch.float32)
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             idle = (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
             self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
-            given, op = buffer.div(exchange.communicator.size).to(self._narrow), "sum"
-        return given, exchange.start(layout.key, given, op=op, out=given)
+            given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
+        return given, averager.start(layout.key, given, op=op, out=given)
 
     @property
     def rank(self) -> int:
         """This process's rank."""
-        return self._exchange.communicator.ranks[0]
+        return self._averager.communicator.ranks[0]
 
     def layout_of(self, bucket: GradBucket) -> BucketLayout:
         """Which parameters a bucket holds."""
@@ -127,6 +123,41 @@ class BucketExchange:
         return BucketLayout(
             tuple(self._numbers.of(one) for one in parameters), tuple(one.numel() for one in parameters)
         )
+
+
+class BuiltInExchange:
+    """Averages buckets over a process group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+    recorder : Recorder
+    """
+
+    def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+        self._group = group
+        self._recorder = recorder
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """The average of a bucket over all ranks, in its own memory."""
+        recorder, step, started = self._recorder, self._recorder.step, self._recorder.now()
+        buffer: torch.Tensor = bucket.buffer()
+        key = f"bucket {bucket.index()}"
+        buffer.div_(dist.get_world_size(self._group))
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None, "this process is in the group"
+
+        def ended(future: torch.futures.Future[Any]) -> torch.Tensor:
+            future.value()  # raises what went wrong
+            recorder.add(
+                key, buffer.nbytes, started, density=1.0, how="torch's allreduce", bound=math.inf, step=step
+            )
+            return buffer
+
+        averaged: torch.futures.Future[Any] = work.get_future().then(ended)
+        if bucket.is_last():
+            recorder.end_step()
+        return averaged
 
 
 def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:

@@ -1,50 +1,175 @@
-"""The plan of a process group: from the file that TOPOPLAN_PLAN names, or made from what the job runs on.
+"""By which plan the ranks of a process group exchange, and over what, or why by none: all of them decide alike.
 
-A file is for the whole job. Groups of some of its ranks get plans for their devices on the machine of the file.
+The plan is the given one, or that of the file which TOPOPLAN_PLAN names, or it is made of what the job runs on. A file
+is for the whole job; groups of some of its ranks get plans for their devices on the machine of the file. What a rank
+finds wrong it tells the others, and it ends it for all (`collectives.peers.error_rounds`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import topoplan
-from collectives.torch.agreement import Gather
+from collectives.arrays.torch_arrays import TorchArrays
+from collectives.backends.backend import Backend
+from collectives.backends.shared.backend import SharedBackend
+from collectives.backends.torch.backend import TorchBackend
+from collectives.backends.torch.open_group import devices_of
+from collectives.job.given_plan import GivenPlan, given_alike, plan_for_all
+from collectives.peers.error_rounds import Gather, say_all
+from collectives.peers.plan_by_one import plan_by_one
+from collectives.training.averaging import ExchangeSettings
+from topoplan.errors import InfeasibleError, TopoplanError, UsageError
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import SizePlans
 
 VARIABLE = "TOPOPLAN_PLAN"
 
 
-def given_plan(members: Sequence[int], world: int) -> Plans | None:
-    """The plan that the environment gives for a group; None where it gives none.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks have agreed on.
 
     Parameters
     ----------
-    members : sequence of int
-        The group's ranks in the job.
-    world : int
-        Ranks of the job.
+    plan : Plan or SizePlans or None
+    reason : str
+        Why there is no plan; empty where there is one.
+    """
+
+    plan: Plans | None
+    reason: str = ""
+
+
+def agreed_plan(plan: GivenPlan | None, group: dist.ProcessGroup, gather: Gather) -> Verdict:
+    """The plan that all ranks have and that fits their group; all of them must call this.
+
+    Parameters
+    ----------
+    plan : Plan, SizePlans, Topology, str, path or None
+        As `plan_of` takes it; None to make one of what the job runs on.
+    group : ProcessGroup
+    gather : callable
+        Over the ranks of the group.
 
     Raises
     ------
-    UsageError, PlanError, InfeasibleError
-        The file cannot be read or is wrong, or there is no plan for these devices of it.
+    UsageError
+        The plan that a rank was given is none, or is not for this group, or not that of the others; on all ranks, with
+        the same text.
     """
-    path = os.environ.get(VARIABLE)
-    if not path:
-        return None
-    whole = topoplan.load_plan(path)
-    if len(members) == world or len(whole.ranks) != world:
-        return whole  # where it has another number of ranks, that is what is to be said
-    gpus = [device.name for device in whole.topology.devices if device.kind == "gpu"]
-    numbers = [gpus.index(whole.ranks[member]) for member in members]
-    plan = topoplan.plan_by_size if isinstance(whole, SizePlans) else topoplan.plan
-    made: Plans = plan(whole.topology, "allreduce", gpus=numbers)
-    return made
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    try:
+        say_all(gather, lambda: str(devices_of(group)))  # else its messages cannot carry a plan
+    except TopoplanError as error:
+        return Verdict(None, str(error))
+    try:
+        meant = given_alike(gather, plan, size=size, where="the process group")
+        if meant is not None:
+            return Verdict(plan_for_all(gather, meant, rank=rank, size=size))
+    except TopoplanError as error:
+        raise UsageError(str(error)) from error
+    try:
+        return Verdict(plan_for_all(gather, None, rank=rank, size=size))
+    except TopoplanError as error:
+        return Verdict(None, f"no plan can be made of this job: {error}")
+
+
+def agreed_file(group: dist.ProcessGroup, gather: Gather) -> Verdict:
+    """As `agreed_plan`, for the plan that the environment gives, if it gives one."""
+    members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    read: list[Plans | None] = []
+
+    def whole() -> str:
+        try:
+            path = os.environ.get(VARIABLE)
+            read.append(topoplan.load_plan(path) if path else None)
+        except TopoplanError as error:
+            raise UsageError(f"{VARIABLE}: {error}") from error
+        return "" if read[0] is None else read[0].digest
+
+    digests, world = say_all(gather, whole), dist.get_world_size()
+    plan = read[0]
+    # what differs, or has another number of ranks than the job, is refused as it is
+    if plan is None or len(set(digests)) > 1 or len(members) == world or len(plan.ranks) != world:
+        return agreed_plan(plan, group, gather)
+    try:
+        part = plan_by_one(gather, _for_members(plan, members), rank=rank)
+    except InfeasibleError as error:
+        return Verdict(None, str(error))
+    return agreed_plan(part, group, gather)
+
+
+def _for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
+    """What plans for some ranks of a job on the machine of its plan."""
+    gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
+    numbers = [gpus.index(plan.ranks[member]) for member in members]
+    make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan
+    return lambda: make(plan.topology, "allreduce", gpus=numbers)
+
+
+def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> ExchangeSettings:
+    """The settings of this rank, which are those of all; all of them must call this.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range on some rank, or ranks differ; on all ranks, with the same text.
+    """
+    made: list[ExchangeSettings] = []
+
+    def told() -> str:
+        made.append(make())
+        return f"{made[0]}"
+
+    first, *others = say_all(gather, told)
+    for rank, one in enumerate(others, start=1):
+        if one != first:
+            raise UsageError(f"rank {rank} has {one}, and rank 0 {first}; give all ranks the same settings")
+    return made[0]
+
+
+def backend_of(
+    group: dist.ProcessGroup, gather: Gather, *, timeout: float, shared: bool = True
+) -> Backend[Any]:
+    """The back end of a group's ranks: memory that its processes share, where they can, or else messages of the group.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        All of its ranks must call this.
+    gather : callable
+        Over its ranks.
+    timeout : float
+        Seconds that a rank waits for another one, in each step.
+    shared : bool
+        Whether tensors on the CPU go through shared memory where all ranks run on one host.
+    """
+    if shared and set(devices_of(group)) == {"cpu"}:
+        arrays: Any = TorchArrays([torch.device("cpu")])
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        try:
+            return SharedBackend(gather, rank=rank, size=size, timeout=timeout, arrays=arrays)
+        except UsageError:
+            pass  # on all ranks: they are on several hosts, or do not see each other
+    return TorchBackend(group, timeout=timeout)
+
+
+def gather_by(group: dist.ProcessGroup) -> Gather:
+    """The gathering of texts over a process group."""
+
+    def gather(text: str) -> list[str]:
+        texts = [""] * dist.get_world_size(group)
+        dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    return gather
 
 
 def gather_over(group: dist.ProcessGroup, device: torch.device) -> Gather:

@@ -1,12 +1,265 @@
-"""The communication hook of DistributedDataParallel: buckets of gradients are averaged by a plan."""
+"""The communication hook of DistributedDataParallel: buckets of gradients are averaged by a plan.
 
-# annotations are no strings here: DDP compares them with its own types
+Its state says by which plan, how, and what sparse gradients have left over.
+"""
+
+# annotations are no strings here: DDP compares those of the hook with its own types
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from collectives.torch.hook_state import HookState
+from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.open_group import existing_group, own_group
+from collectives.communicator.communicator import Communicator
+from collectives.job.given_plan import GivenPlan
+from collectives.staleness.modes import BSP, Mode, mode_of
+from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
+from collectives.torch.group_plan import agreed_plan, agreed_settings, backend_of, gather_by
+from collectives.torch.mode_exchange import ModeExchange
+from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
+from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
+from collectives.training.recorder import Recorder
+from collectives.training.report import log_start, watch
 from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+
+class HookState:
+    """What `topoplan_hook` needs: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
+
+    All ranks of the group make one, with the same arguments. Where no plan can be made of the job, or the group's
+    library cannot carry one, all of them warn once with the reason and use torch's own allreduce, of whole gradients,
+    in step.
+
+    Parameters
+    ----------
+    plan : Plan, SizePlans, str, path or Topology, optional
+        One for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its name
+        in the library. By default made from what the job runs on.
+    group : ProcessGroup, optional
+        The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
+        NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
+        one) may use theirs meanwhile: calls of two threads on one NCCL communicator would not come in one order.
+        `close` destroys it. A group of fewer ranks than the job's must be in as many groups on each of them.
+    density : float, or callable from step to float, optional
+        Share of the gradient's entries that every rank sends, the rest being kept (`collectives.ErrorFeedback`); by
+        default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
+        there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
+        go through the host, and a warning says so.
+    exchange, momentum, wire
+        Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
+    compress : str, optional
+        "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
+    timeout : float
+        Seconds that a rank waits for the next message of a peer.
+    shared : bool
+        Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
+    mode : BSP, SSP, ASP, LocalSGD or str, optional
+        How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        ASP begin with the third step, when DDP has arranged its buckets.
+    parameters : iterable of Parameter, optional
+        The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
+        step brings them: the same for the same model and ``bucket_cap_mb``.
+
+    Attributes
+    ----------
+    communicator : Communicator or None
+        None where torch's own allreduce is used.
+    reason : str
+        Why it is; empty where it is not.
+    recorder : Recorder
+        Of what was exchanged, and how long it took.
+
+    Raises
+    ------
+    UsageError
+        torch.distributed is not initialised, an argument is out of range or not that of the other ranks, or the plan
+        that a rank gives is none, is for another number of ranks or not that of the others; on all ranks, with the same
+        text.
+    BackendError
+        The ranks do not find each other.
+
+    Notes
+    -----
+    A run that is restored from a checkpoint goes on bit for bit where its buckets are the same: with one bucket, or
+    with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
+    chosen, for one step. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    """
+
+    def __init__(
+        self,
+        plan: GivenPlan | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        density: Density | None = None,
+        exchange: str = "auto",
+        momentum: float = 0.0,
+        wire: "WireFormat | None" = None,
+        compress: str | None = None,
+        timeout: float = 30.0,
+        shared: bool = True,
+        mode: Mode | str | None = None,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+    ) -> None:
+        def settings() -> ExchangeSettings:
+            return ExchangeSettings(density, exchange, momentum, wire, mode_of(mode), compress)
+
+        numbers = ParameterNumbers(parameters)
+        if not dist.is_initialized():
+            settings()  # nobody waits for this rank yet
+        self.group = existing_group(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        gather = gather_by(self.group)
+        how = agreed_settings(settings, gather)
+        self.mode = how.mode
+        self.recorder = watch(Recorder("hook", ranks=self.size))
+        verdict = agreed_plan(plan, self.group, gather)
+        self.reason = verdict.reason
+        self.communicator: Communicator | None = None
+        self.momentum = momentum
+        self._own: dist.ProcessGroup | None = None
+        self.buckets: BucketExchange | BuiltInExchange | ModeExchange
+        if verdict.plan is None:
+            warnings.warn(
+                f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
+            )
+            self.buckets = BuiltInExchange(self.group, self.recorder)
+            return
+        self._own = own_group(self.group, timeout=timeout)
+        with ExitStack() as on_error:
+            on_error.callback(self._leave)
+            backend = backend_of(self._own or self.group, gather, timeout=timeout, shared=shared)
+            on_error.callback(backend.close)
+            self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
+            self.buckets = in_step = BucketExchange(InStepAverager(comm, how, self.recorder), numbers)
+            if not isinstance(self.mode, BSP):
+                self.buckets = ModeExchange(
+                    averager(comm, how, self.recorder, timeout=timeout), in_step, comm
+                )
+            log_start(comm, how)
+            on_error.pop_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
+
+        Returns
+        -------
+        dict
+            Of numbers and tensors on the CPU, as `torch.save` takes it.
+        """
+        kept = self.buckets.residuals.by_parameter() if isinstance(self.buckets, BucketExchange) else {}
+        return {
+            "rank": self.rank,
+            "ranks": self.size,
+            "step": self.recorder.step,
+            "momentum": self.momentum,
+            "residuals": {number: one.residual for number, one in kept.items()},
+            "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank.
+
+        Raises
+        ------
+        UsageError
+            It is another rank's, or of another number of ranks or another momentum; nothing has changed.
+        """
+        if (state["rank"], state["ranks"]) != (self.rank, self.size):
+            raise UsageError(
+                f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
+                f"{self.size}; every rank loads what it saved itself"
+            )
+        if state["momentum"] != self.momentum:
+            raise UsageError(
+                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+            )
+        velocities = state["velocities"]
+        kept = {
+            int(number): Kept(residual, velocities.get(number)).copy()
+            for number, residual in state["residuals"].items()
+        }
+        self.recorder.step = int(state["step"])
+        if isinstance(self.buckets, BucketExchange):
+            self.buckets.residuals.replace(kept)
+        elif kept:
+            held = math.fsum(float(one.residual.sum()) for one in kept.values())
+            warnings.warn(
+                f"residuals with a sum of {held:g} are not used: gradients are averaged whole", stacklevel=2
+            )
+
+    def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
+
+        With `LocalSGD` it averages them when it is time. After ``optimizer.step()`` that has been done already.
+
+        Raises
+        ------
+        UsageError
+            These are no parameters.
+        BackendError
+            Another rank failed.
+        """
+        listed = tensors_of(parameters)
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.after_step(listed)
+
+    def finish(self, step: Callable[[], object] | None = None) -> None:
+        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
+
+        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers; then, and with
+        `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already. All ranks must call it.
+        Training may go on afterwards.
+
+        Parameters
+        ----------
+        step : callable, optional
+            Moves the parameters by their gradients, for `SSP` and `ASP` where no optimiser of `torch.optim` does.
+
+        Raises
+        ------
+        UsageError
+            No optimiser has moved the parameters, and ``step`` is not given.
+        BackendError
+            Another rank failed, or does not finish within the timeout.
+        """
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.finish(step)
+
+    @property
+    def gap(self) -> int | None:
+        """With `SSP` and `ASP`, how many steps this rank was ahead of the slowest when it had ended one, at most."""
+        return self.buckets.gap if isinstance(self.buckets, ModeExchange) else None
+
+    def close(self) -> None:
+        """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
+
+        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so. Call it as
+        the last thing before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has
+        run collectives of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
+        """
+        if isinstance(self.buckets, ModeExchange):
+            self.buckets.close()
+        if self.communicator is not None:
+            self.communicator.close()
+        let_go()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""
+        if self._own is not None and dist.is_initialized() and self.size == dist.get_world_size():
+            with suppress(ValueError):  # it went with all groups of the job before
+                dist.destroy_process_group(self._own)
+        self._own = None
 
 
 def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -2,6 +2,9 @@
 
 No call is needed in the training loop: torch tells of every optimiser that has stepped, and one that has moved the
 parameters of these buckets is when `LocalSGD` averages them. In the end `finish` makes them the same on all ranks.
+
+What an optimiser computes anew inside one ``step(closure)``, as LBFGS does, belongs to one step, however often: ranks
+need not do it equally often.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from collectives.communicator.communicator import Communicator
-from collectives.staleness.local_sgd import LocalExchange, average_parameters
-from collectives.staleness.stale_average import StaleExchange
-from collectives.torch.bucket_errors import in_bucket
+from collectives.staleness.modes import LocalSGD
 from collectives.torch.bucket_exchange import BucketExchange
+from collectives.training.averaging import Averager, average_parameters
+from collectives.training.bucket_exchange import in_bucket
 from topoplan.errors import TopoplanError, UsageError
 
 SETTLED = 2
@@ -30,23 +33,26 @@ SETTLED = 2
 GLANCE = 8
 """Elements of each parameter by which it is seen to have moved."""
 
+UNTOLD = 2
+"""Moves that nobody has told of until that is an error: SAM moves parameters to and fro before its optimiser steps."""
+
 
 class ModeExchange:
     """Averages buckets without meeting the other ranks.
 
     Parameters
     ----------
-    exchange : StaleExchange or LocalExchange
+    averager : Averager
+        Of another mode than BSP.
     in_step : BucketExchange
         For the first steps of stale gradients.
     communicator : Communicator
         Averages parameters.
     """
 
-    def __init__(
-        self, exchange: StaleExchange | LocalExchange, in_step: BucketExchange, communicator: Communicator
-    ) -> None:
-        self._exchange = exchange
+    def __init__(self, averager: Averager, in_step: BucketExchange, communicator: Communicator) -> None:
+        self._averager = averager
+        self._local = isinstance(averager.mode, LocalSGD)
         self._in_step = in_step
         self._communicator = communicator
         self._buckets: dict[str, list[torch.Tensor]] = {}
@@ -55,16 +61,13 @@ class ModeExchange:
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._told = False
         self._seen: torch.Tensor | None = None
-        self._apart = Apart(f"{exchange.mode}")
-        stepped = weakref.WeakMethod(self._stepped)
-
-        def tell(optimiser: torch.optim.Optimizer, *_: object) -> None:
-            method = stepped()
-            if method is not None:
-                method(optimiser)
-
-        listening = register_optimizer_step_post_hook(tell)
-        self._leave = weakref.finalize(self, listening.remove)
+        self._untold = 0
+        self._stepping: set[int] = set()
+        self._counted = False
+        self._apart = Apart(f"{averager.mode}")
+        before = register_optimizer_step_pre_hook(_weakly(self._begins))
+        after = register_optimizer_step_post_hook(_weakly(self._stepped))
+        self._leave = weakref.finalize(self, _remove, before, after)
         self._remind = weakref.finalize(self, self._apart.remind)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -77,27 +80,25 @@ class ModeExchange:
         BackendError
             As `BucketExchange.average`.
         """
-        exchange = self._exchange
+        averager = self._averager
         key = self._in_step.layout_of(bucket).key
         self._buckets[key] = bucket.parameters()
         self._parameters.update((id(one), one) for one in self._buckets[key])
         try:
-            if isinstance(exchange, StaleExchange) and exchange.recorder.step < SETTLED:
+            if not self._local and averager.recorder.step < SETTLED:
                 return self._in_step.average(bucket)
-            self._check_told()
             buffer: torch.Tensor = bucket.buffer()
-            where = {"step": exchange.recorder.step, "bucket": bucket.index(), "nbytes": buffer.nbytes}
             try:
-                exchange.start(key, buffer, out=buffer)
+                averager.start(key, buffer, out=buffer)
             except TopoplanError as error:
-                raise in_bucket(error, rank=self._in_step.rank, **where) from error
+                about = f"bucket {bucket.index()} of {buffer.nbytes} bytes"
+                rank = self._in_step.rank
+                raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
+            if bucket.is_last():
+                self._end_step()
         except TopoplanError:
             self._apart.steps = 0
             raise
-        if bucket.is_last():
-            exchange.end_step()
-            self._apart.steps += 1
-            self._seen = None if self._told else self._glance()
         future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -106,19 +107,18 @@ class ModeExchange:
 
     def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """With `LocalSGD`, average parameters that have moved as often as it is time, and not again."""
-        exchange = self._exchange
         self._told = True
-        if not isinstance(exchange, LocalExchange):
-            return
-        while behind := [one for one in parameters if self._averaged.get(id(one), 0) < exchange.due]:
+        self._seen = None
+        due = self._averager.due
+        while behind := [one for one in parameters if self._averaged.get(id(one), 0) < due]:
             self._average(behind)
             self._parameters.update((id(one), one) for one in behind)
             self._averaged.update((id(one), self._averaged.get(id(one), 0) + 1) for one in behind)
 
     @property
     def gap(self) -> int | None:
-        """As `StaleExchange.gap`; None where no clocks are kept."""
-        return self._exchange.gap if isinstance(self._exchange, StaleExchange) else None
+        """As `Averager.gap`."""
+        return self._averager.gap
 
     def finish(self, step: Callable[[], object] | None) -> None:
         """Use the gradients that came late, and average the parameters: the same bits on all ranks.
@@ -135,35 +135,42 @@ class ModeExchange:
         UsageError
             No optimiser is known, or something came for a bucket that this rank has never had.
         """
-        exchange = self._exchange
-        if isinstance(exchange, StaleExchange) and self._parameters:
+        averager = self._averager
+        if not self._local and self._parameters:
             # by identity: a reference to an optimiser that is gone cannot be hashed
             movers = {id(one): one for key, one in self._movers.items() if key in self._parameters}
             optimisers = [found for one in movers.values() if (found := one()) is not None]
             if step is None and (not movers or len(optimisers) < len(movers)):
                 raise UsageError(
-                    f"gradients that came late in {exchange.mode} are still to be used, and there is no optimiser of "
+                    f"gradients that came late in {averager.mode} are still to be used, and there is no optimiser of "
                     "torch.optim that has moved the parameters; call state.finish(step), where step() moves them by "
                     "their gradients"
                 )
             steps = [one.step for one in optimisers] if step is None else [step]
-            self._use(exchange.finish(), steps, optimisers)
+            self._use(averager.finish(), steps, optimisers)
         self._average(list(self._parameters.values()))
-        if isinstance(exchange, LocalExchange):
-            self._averaged = dict.fromkeys(self._parameters, exchange.due)
+        self._averaged = dict.fromkeys(self._parameters, averager.due)
         self._apart.steps = 0
 
     def close(self) -> None:
         """Leave."""
         self._leave()
         try:
-            if isinstance(self._exchange, StaleExchange):
-                self._exchange.close()
+            self._averager.close()
         finally:
             self._remind()
 
+    def _begins(self, optimiser: torch.optim.Optimizer) -> None:
+        """An optimiser of this process begins a step; what backward gives until it ends is of that step."""
+        if id(optimiser) in self._stepping:
+            self._stepping.clear()  # an error has ended its last step
+        if not self._stepping:
+            self._counted = False
+        self._stepping.add(id(optimiser))
+
     def _stepped(self, optimiser: torch.optim.Optimizer) -> None:
         """An optimiser of this process has stepped."""
+        self._stepping.discard(id(optimiser))
         listed = (one for group in optimiser.param_groups for one in group["params"])
         mine = [one for one in listed if id(one) in self._parameters]
         if mine:
@@ -171,14 +178,25 @@ class ModeExchange:
             self._movers.update((id(one), weakref.ref(optimiser)) for one in mine)
             self.after_step(mine)
 
-    def _check_told(self) -> None:
-        """Whether parameters have moved since the last step though nobody told; looked at until somebody has."""
-        if self._seen is None or self._told or not isinstance(self._exchange, LocalExchange):
+    def _end_step(self) -> None:
+        """Backward has given all buckets: the end of a step, but inside a step of an optimiser only the first time."""
+        if self._stepping and self._counted:
             return
-        if not torch.equal(self._seen, self._glance()):
+        self._counted = True
+        self._check_told()
+        self._averager.end_step()
+        self._apart.steps += 1
+        self._seen = self._glance() if self._local and not self._told else None
+
+    def _check_told(self) -> None:
+        """Whether parameters have moved again and again though nobody told; looked at until somebody has."""
+        if self._seen is None or torch.equal(self._seen, self._glance()):
+            return
+        self._untold += 1
+        if self._untold == UNTOLD:
             raise UsageError(
-                f"training step {self._exchange.recorder.step}: the parameters have moved and no optimiser of "
-                f"torch.optim did it, so that {self._exchange.mode} cannot know when to average them; call "
+                f"training step {self._averager.recorder.step}: the parameters have moved and no optimiser of "
+                f"torch.optim did it, so that {self._averager.mode} cannot know when to average them; call "
                 "state.after_step(model.parameters()) after each update"
             )
 
@@ -220,7 +238,7 @@ class ModeExchange:
         for one in parameters:
             groups.setdefault((one.dtype, one.device), []).append(one.detach())
         lines = [torch.cat([one.reshape(-1) for one in group]) for group in groups.values()]
-        average_parameters(self._communicator, self._exchange.recorder, lines)
+        average_parameters(self._communicator, self._averager.recorder, lines)
         for line, group in zip(lines, groups.values(), strict=True):
             for part, tensor in zip(_parts(line, group), group, strict=True):
                 tensor.copy_(part)
@@ -241,6 +259,23 @@ class Apart:
                 "state.finish() after the last step",
                 stacklevel=2,
             )
+
+
+def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
+    """What calls a method with its first argument, as long as its object lives."""
+    held = weakref.WeakMethod(method)
+
+    def call(optimiser: torch.optim.Optimizer, *_: object) -> None:
+        found = held()
+        if found is not None:
+            found(optimiser)
+
+    return call
+
+
+def _remove(*handles: Any) -> None:
+    for one in handles:
+        one.remove()
 
 
 @contextmanager

@@ -1,26 +1,186 @@
 """LARS and LAMB for torch, alone or with the norms shared by the ranks of a communicator.
 
-The formulas are those of `collectives.optimisers.lars` and `collectives.optimisers.lamb`; where torch's arithmetic
-rounds otherwise than numpy's, so do they.
+Parameters are replicated. A step measures those that this rank owns, gathers one float64 for each, and moves all of
+them. Parameters of 16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the
+CPU as in `collectives.optimisers.layer_norms`, on other devices by torch, from where one transfer brings all of them.
+
+The formulas are those of `collectives.optimisers.layer_optimiser`; where torch's arithmetic rounds otherwise than
+numpy's, so do they.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from collectives.communicator.communicator import Communicator
-from collectives.optimisers.parallel_trust_ratios import Averaging
+from collectives.optimisers.layer_norms import norm
+from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
 from collectives.optimisers.trust_ratio import lamb_rate, lars_rate
-from collectives.torch.layer_optimizer import Group, LayerOptimizer, zeros_for
 from topoplan.errors import UsageError
+
+Group = dict[str, Any]
+
+Layer = tuple[Any, Group]
+"""A parameter and its group."""
+
+
+class LayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
+    """An optimiser whose parameters have rates.
+
+    Parameters
+    ----------
+    params : iterable of parameters, or of groups
+        Floating point. A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
+    defaults : dict
+        Options of groups that do not say otherwise.
+    communicator : Communicator, HookState or None
+        With one rank in each process; None for a rank that computes all norms, and so is a state that has none. Not
+        part of the optimiser's state: a copy computes alone.
+
+    Raises
+    ------
+    UsageError
+        An option is out of range, the communicator has several ranks in this process, or the hook's ranks are not in
+        step.
+    """
+
+    _communicator: Communicator | None = None
+    _parallel: ParallelRates | None = None
+    _meant: tuple[Any, ...] = ()
+
+    def __init__(
+        self, params: Iterable[Any], defaults: Group, communicator: Communicator | Averaging | None
+    ) -> None:
+        shared = sharing(communicator)
+        if shared is not None and not shared.one_rank:
+            raise UsageError(
+                f"the {shared.backend} back end has several ranks in this process, and a torch optimiser is "
+                "of one; use a back end with a process for each rank"
+            )
+        super().__init__(params, {**defaults, "adapt": True})
+        self._communicator = shared
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters with options of their own, as in `torch.optim.Optimizer`."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move all parameters that have gradients; they must be the same ones on all ranks.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss anew, with gradients.
+
+        Returns
+        -------
+        The closure's result, or None.
+
+        Raises
+        ------
+        UsageError
+            A gradient is sparse, or other ranks have other parameters, gradients or settings. Nothing has moved.
+        BackendError
+            Another rank failed. No parameters have moved; the state may have.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Measure what is owned, gather the rates, and move everything."""
+        layers = self._with_gradients()
+        rated = [number for number, (_, group) in enumerate(layers) if group["adapt"]]
+        owned = rated
+        parallel = None
+        if self._communicator is not None:
+            parallel = self._agreed(self._communicator, layers, rated)
+            owned = [rated[place] for place in parallel.owned(self._communicator.ranks[0])]
+        found = {number: self._measured(*layers[number]) for number in owned}
+        norms = iter(_norms(list(chain.from_iterable(found.values()))))
+        rates = [self._rate(next(norms), next(norms), layers[number][1]) for number in owned]
+        if parallel is not None:
+            rates = parallel.gather(rates).tolist()
+        speeds = dict(zip(rated, rates, strict=True))
+        for number, (parameter, group) in enumerate(layers):
+            measured = found.pop(number, None)
+            self._move(parameter, group, float(group["lr"]) * speeds.get(number, 1.0), measured)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, as in `torch.optim.Optimizer`, but without rounding it to parameters of 16 bits."""
+        super().load_state_dict(dict(state_dict))
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        here = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(saved, here, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.state[parameter][name] = value.detach().to(zeros_for(parameter), copy=True)
+
+    def _with_gradients(self) -> list[Layer]:
+        """Parameters that have gradients, with their groups."""
+        layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in layers:
+            if parameter.grad.is_sparse or not parameter.is_floating_point():
+                raise UsageError(
+                    f"a {parameter.dtype} parameter of shape {tuple(parameter.shape)} has a gradient of layout "
+                    f"{parameter.grad.layout}; give floating-point parameters and dense gradients"
+                )
+        return layers
+
+    def _agreed(
+        self, communicator: Communicator, layers: Sequence[Layer], rated: Sequence[int]
+    ) -> ParallelRates:
+        """Owners that all ranks have agreed on, once for the same parameters with gradients and settings."""
+        options = tuple(
+            tuple((name, group[name]) for name in sorted(group) if name not in ("lr", "initial_lr", "params"))
+            for group in self.param_groups
+        )
+        sizes = tuple((parameter.numel(), parameter.dtype) for parameter, _ in layers)
+        places = tuple(p.grad is not None for group in self.param_groups for p in group["params"])
+        meant = (options, sizes, places)
+        if self._parallel is None or meant != self._meant:
+            self._parallel = None
+            counts = [sizes[number][0] for number in rated]
+            self._parallel = ParallelRates(communicator, counts, about=f"{type(self).__name__} {meant}")
+            self._meant = meant
+        return self._parallel
+
+    def _check_group(self, group: Group) -> None:
+        """Raise `UsageError` where an option is out of range."""
+        for name in ("lr", "weight_decay"):
+            if not 0 <= group[name] < math.inf:
+                raise UsageError(f"{name} {group[name]} is out of range; give zero or more")
+
+    @abstractmethod
+    def _measured(self, parameter: Any, group: Group) -> tuple[Any, Any]:
+        """The two tensors whose norms make the rate; the state has taken the gradient in where that needs it."""
+
+    @abstractmethod
+    def _rate(self, weight_norm: float, other_norm: float, group: Group) -> float:
+        """The rate, from those norms."""
+
+    @abstractmethod
+    def _move(self, parameter: Any, group: Group, speed: float, measured: tuple[Any, Any] | None) -> None:
+        """Move a parameter by its rate times the learning rate; ``measured`` where this rank has done that."""
 
 
 class Lars(LayerOptimizer):
-    """LARS, as `collectives.optimisers.lars.Lars`.
+    """LARS, as `collectives.optimisers.Lars`.
 
     Parameters
     ----------
@@ -88,7 +248,7 @@ class Lars(LayerOptimizer):
 
 
 class Lamb(LayerOptimizer):
-    """LAMB, as `collectives.optimisers.lamb.Lamb`.
+    """LAMB, as `collectives.optimisers.Lamb`.
 
     The updates that a rank measures are kept until all rates are there: alone that is as much memory as the parameters
     take, with N ranks about an N-th of it.
@@ -164,3 +324,19 @@ class Lamb(LayerOptimizer):
         scale = kept["second"].sqrt().mul_(biased * unbiased).add_(biased * group["eps"])
         update = torch.div(kept["first"], scale, out=scale)
         return update.add_(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else update
+
+
+def zeros_for(parameter: Any) -> Any:
+    """What is kept for a parameter, before the first step."""
+    dtype = torch.float32 if parameter.element_size() < 4 else parameter.dtype
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _norms(tensors: Sequence[Any]) -> list[float]:
+    """Of tensors, in float64."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        wide = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]
+        return [norm(tensor.detach().numpy()) for tensor in wide]
+    found = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    numbers: list[float] = torch.stack([one.to(found[0].device) for one in found]).tolist()
+    return numbers

@@ -5,20 +5,95 @@ together again as the parameters now lie. A parameter whose gradient is zero thr
 the step: it may be one that no rank has used, of which DDP throws the average away, and with it what had been sent. Its
 residual, and its velocity, wait here until it has a gradient again.
 
+Parameters are known by numbers: those of a given order, or that in which buckets bring them. DDP arranges its buckets
+anew after the first step, so a bucket is known by the parameters that it holds, not by its place in their row.
+
 Everything stays where the gradients are, on a GPU in its memory; only a checkpoint comes to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from collectives.communicator.communicator import Communicator
-from collectives.torch.bucket_layout import BucketLayout
 from topoplan.errors import UsageError
+
+LONGEST = 48
+"""Letters of a key's list of parameters before it is cut."""
+
+
+class ParameterNumbers:
+    """A number for each parameter, the same for the same tensor.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter, optional
+        Counted from 0; others go on from there as they come.
+
+    Examples
+    --------
+    >>> one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+    >>> numbers = ParameterNumbers([one])
+    >>> numbers.of(other), numbers.of(one), numbers.of(other)
+    (1, 0, 1)
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        for parameter in tensors_of(parameters or ()):
+            self.of(parameter)
+
+    def of(self, parameter: torch.Tensor) -> int:
+        """The number of a parameter."""
+        # the tensor is held so that no other one gets its identity
+        return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """The parameters of a bucket, one after another in its buffer.
+
+    Parameters
+    ----------
+    numbers : tuple of int
+        Of the parameters in the model, as `HookState` counts them.
+    lengths : tuple of int
+        Elements of each.
+
+    Examples
+    --------
+    >>> layout = BucketLayout((7, 6, 5, 9), (10, 200, 10, 1))
+    >>> layout.key, layout.size, list(layout.parts())[1]
+    ('parameters 7-5,9', 221, (6, 10, 210))
+    """
+
+    numbers: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.lengths)
+
+    @property
+    def key(self) -> str:
+        """A name that no bucket of other parameters, or of another order, has."""
+        told = ",".join(_runs(self.numbers))
+        if len(told) > LONGEST:
+            told = f"{told[:LONGEST]}... {hashlib.sha256(told.encode()).hexdigest()[:12]}"
+        return f"parameters {told}"
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Number of each parameter, and the elements of the buffer from which to which it is."""
+        start = 0
+        for number, length in zip(self.numbers, self.lengths, strict=True):
+            yield number, start, start + length
+            start += length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,3 +245,49 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
         "residual": torch.from_numpy(state["residual"]),
         "velocity": None if velocity is None else torch.from_numpy(velocity),
     }
+
+
+def tensors_of(parameters: object) -> list[torch.Tensor]:
+    """The parameters that a caller names, of which each must be a tensor.
+
+    Raises
+    ------
+    UsageError
+        They are something else, as a model or pairs of names and parameters.
+
+    Examples
+    --------
+    >>> tensors_of(torch.nn.Linear(3, 2))
+    Traceback (most recent call last):
+    topoplan.errors.UsageError: a Linear is no list of parameters; give model.parameters()
+    """
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor | str):
+        raise UsageError(f"a {type(parameters).__name__} is no list of parameters; give model.parameters()")
+    listed = list(parameters)
+    for one in listed:
+        if not isinstance(one, torch.Tensor):
+            raise UsageError(f"a {type(one).__name__} is no parameter; give model.parameters()")
+    return listed
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[str]:
+    """Neighbouring numbers that go up or down by one, as a text each.
+
+    Examples
+    --------
+    >>> list(_runs([3, 4, 5, 9, 8, 0]))
+    ['3-5', '9-8', '0']
+    """
+    run: list[int] = []
+    for number in numbers:
+        ahead = len(run) < 2 or number - run[-1] == run[1] - run[0]
+        if run and (abs(number - run[-1]) != 1 or not ahead):
+            yield _run(run)
+            run = []
+        run.append(number)
+    if run:
+        yield _run(run)
+
+
+def _run(run: Sequence[int]) -> str:
+    return f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])

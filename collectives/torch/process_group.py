@@ -1,9 +1,16 @@
 """The process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``.
 
 allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
-to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath (`inner_group`). The plan is that of the file which the
-environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A
-file that is no plan of this job is a `UsageError` of that collective, on all ranks.
+to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
+variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A file that is no
+plan of this job is a `UsageError` of that collective, on all ranks.
+
+Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
+both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
+right after an allreduce by plan in the background could meet that allreduce on another rank. So messages of plans have
+a communicator of their own. (To let the others wait for the plans instead would be a deadlock where one rank receives
+after a collective what its peer sends before it.) NCCL makes a communicator, and takes its memory, when it is first
+used.
 """
 
 from __future__ import annotations
@@ -11,26 +18,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.arrays.torch_arrays import DTYPES
 from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.open_group import PATIENCE
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
-from collectives.torch.agreement import Verdict, agreed_plan
-from collectives.torch.group_backend import backend_of
-from collectives.torch.group_plan import gather_over, given_plan
-from collectives.torch.handle_future import future_of
-from collectives.torch.inner_group import DELEGATED, InnerGroups, inner_groups
-from collectives.torch.planned_work import PlannedWork
-from topoplan.errors import InfeasibleError, TopoplanError, UsageError
+from collectives.torch.futures import PlannedWork, future_of
+from collectives.torch.group_plan import agreed_file, backend_of, gather_over
+from topoplan.errors import UsageError
 
 OPERATIONS = (
     (dist.ReduceOp.SUM, "sum"),
@@ -40,6 +45,53 @@ OPERATIONS = (
     (dist.ReduceOp.PRODUCT, "prod"),
 )
 """What plans reduce by."""
+
+DELEGATED = (
+    "_end_coalescing",
+    "_get_backend",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+    "_start_coalescing",
+    "_wait_for_pending_works",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+    "set_timeout",
+)
+"""What the process group beneath does as it is; releases of torch that lack one of these do not ask for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerGroups:
+    """What is beneath a planned group.
+
+    Parameters
+    ----------
+    others : ProcessGroup
+        For everything that is not by plan.
+    plans : ProcessGroup
+        For messages of plans over NCCL; where there is none, the same.
+    served : str
+        What serves which kind of device, as "cpu:gloo,cuda:nccl".
+    """
+
+    others: dist.ProcessGroup
+    plans: dist.ProcessGroup
+    served: str
 
 
 class PlannedGroup(dist.ProcessGroup):
@@ -208,35 +260,18 @@ class PlannedGroup(dist.ProcessGroup):
         """Whether there is a plan; found out by all ranks together in the first collective."""
         if self.communicator is None and not self.reason:
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
-            verdict = self._verdict(device)
+            gather = gather_over(self.inner, device)
+            verdict = agreed_file(self, gather)
             self.reason = verdict.reason
             if verdict.plan is None:
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
                 with ExitStack() as on_error:
-                    backend = backend_of(self, gather_over(self.inner, device), timeout=self._timeout)
+                    backend = backend_of(self, gather, timeout=self._timeout)
                     on_error.callback(backend.close)
                     self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
                     on_error.pop_all()
         return self.communicator is not None
-
-    def _verdict(self, device: torch.device) -> Verdict:
-        gather = gather_over(self.inner, device)
-        members = dist.get_process_group_ranks(self)
-        plan, fault, refused = None, "", ""
-        try:
-            plan = given_plan(members, dist.get_world_size())
-        except InfeasibleError as error:
-            fault = str(error)
-        except TopoplanError as error:
-            refused = f"TOPOPLAN_PLAN: {error}"
-        for rank, told in enumerate(gather(refused)):
-            if told:
-                raise UsageError(f"rank {rank}: {told}")
-        for rank, told in enumerate(gather(fault)):
-            if told:
-                return Verdict(None, f"rank {rank}: {told}")
-        return agreed_plan(plan, self, gather)
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -279,6 +314,28 @@ def _put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None
 def _like(tensor: torch.Tensor) -> Any:
     """numpy's type with which the reductions of a tensor are told."""
     return np.dtype("float32" if tensor.dtype == torch.bfloat16 else DTYPES[tensor.dtype])
+
+
+def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
+    """The groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
+    kind = dist.ProcessGroup.BackendType
+    others = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+    others._set_default_backend(kind.GLOO)
+    others._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return InnerGroups(others, others, "cpu:gloo")
+
+    def nccl(name: str, limit: timedelta) -> dist.ProcessGroupNCCL:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+
+    others._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl", timeout))
+    plans = dist.ProcessGroup(store, rank, size)
+    plans._set_default_backend(kind.NCCL)
+    plans._register_backend(torch.device("cuda"), kind.NCCL, nccl("nccl of plans", PATIENCE * timeout))
+    return InnerGroups(others, plans, "cpu:gloo,cuda:nccl")
 
 
 def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:

@@ -1,7 +1,8 @@
 """One training step after another, bucket by bucket: filled, exchanged in the background, handed over.
 
-Buckets start in their order on every rank, whatever the order in which gradients come. Where one fails, the error is
-told with training step and bucket, and the step is given up.
+Gradients are copied into the memory of their bucket, exchanged there, and averages copied out of it; one that is alone
+in its bucket is exchanged where it lies. Buckets start in their order on every rank, whatever the order in which
+gradients come. Where one fails, the error is told with training step and bucket, and the step is given up.
 """
 
 from __future__ import annotations
@@ -13,15 +14,88 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.training.bucket_memory import BucketMemory
+from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
-from collectives.training.step_exchange import StepExchange
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
 """A list of arrays, one for each parameter, for each rank of this process."""
+
+
+class BucketMemory:
+    """A bucket of every rank of this process.
+
+    Parameters
+    ----------
+    bucket : Bucket
+    shapes : sequence of tuple of int
+        Of all gradients.
+    library : ArrayLibrary
+    likes : sequence of arrays, one for each rank
+        Of the bucket's dtype, and where its memory is to be.
+
+    Attributes
+    ----------
+    given, averages : list of arrays, one for each rank
+        Lines of the bucket: what is exchanged, and where the averages are put, the same memory or apart.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: Sequence[tuple[int, ...]],
+        library: ArrayLibrary[Any],
+        likes: Sequence[Any],
+    ) -> None:
+        self.bucket = bucket
+        self.alone = len(bucket.members) == 1
+        self._library = library
+        self._shapes = {index: shapes[index] for index in bucket.members}
+        self._places = {
+            index: (bucket.borders[position], bucket.borders[position + 1])
+            for position, index in enumerate(bucket.members)
+        }
+        lines = [] if self.alone else [library.empty((bucket.size,), like) for like in likes]
+        self.given: list[Any] = lines
+        self.averages: list[Any] = lines
+
+    def put(self, index: int, gradients: Sequence[Any], outs: Sequence[Any] | None) -> None:
+        """Take a gradient, one array for each rank; ``outs`` is where its averages are wanted, if that is known."""
+        library = self._library
+        if not self.alone:
+            start, stop = self._places[index]
+            for line, gradient in zip(self.given, gradients, strict=True):
+                part = library.shaped(library.part(line, start, stop), self._shapes[index])
+                library.copy(part, gradient)
+            return
+        self.given = [library.line(gradient) for gradient in gradients]
+        self.averages = [
+            library.line(outs[place])
+            if outs is not None and library.contiguous(outs[place])
+            else library.empty((self.bucket.size,), gradient)
+            for place, gradient in enumerate(gradients)
+        ]
+
+    def take(self, index: int, place: int, out: Any) -> Any:
+        """The average of a gradient on the rank at a place, in ``out`` or, for None, in an array of its own."""
+        library = self._library
+        start, stop = self._places[index]
+        found = library.shaped(library.part(self.averages[place], start, stop), self._shapes[index])
+        if out is None:
+            if self.alone:
+                return found
+            out = library.empty(self._shapes[index], found)
+        if not library.same(found, out):
+            library.copy(out, found)
+        return out
+
+    def forget(self) -> None:
+        """Let go of the caller's arrays."""
+        if self.alone:
+            self.given = self.averages = []
 
 
 class BucketExchange:
@@ -30,7 +104,7 @@ class BucketExchange:
     Parameters
     ----------
     communicator : Communicator
-    exchange : StepExchange
+    averager : Averager
     memory : sequence of BucketMemory
     shapes : sequence of tuple of int
         Of all gradients.
@@ -44,13 +118,13 @@ class BucketExchange:
     def __init__(
         self,
         communicator: Communicator,
-        exchange: StepExchange,
+        averager: Averager,
         memory: Sequence[BucketMemory],
         shapes: Sequence[tuple[int, ...]],
     ) -> None:
-        self._exchange = exchange
+        self._averager = averager
         self._comm = communicator
-        self._recorder = exchange.recorder
+        self._recorder = averager.recorder
         self._memory = tuple(memory)
         self._shapes = tuple(shapes)
         self._bucket_of = {index: one.bucket.number for one in memory for index in one.bucket.members}
@@ -82,7 +156,7 @@ class BucketExchange:
             for place, mine in enumerate(averages):
                 fresh = self._comm.arrays.empty(self._shapes[index], arrays[place])
                 mine[index] = fresh if outs is None else outs[place][index]
-        self._exchange.end_step()
+        self._averager.end_step()
         self._begin()
         return averages
 
@@ -120,18 +194,18 @@ class BucketExchange:
             alone = self._comm.one_rank
             given = memory.given[0] if alone else memory.given
             averages = memory.averages[0] if alone else memory.averages
-            self._handles.append(self._exchange.start(_key(memory.bucket), given, out=averages))
+            self._handles.append(self._averager.start(_key(memory.bucket), given, out=averages))
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:
         """Errors inside are told with step and bucket, and end the step."""
-        heading = f"training step {self._recorder.step}, bucket {bucket.number} of {len(self._memory)}"
         try:
             yield
         except Exception as error:
             self._give_up()
             if isinstance(error, TopoplanError):
-                raise _told(heading, error) from error
+                about = f"bucket {bucket.number} of {len(self._memory)}"
+                raise in_bucket(error, step=self._recorder.step, bucket=about) from error
             raise
 
     def _give_up(self) -> None:
@@ -148,17 +222,34 @@ def _key(bucket: Bucket) -> str:
     return f"bucket {bucket.number}"
 
 
-def _told(heading: str, error: TopoplanError) -> TopoplanError:
-    """The same error with what it was about.
+def in_bucket(error: TopoplanError, *, step: int, bucket: str, rank: int | None = None) -> TopoplanError:
+    """The same error, told with the step of training and the bucket in which it happened.
+
+    Parameters
+    ----------
+    error : TopoplanError
+    step : int
+        From 0.
+    bucket : str
+        As "bucket 2 of 3".
+    rank : int, optional
+        This process's, where every error is to be a `BackendError` that names it.
 
     Examples
     --------
-    >>> _told("training step 7, bucket 2 of 3", BackendError("the peer died", rank=0, peer=1, step=5))
+    >>> in_bucket(BackendError("the peer died", rank=0, peer=1, step=5), step=7, bucket="bucket 2 of 3")
     BackendError('training step 7, bucket 2 of 3: rank 0, peer 1, step 5: the peer died')
+    >>> in_bucket(UsageError("element 3 is NaN"), step=7, bucket="bucket 2 of 3", rank=4)
+    BackendError('training step 7, bucket 2 of 3: rank 4: element 3 is NaN')
     """
-    text = f"{heading}: {error}"
+    named = isinstance(error, BackendError) and error.rank is not None
+    told = f"{error}" if rank is None or named else f"rank {rank}: {error}"
+    text = f"training step {step}, {bucket}: {told}"
+    if not isinstance(error, BackendError) and rank is None:
+        return UsageError(text) if isinstance(error, UsageError) else TopoplanError(text)
+    made = BackendError(text)
+    made.rank = rank
     if isinstance(error, BackendError):
-        told = BackendError(text)
-        told.rank, told.peer, told.step = error.rank, error.peer, error.step
-        return told
-    return UsageError(text) if isinstance(error, UsageError) else TopoplanError(text)
+        made.peer, made.step = error.peer, error.step
+        made.rank = error.rank if rank is None else rank
+    return made

@@ -10,26 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
 from collectives.communicator.communicator import Communicator
-from collectives.job.backend import gather_of, open_for_plan
-from collectives.job.plan import GivenPlan
-from collectives.staleness.local_sgd import LocalExchange, average_parameters
-from collectives.staleness.modes import BSP, Mode, mode_of
-from collectives.staleness.stale_average import StaleExchange
-from collectives.training.bucket_exchange import BucketExchange
-from collectives.training.bucket_memory import BucketMemory
-from collectives.training.buckets import BUCKET_BYTES, buckets_of
-from collectives.training.gradient_exchange import Density, Exchanged, GradientExchange
-from collectives.training.gradient_shapes import GradientShapes
-from collectives.training.gradient_state import restored, saved
-from collectives.training.layout_agreement import agree_on_layout
+from collectives.job.given_plan import GivenPlan, open_for_plan
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, mode_of
+from collectives.training.averaging import (
+    Density,
+    ExchangeSettings,
+    average_parameters,
+    averager,
+)
+from collectives.training.bucket_exchange import BucketExchange, BucketMemory
+from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
 from collectives.training.recorder import Recorder
-from collectives.training.report import watch
-from collectives.training.start_line import log_start
-from collectives.training.step_exchange import step_exchange
+from collectives.training.report import log_start, watch
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+
+FORMAT = "topoplan.gradients/1"
+"""Of a checkpoint."""
 
 
 class GradientSynchronizer:
@@ -106,28 +105,22 @@ class GradientSynchronizer:
         timeout: float = 30.0,
         name: str = "gradients",
     ) -> None:
-        how = Exchanged(density, exchange, momentum, wire)
         self.mode = mode_of(mode)
+        how = ExchangeSettings(density, exchange, momentum, wire, self.mode)
         opened, meant = open_for_plan(backend, plan, timeout=timeout)
         try:
             self.communicator = comm = Communicator(meant, opened, timeout=timeout)
             self.recorder = watch(Recorder(name, ranks=comm.size))
-            self._steps: GradientExchange | StaleExchange | LocalExchange | None = None
             with self._refusing("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
                 memory = self._memory(how, self._shapes.lists(parameters, "parameter"))
-            agree_on_layout(
-                opened,
-                f"{self._layout} {how if not callable(density) else ''} {self.mode}",
-                what=f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, density {density}, {self.mode}",
-            )
-            gather = gather_of(opened)
-            self._steps = step_exchange(self.mode, comm, how, self.recorder, gather=gather, timeout=timeout)
-            self._exchange = BucketExchange(comm, self._steps, memory, self._shapes.shapes)
+            self._agree(f"{len(self._shapes)} parameters in {len(self.buckets)} buckets, {how}")
+            self._averager = averager(comm, how, self.recorder, timeout=timeout)
+            self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
             self._apart = False
-            log_start(comm, how, self.mode)
+            log_start(comm, how)
         except BaseException:
             if opened is not backend:
                 opened.close()
@@ -218,7 +211,7 @@ class GradientSynchronizer:
             Another rank failed.
         """
         self._heard = self.recorder.step
-        if isinstance(self._steps, LocalExchange) and self._averaged < self._steps.due:
+        if self._averaged < self._averager.due:
             self._average(parameters)
 
     def finish(
@@ -250,8 +243,8 @@ class GradientSynchronizer:
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
-        stale = isinstance(self._steps, StaleExchange)
-        if isinstance(self._steps, LocalExchange) and parameters is None and self._apart:
+        stale = isinstance(self.mode, SSP | ASP)
+        if isinstance(self.mode, LocalSGD) and parameters is None and self._apart:
             raise UsageError(
                 f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
             )
@@ -261,8 +254,8 @@ class GradientSynchronizer:
                 "finish(parameters, use=...) what the optimiser does with averages"
             )
         rest = None
-        if isinstance(self._steps, StaleExchange):
-            rest = self._exchange.rest(self._steps.finish())
+        if stale:
+            rest = self._exchange.rest(self._averager.finish())
             if use is not None:
                 use(rest)
             if parameters is None:
@@ -281,7 +274,7 @@ class GradientSynchronizer:
             A step is not over.
         """
         self._check_between_steps()
-        return saved(self.communicator, self._layout, self.recorder.step)
+        return {**self._same(), "step": self.recorder.step, "residuals": self.communicator.sparse_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on the same rank.
@@ -292,12 +285,19 @@ class GradientSynchronizer:
             It is of other parameters, other buckets or another number of ranks; nothing has changed.
         """
         self._check_between_steps()
-        self.recorder.step = self._heard = restored(self.communicator, self._layout, state)
+        for key, value in self._same().items():
+            if state.get(key) != value:
+                found, wanted = str(state.get(key))[:60], str(value)[:60]
+                raise UsageError(
+                    f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
+                    "parameters, bucket_bytes and number of ranks"
+                )
+        self.communicator.restore_sparse_state(state["residuals"])
+        self.recorder.step = self._heard = int(state["step"])
 
     def close(self) -> None:
         """Leave the job; closing twice is fine."""
-        if isinstance(self._steps, StaleExchange):
-            self._steps.close()
+        self._averager.close()
         self.communicator.close()
 
     def __enter__(self) -> GradientSynchronizer:
@@ -311,13 +311,25 @@ class GradientSynchronizer:
     ) -> None:
         self.close()
 
-    @property
-    def _layout(self) -> str:
+    def _same(self) -> dict[str, Any]:
         """What all ranks must share, and a state too."""
         told = repr((self._shapes.shapes, self.buckets))
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        layout = hashlib.sha256(told.encode()).hexdigest()[:16]
+        return {"format": FORMAT, "ranks": self.communicator.size, "layout": layout}
 
-    def _memory(self, how: Exchanged, parameters: list[list[Any]]) -> list[BucketMemory]:
+    def _agree(self, mine: str) -> None:
+        """Compare shapes, buckets and settings with all ranks; ``mine`` tells of them."""
+        layout = self._same()["layout"]
+        told = self.communicator.gather_texts(f"{layout} {mine}")
+        for rank, one in enumerate(told):
+            if one != told[0]:
+                theirs, first = (text.partition(" ")[2] for text in (one, told[0]))
+                raise UsageError(
+                    f"rank {rank} has other parameters or settings than rank 0: {theirs}, and there {first}; "
+                    "make the synchronizer alike on all ranks"
+                )
+
+    def _memory(self, how: ExchangeSettings, parameters: list[list[Any]]) -> list[BucketMemory]:
         """Of all buckets, and for sparse gradients the plans too: what does not fit shows now."""
         comm, shapes = self.communicator, self._shapes.shapes
         memory = []
@@ -357,13 +369,12 @@ class GradientSynchronizer:
             comm, self.recorder, listed[0] if comm.one_rank else list(zip(*listed, strict=True))
         )
         self._heard = self.recorder.step
-        if isinstance(self._steps, LocalExchange):
-            self._averaged = self._steps.due
-            self._apart = False
+        self._averaged = self._averager.due
+        self._apart = False
 
     def _check_heard(self) -> None:
         """Whether `after_step` was called in the step before, where it has something to do."""
-        if isinstance(self._steps, LocalExchange) and self._heard != self.recorder.step:
+        if isinstance(self.mode, LocalSGD) and self._heard != self.recorder.step:
             raise UsageError(
                 f"{self.mode} averages parameters when it is told that they have "
                 "moved, and it was not told in the step before; call after_step(parameters) in every step"

@@ -1,4 +1,4 @@
-"""What a person sees of a training job's exchanges: a table, and a picture of when what ran.
+"""What a person sees of a training job's exchanges: a line at the start, a table, and a picture of when what ran.
 
 Effective bandwidth is the gradient's bytes over the time of its exchange, waiting in line included, beside the bound
 that no plan on this machine exceeds.
@@ -6,6 +6,7 @@ that no plan on this machine exceeds.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Sequence
@@ -14,11 +15,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from collectives.communicator.communicator import Communicator
+from collectives.training.averaging import ExchangeSettings
 from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+LOGGER = logging.getLogger("collectives")
+
+BAR, BORDER, WAIT = "#4c72b0", "#333333", "#c44e52"
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -131,10 +138,9 @@ class Report:
         last : int
             Steps.
         """
-        from collectives.training.timeline import draw_timeline
         from topoplan.plot.canvas import save_figure
 
-        figure = draw_timeline(self, last=last)
+        figure = _timeline(self, last=last)
         if path is not None:
             save_figure(figure, path)
         return figure
@@ -205,3 +211,69 @@ def _busy(records: Sequence[ExchangeRecord]) -> float:
 
 def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
+
+
+def _timeline(report: Report, *, last: int) -> Figure:
+    """The last steps of a report; a row for each bucket, in ms from the first of these steps on."""
+    from topoplan.plot.canvas import new_figure
+
+    steps = report.step_records[-last:]
+    first = steps[0].step if steps else 0
+    shown = [one for one in report.exchanges if one.step >= first]
+    zero = min([step.started for step in steps] + [one.started for one in shown], default=0.0)
+    keys = list(dict.fromkeys(one.key for one in shown))
+    figure = new_figure(10, 1.6 + 0.32 * len(keys))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    for row, key in enumerate(keys):
+        mine = [one for one in shown if one.key == key]
+        axes.broken_barh(
+            [((one.started - zero) * 1e3, one.seconds * 1e3) for one in mine],
+            (row - 0.4, 0.8),
+            color=BAR,
+            lw=0,
+        )
+    for step in steps:
+        axes.axvline((step.ended - zero) * 1e3, color=BORDER, lw=0.8)
+        if step.waited:
+            start = step.ended - step.waited
+            axes.broken_barh(
+                [((start - zero) * 1e3, step.waited * 1e3)], (len(keys) - 0.4, 0.8), color=WAIT, lw=0
+            )
+    sizes = {row.key: format_size(row.nbytes) for row in report.buckets}
+    axes.set_yticks(range(len(keys) + 1), [f"{key} ({sizes[key]})" for key in keys] + ["the loop waits"])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(
+        f"{report.name}: exchanges of the last {len(steps)} steps on {report.ranks} ranks; lines end steps"
+    )
+    return figure
+
+
+def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
+    """What a person wants to know of a job's exchanges.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> with Communicator(topoplan.plan(topoplan.load("dgx-2"))) as comm:
+    ...     told = start_line(comm, ExchangeSettings())
+    >>> told.split(": ")[1]
+    'one-hop of dgx-2 (16 of height 1), 80 GB/s of at most 80, chunks of 256KB'
+    """
+    plan = communicator.plan
+    chosen = plan.plans[-1]
+    chunk = communicator.chunk_bytes
+    chunks = "chunks searched for" if chunk is None else f"chunks of {format_size(chunk)}"
+    kind = "dense gradients" if how.density is None else "sparse gradients"
+    return (
+        f"{kind}, {how.mode}, {communicator.size} ranks over {communicator.backend}: {chosen.schedule} of "
+        f"{chosen.topology.name} ({chosen.trees} of height {chosen.height}), {chosen.rate:.4g} GB/s of at most "
+        f"{chosen.bound:.4g}, {chunks}"
+    )
+
+
+def log_start(communicator: Communicator, how: ExchangeSettings) -> None:
+    """Log it, on rank 0, at level INFO of the logger ``collectives``."""
+    if 0 in communicator.ranks:
+        LOGGER.info(start_line(communicator, how))

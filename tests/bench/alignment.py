@@ -17,7 +17,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.nccl.program import Message, program_of
 from collectives.backends.torch.program import Part, program
-from collectives.communicator.chunk_size import ChunkSizes
+from collectives.execution.chunk_size import ChunkSizes
 from topoplan.plans.plan import Plan
 
 PACK = 16

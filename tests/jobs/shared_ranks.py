@@ -14,7 +14,7 @@ import numpy as np
 import topoplan
 from collectives import ASP, BSP, SSP, Communicator, GradientSynchronizer, LocalSGD
 from collectives.backends.shared.backend import SharedBackend
-from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.modes import Straggler
 from tests.support.file_gather import FileGather
 from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import BackendError

@@ -284,7 +284,7 @@ def test_messages_of_plans_have_an_nccl_group_of_their_own_with_twice_the_time(
 ) -> None:
     from datetime import timedelta
 
-    from collectives.torch.inner_group import inner_groups
+    from collectives.torch.process_group import inner_groups
 
     class Options:
         _timeout = timedelta(0)

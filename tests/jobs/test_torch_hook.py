@@ -152,7 +152,7 @@ def test_on_a_gpu_the_residual_of_bfloat16_is_float32(on_gpus: Told) -> None:
 
 def test_gradients_of_zeros_are_found_alike_with_one_transfer_and_by_looking() -> None:
     from collectives.torch.bucket_exchange import _idle, _idle_at_once
-    from collectives.torch.bucket_layout import BucketLayout
+    from collectives.torch.parameter_residuals import BucketLayout
 
     layout = BucketLayout((4, 3, 2, 1, 0), (100, 0, 3, 200, 5))
     for dtype in (torch.float64, torch.bfloat16):
@@ -221,11 +221,18 @@ REFUSED = {
     "no file": "rank 0: nowhere.json cannot be read: No such file or directory; give a plan file",
     "no plan": "rank 0: a int is no plan; make one with topoplan.plan",
     "a group": "rank 0: a ProcessGroup is no plan; make one with topoplan.plan",
+    "other mode": "momentum 0.0, wire None, ASP(), compress None, and rank 0 density None",
+    "other density": "rank 2 has density 0.5, exchange auto",
+    "sparse here": "rank 1 has density 0.5, exchange auto",
+    "other type": "compress float16, and rank 0 density None",
+    "out of range here": "rank 3: a density of 2.0 is not above 0 and at most 1",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_plan_that_does_not_fit_on_a_rank_is_the_same_error_on_all(four: Told, name: str) -> None:
+def test_a_plan_or_a_setting_that_does_not_fit_on_a_rank_is_the_same_error_on_all(
+    four: Told, name: str
+) -> None:
     told = {one["plans_given"][name] for one in four}
     assert len(told) == 1
     assert REFUSED[name] in told.pop()

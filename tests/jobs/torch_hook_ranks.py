@@ -336,6 +336,18 @@ def plans_given() -> dict[str, Any]:
         assert state.communicator is not None
         found[name] = [state.communicator.plan.topology.name, state.communicator.plan.digest == plan().digest]
         state.close()
+    settings: dict[str, dict[str, Any]] = {
+        "other mode": {"mode": "asp" if rank == 1 else "ssp:2"},
+        "other density": {"density": 0.5 if rank == 2 else 0.25},
+        "sparse here": {"density": 0.5 if rank == 1 else None},
+        "other type": {"compress": "float16" if rank == 1 else None},
+        "out of range here": {"density": 2.0 if rank == 3 else 0.5},
+    }
+    for name, options in settings.items():
+        try:
+            HookState(plan(), **options)
+        except UsageError as error:
+            found[name] = str(error)
     return found
 
 
@@ -488,7 +500,7 @@ def apart() -> dict[str, Any]:
     from collectives.backends.torch.open_group import carrier_of
     from collectives.backends.torch.wires import NcclWires
     from collectives.torch import process_group
-    from collectives.torch.inner_group import InnerGroups, inner_groups
+    from collectives.torch.process_group import InnerGroups, inner_groups
     from tests.support.fake_torch_cuda import Batches
 
     told: list[tuple[str, str]] = []

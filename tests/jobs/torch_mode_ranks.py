@@ -16,8 +16,7 @@ from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
 from collectives.backends.torch.gloo_threads import let_go
-from collectives.staleness.modes import Mode
-from collectives.staleness.simulated_straggler import Straggler
+from collectives.staleness.modes import Mode, Straggler
 from collectives.torch import HookState, topoplan_hook
 from topoplan.errors import BackendError, UsageError
 
@@ -46,7 +45,7 @@ def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
         if isinstance(mode, LocalSGD) and mode.averages_after(step):
             averaged.append(_digest(model))
     state.finish()
-    mailbox = getattr(getattr(state.buckets, "_exchange", None), "mailbox", None)
+    mailbox = getattr(getattr(state.buckets, "_averager", None), "mailbox", None)
     told = {
         "digest": _digest(model),
         "values": [value for one in model.parameters() for value in one.detach().reshape(-1)[:5].tolist()],
@@ -130,6 +129,63 @@ def momentum(mode: Mode) -> dict[str, Any]:
     return {"digests": digests, "warnings": [str(one.message) for one in caught]}
 
 
+class Sharpness(torch.optim.SGD):
+    """Sharpness-aware minimisation: moves up, computes gradients there, moves back, and steps by them."""
+
+    def away(self) -> None:
+        """Move up."""
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                one += 1.0
+
+    def back(self) -> None:
+        """Move back, and step."""
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                one -= 1.0
+        self.step()
+
+
+def again(name: str) -> dict[str, Any]:
+    """Optimisers that compute gradients more than once for a step, on one rank more often than on the other."""
+    rank = dist.get_rank()
+    layer = nn.Linear(6, 2, bias=False).double()
+    nn.init.zeros_(layer.weight)
+    model = nn.parallel.DistributedDataParallel(layer)
+    state = HookState(mode=LocalSGD(2))
+    model.register_comm_hook(state, topoplan_hook)
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    digests, passes = [], 0
+
+    def closure() -> Any:
+        nonlocal passes
+        passes += 1
+        optimiser.zero_grad()
+        loss = (model(inputs) - inputs[:, :2]).square().mean()
+        loss.backward()
+        return loss
+
+    optimiser: Any
+    if name == "LBFGS":
+        optimiser = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3 + 2 * rank)
+    else:
+        optimiser = Sharpness(model.parameters(), lr=0.01)
+    for _ in range(4):
+        if name == "LBFGS":
+            optimiser.step(closure)
+        else:
+            closure()
+            optimiser.away()
+            closure()
+            optimiser.back()
+        digests.append(_digest(model))
+    state.finish()
+    told = {"digests": digests, "passes": passes, "steps": state.recorder.step}
+    state.close()
+    return told
+
+
 def uneven(shared: bool) -> str | None:
     """What rank 0 hears when rank 1 has fewer batches."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
@@ -167,6 +223,7 @@ def main() -> None:
     }
     told["short"] = linear(LocalSGD(100), 3)
     told["momentum"] = {str(mode): momentum(mode) for mode in MODES}
+    told["again"] = {name: again(name) for name in ("LBFGS", "SAM")}
     told["uneven"] = uneven(shared=True)
     everything: list[Any] = [None] * size
     dist.all_gather_object(everything, told)

@@ -353,8 +353,20 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
         Communicator(plan, "smoke")
     with pytest.raises(UsageError, match="chunks of 0 bytes"):
         Communicator(plan, chunk_bytes=0)
-    with pytest.raises(UsageError, match="a str is no plan"):
-        Communicator("dgx-1v")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
+        Communicator("nowhere.json")
+    with pytest.raises(UsageError, match="a int is no plan"):
+        Communicator(7)  # type: ignore[arg-type]
+
+
+def test_a_plan_may_be_named_by_its_file_or_its_machine(tmp_path: Path) -> None:
+    plan = topoplan.plan(topoplan.load("v100x4"))
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json(), encoding="utf-8")
+    for named in (plan, file, str(file), "v100x4", topoplan.load("v100x4")):
+        with Communicator(named) as comm:
+            assert comm.plan.digest == plan.digest
+            assert comm.all_reduce(numbers(4, 8))[3].shape == (8,)
 
 
 def test_a_wrong_plan_is_refused_at_construction() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives.communicator.chunk_search import CEILING, FLOOR, START
-from collectives.communicator.chunk_size import ChunkSizes
+from collectives.execution.chunk_size import CEILING, FLOOR, START, ChunkSizes
 from topoplan.errors import UsageError
 
 KB, MB = 1 << 10, 1 << 20

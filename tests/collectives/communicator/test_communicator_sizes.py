@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.communicator.plan_store import PlanStore
+from collectives.execution.plan_store import PlanStore
 from tests.support.hand_plans import SHAPES, forest_plan
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans import SizePlans, SizeRange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.job.topology import in_rank_order, network_speed
+from collectives.job.given_plan import given_alike, plan_for_all
+from collectives.job.hosts import in_rank_order, network_speed
 from tests.support.fake_machine.fixtures import Installer
 from tests.support.job_meeting import Meeting, plan_of, plans_of
 from topoplan.errors import PlanError, ProbeError, UsageError
@@ -322,3 +324,48 @@ def test_an_order_names_every_gpu_once() -> None:
     machine = topoplan.load("v100x4")
     with pytest.raises(UsageError, match="does not name each GPU of v100x4 once"):
         in_rank_order(machine, ["gpu0", "gpu1", "gpu2", "gpu2"])
+
+
+def test_on_a_machine_that_is_given_one_rank_plans_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plan = topoplan.plan
+
+    def counted(*arguments: Any, **options: Any) -> Plan:
+        planned.append(arguments)
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(topoplan, "plan", counted)
+    meeting = Meeting(4)
+
+    def one(rank: int) -> str:
+        gather = meeting.gather(rank)
+        meant = given_alike(gather, "v100x4", size=4, where="the group")
+        return plan_for_all(gather, meant, rank=rank, size=4).digest
+
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(one, range(4)))
+    assert digests == [plan(topoplan.load("v100x4")).digest] * 4
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["v100x4", "v100x4", "dgx-1v", "v100x4"], "rank 2: dgx-1v has 8 GPUs and the group 4 ranks"),
+        (["v100x4", None, "v100x4", "v100x4"], "rank 1: this rank was given no plan and others were"),
+        ([None, None, "v100x4", None], "rank 0: this rank was given no plan and others were"),
+        (["v100x4", "v100x4", "nowhere.json", 7], "rank 2: nowhere.json cannot be read"),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_given_something_else_are_one_error_on_all(given: list[Any], told: str) -> None:
+    meeting = Meeting(4)
+
+    def one(rank: int) -> Any:
+        try:
+            return given_alike(meeting.gather(rank), given[rank], size=4, where="the group")
+        except UsageError as error:
+            return error
+
+    with ThreadPoolExecutor(4) as pool:
+        assert str(raised(list(pool.map(one, range(4))))).startswith(told)

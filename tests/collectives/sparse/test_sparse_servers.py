@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.loopback.backend import Loopback
+from collectives.peers.signature import Signature
+from collectives.training.averaging import ExchangeSettings, InStepAverager
+from collectives.training.recorder import Recorder
+from topoplan.errors import BackendError
 from topoplan.topology import Topology
 
 Array = NDArray[Any]
@@ -75,3 +80,38 @@ def test_nothing_is_lost_in_a_hundred_steps(gpus: tuple[int, ...]) -> None:
                 summed += results[0]
             kept = sum(one["residual"].astype(np.float64) for one in comm.sparse_state()[exchange])
             assert np.array_equal(summed + kept, given), exchange
+
+
+class Disagreeing(Loopback):
+    """Has to ask other processes about every new plan, and hears that one is gone."""
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        raise BackendError("the peer died", rank=0, peer=1)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        return [text] * self.size
+
+
+@pytest.mark.parametrize("exchange", ["servers", "tree", "auto"])
+def test_a_gradient_on_whose_plan_ranks_cannot_agree_is_kept_by_every_rank_in_training_too(
+    exchange: str,
+) -> None:
+    """And counts in the next step that does run: nothing of it is lost."""
+    plan = topoplan.plan(servers_of((3, 5)))
+    generator = np.random.default_rng(3)
+    lost, next_one = ([generator.integers(-99, 100, SIZE).astype(float) for _ in range(8)] for _ in range(2))
+    settings = ExchangeSettings(density=0.01, exchange=exchange)
+    with Communicator(plan, Disagreeing(8)) as comm:
+        averager = InStepAverager(comm, settings, Recorder("test", ranks=8))
+        with pytest.raises(BackendError, match="the peer died"):
+            averager.start("bucket", lost)
+        state = comm.sparse_state()
+    for kept, gradient in zip(state["bucket"], lost, strict=True):
+        assert np.array_equal(kept["residual"], gradient)
+    with Communicator(plan) as comm:
+        comm.restore_sparse_state(state)
+        summed = comm.sparse_all_reduce(next_one, density=0.01, exchange=exchange, key="bucket")[0]
+        kept = sum(one["residual"] for one in comm.sparse_state()["bucket"])
+    assert np.array_equal(summed + kept, np.sum(lost, axis=0) + np.sum(next_one, axis=0))

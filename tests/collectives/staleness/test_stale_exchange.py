@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.staleness.mailbox import Mailbox
-from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, may_begin, mode_of
-from collectives.staleness.simulated_straggler import Straggler
-from collectives.staleness.stale_average import StaleExchange
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
+from collectives.training.averaging import StaleAverager
 from collectives.training.recorder import Recorder
 from tests.support.checkout import ROOT
 from topoplan.errors import BackendError, UsageError
@@ -65,8 +64,8 @@ def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float
     return results
 
 
-def stale(box: Mailbox, mode: SSP | ASP) -> StaleExchange:
-    return StaleExchange(box, NumpyArrays(), mode, Recorder("test", ranks=box.size))
+def stale(box: Mailbox, mode: SSP | ASP) -> StaleAverager:
+    return StaleAverager(box, NumpyArrays(), mode, Recorder("test", ranks=box.size))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5), st.data())

@@ -12,7 +12,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.training.gradient_exchange import Exchanged, GradientExchange
+from collectives.training.averaging import ExchangeSettings, InStepAverager
 from collectives.training.recorder import Recorder
 from collectives.training.report import report, watch
 from topoplan.errors import UsageError
@@ -20,11 +20,11 @@ from topoplan.errors import UsageError
 PLAN = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 5, 7])
 
 
-def trained(how: Exchanged, *, steps: int = 4) -> Recorder:
+def trained(how: ExchangeSettings, *, steps: int = 4) -> Recorder:
     """A recorder after some steps with two gradients each."""
     recorder = Recorder("test", ranks=3)
     with Communicator(PLAN) as comm:
-        exchange = GradientExchange(comm, how, recorder)
+        exchange = InStepAverager(comm, how, recorder)
         for step in range(steps):
             big = [np.full(1000, rank + step, np.float32) for rank in range(3)]
             small = [np.full(10, rank, np.float32) for rank in range(3)]
@@ -38,7 +38,7 @@ def trained(how: Exchanged, *, steps: int = 4) -> Recorder:
 
 
 def test_a_report_counts_steps_bytes_and_exchanges_of_each_bucket() -> None:
-    told = report(trained(Exchanged()))
+    told = report(trained(ExchangeSettings()))
     assert (told.steps, told.ranks, told.nbytes) == (4, 3, 4 * (4000 + 40))
     assert [(row.key, row.nbytes, row.exchanges, row.density) for row in told.buckets] == [
         ("big", 4000, 4, 1.0),
@@ -56,12 +56,12 @@ def test_a_report_counts_steps_bytes_and_exchanges_of_each_bucket() -> None:
 
 
 def test_sparse_gradients_are_told_with_their_density_and_exchange() -> None:
-    told = report(trained(Exchanged(density=0.05, exchange="pairs")))
+    told = report(trained(ExchangeSettings(density=0.05, exchange="pairs")))
     assert {(row.density, row.how) for row in told.buckets} == {(0.05, "pairs")}
 
 
 def test_the_density_may_depend_on_the_step() -> None:
-    recorder = trained(Exchanged(density=lambda step: 1 / 2 ** (step + 1), exchange="pairs"), steps=3)
+    recorder = trained(ExchangeSettings(density=lambda step: 1 / 2 ** (step + 1), exchange="pairs"), steps=3)
     assert [one.density for one in recorder.exchanges() if one.key == "big"] == [0.5, 0.25, 0.125]
 
 
@@ -76,7 +76,7 @@ def test_the_density_may_depend_on_the_step() -> None:
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, float], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Exchanged(**options)  # type: ignore[arg-type]
+        ExchangeSettings(**options)  # type: ignore[arg-type]
 
 
 def test_the_report_without_a_name_is_of_what_moved_most_and_forgets_the_dead() -> None:
@@ -110,7 +110,7 @@ def test_a_process_that_trains_nothing_has_an_empty_report() -> None:
 
 
 def test_the_picture_has_a_row_for_each_bucket_and_one_for_waiting(tmp_path: Path) -> None:
-    told = report(trained(Exchanged()))
+    told = report(trained(ExchangeSettings()))
     figure = told.plot(tmp_path / "steps.png", last=2)
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [

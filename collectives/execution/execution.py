@@ -1,22 +1,26 @@
 """Running a checked request: plan, lower, give out memory, let the back end move bytes, hand over results.
 
 Where a back end can fail after it has begun to write results, these are put together in memory of our own and copied
-to the caller's arrays when they are complete, so that those are either complete or untouched.
+to the caller's arrays when they are complete, so that those are either complete or untouched. Where it writes to the
+caller's arrays at once, inputs that results would overwrite too early are copied first, as numpy's own functions do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
+from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays
-from collectives.communicator.arguments import put_kept, set_apart
-from collectives.communicator.chunk_size import ChunkSizes
-from collectives.communicator.plan_store import PlanStore, made_here
-from collectives.communicator.request import Request
+from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.plan_store import PlanStore, made_here
+from collectives.execution.request import Request
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError
@@ -24,8 +28,10 @@ from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
 
+Array = TypeVar("Array")
 
-class Execution:
+
+class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
     Parameters
@@ -40,16 +46,16 @@ class Execution:
         What the collectives so far have moved.
     """
 
-    def __init__(self, store: PlanStore, backend: Backend[Any], chunks: ChunkSizes) -> None:
+    def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
         self.backend = backend
         self.chunks = chunks
         self.traffic = Traffic(backend.ranks)
         self._store = store
         self._calls = 0
         self._failed = False
-        self._staging: dict[tuple[int, str], Any] = {}
+        self._staging: dict[tuple[int, str], Array] = {}
 
-    def run(self, request: Request) -> Any:
+    def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; the result, or a list with one for each rank of this process.
 
         Raises
@@ -94,8 +100,8 @@ class Execution:
         borders: tuple[int, ...],
         *,
         op: str | None,
-        given: Sequence[Any],
-        results: Sequence[Any],
+        given: Sequence[Array],
+        results: Sequence[Array],
         about: str,
     ) -> None:
         """Run one round of a sparse plan.
@@ -188,14 +194,35 @@ class Execution:
         BackendError
             Another rank failed, or means something else.
         """
-        backend = self.backend
-        if not isinstance(backend, GathersTexts):
+        if not isinstance(self.backend, GathersTexts):
             return made_here(make)
+        with self._speaking(
+            plan=self._store.digest[:16], collective=collective, root=root, op=about
+        ) as gather:
+            return plan_by_one(gather, make, rank=self.backend.ranks[0])
+
+    def gather_texts(self, text: str) -> list[str]:
+        """What every rank says, in order of rank; of ranks that are all in this process the same.
+
+        Raises
+        ------
+        BackendError
+            Another rank failed, or does something else.
+        """
+        if not isinstance(self.backend, GathersTexts):
+            return [text] * self.backend.size
+        with self._speaking(collective="texts") as gather:
+            return gather(text)
+
+    @contextmanager
+    def _speaking(self, **agreed: Any) -> Iterator[Gather]:
+        """How ranks tell each other texts, once all mean the same by it."""
+        backend = self.backend
+        assert isinstance(backend, GathersTexts), "looked at before"
         self._check_alive()
         try:
-            digest = self._store.digest[:16]
-            backend.agree(self._signature(plan=digest, collective=collective, root=root, op=about))
-            return plan_by_one(backend.gather_texts, make, rank=backend.ranks[0])
+            backend.agree(self._signature(**agreed))
+            yield backend.gather_texts
         except BaseException as error:
             self._failed = isinstance(error, BackendError) or not isinstance(error, Exception)
             raise
@@ -212,7 +239,7 @@ class Execution:
             made_by=lambda make: self.planned(make, collective=collective, root=root),
         )
 
-    def _run(self, call: Call[Any], digest: str, nbytes: int) -> None:
+    def _run(self, call: Call[Array], digest: str, nbytes: int) -> None:
         self._calls += 1
         try:
             self._run_measured(call, digest, nbytes)
@@ -221,7 +248,7 @@ class Execution:
             raise
         self.traffic.add(call.table, itemsize=call.itemsize)
 
-    def _run_measured(self, call: Call[Any], digest: str, nbytes: int) -> None:
+    def _run_measured(self, call: Call[Array], digest: str, nbytes: int) -> None:
         """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
         if self.chunks.settled(digest, nbytes):
             self.backend.run(call)
@@ -231,7 +258,7 @@ class Execution:
         slowest = self.backend.largest(time.perf_counter() - started)
         self.chunks.measured(digest, nbytes, slowest)
 
-    def _memory(self, request: Request, place: int, rank: int) -> RankArrays[Any]:
+    def _memory(self, request: Request[Array], place: int, rank: int) -> RankArrays[Array]:
         """Where a rank's input lies and where its result is put together."""
         library = self.backend.arrays
         first, output = request.inputs[0], request.outputs[place]
@@ -246,7 +273,7 @@ class Execution:
             rank, request.given[place], library.line(request.inputs[place]), request.blocks[place], result
         )
 
-    def _room(self, rank: int, elements: int, like: Any) -> Any:
+    def _room(self, rank: int, elements: int, like: Array) -> Array:
         """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
         library = self.backend.arrays
         key = (rank, library.dtype(like))
@@ -254,7 +281,7 @@ class Execution:
             self._staging[key] = library.empty((elements,), like)
         return self._staging[key]
 
-    def _finished(self, request: Request, one: RankArrays[Any], output: Any | None) -> Any:
+    def _finished(self, request: Request[Array], one: RankArrays[Array], output: Array | None) -> Array:
         """The result in its shape, in the caller's array where he gave one."""
         library = self.backend.arrays
         if request.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
@@ -280,3 +307,60 @@ class Execution:
     def _check_alive(self) -> None:
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
+
+
+def set_apart(memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array]) -> list[RankArrays[Array]]:
+    """The same memory, but inputs copied where results would overwrite them too early.
+
+    An input and a result of one rank may be the same memory, element for element: what is written to an element
+    then needs nothing of it any more.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from collectives.arrays.numpy_arrays import NumpyArrays
+    >>> line, other = np.arange(4), np.zeros(3)
+    >>> memory = [RankArrays(0, (0, 3), line[:3], (0, 3), line[:3]), RankArrays(1, (0, 3), line[1:], (0, 3), other)]
+    >>> [bool(np.shares_memory(one.source, line)) for one in set_apart(memory, NumpyArrays())]
+    [True, False]
+    """
+    apart = []
+    for one in memory:
+        source = one.source
+        if any(
+            library.overlap(source, other.result) and not _aligned(one, other, library) for other in memory
+        ):
+            copied = library.empty(library.shape(source), source)
+            library.copy(copied, source)
+            one = RankArrays(one.rank, one.given, copied, one.block, one.result)
+        apart.append(one)
+    return apart
+
+
+def put_kept(table: TransferTable, memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array]) -> None:
+    """Copy what no row of the table writes from what each rank has given into its result."""
+    by_rank = {one.rank: one for one in memory}
+    for rank, first, last in table.kept():
+        one = by_rank.get(rank)
+        if one is None:
+            continue
+        start = max(first, one.block[0], one.given[0])
+        stop = min(last, one.block[1], one.given[1])
+        if start < stop:
+            source = library.part(one.source, start - one.given[0], stop - one.given[0])
+            target = library.part(one.result, start - one.block[0], stop - one.block[0])
+            if not library.same(source, target):
+                library.copy(target, source)
+
+
+def _aligned(one: RankArrays[Array], other: RankArrays[Array], library: ArrayLibrary[Array]) -> bool:
+    """Whether the elements that both hold lie in the same places."""
+    start, stop = max(one.given[0], other.block[0]), min(one.given[1], other.block[1])
+    return (
+        one.rank == other.rank
+        and start < stop
+        and library.same(
+            library.part(one.source, start - one.given[0], stop - one.given[0]),
+            library.part(other.result, start - other.block[0], stop - other.block[0]),
+        )
+    )

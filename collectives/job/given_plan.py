@@ -1,0 +1,230 @@
+"""The plan that a caller gives for a job, the same on all ranks, and the back end through which they agree on it.
+
+A plan, its file, or a machine, on which one rank plans for all. Where nothing is given the ranks agree on a plan of
+where they run (`collectives.job.plan`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import topoplan
+from collectives.backends.backend import Backend, GathersTexts
+from collectives.backends.open_backend import check_backend, open_backend
+from collectives.peers.error_rounds import Gather, say_all
+from collectives.peers.plan_by_one import plan_by_one
+from topoplan.errors import UsageError
+from topoplan.formats.load import library
+from topoplan.plans.plan import Plans
+from topoplan.topology import Topology
+
+GivenPlan = Plans | Topology | str | os.PathLike[str]
+"""A plan, the path of its file, or the machine all of whose GPUs are the ranks, also by its name in the library."""
+
+Meant = Plans | Topology
+
+ASKING = ("mpi", "shared", "tcp")
+"""The back ends whose ranks, processes without GPUs, can make a plan of where they run."""
+
+
+def plan_of(given: GivenPlan) -> Plans:
+    """The plan that a caller means, made here where he means a machine.
+
+    Parameters
+    ----------
+    given : Plan, SizePlans, Topology, str or path
+        A name of the library wins over a file of that name, as in `topoplan.load`.
+
+    Raises
+    ------
+    UsageError
+        It is no plan, or its file cannot be read.
+    PlanError
+        The file is no plan file.
+    InfeasibleError
+        The GPUs of the machine are not joined.
+
+    Examples
+    --------
+    >>> plan_of("v100x4").ranks
+    ('gpu0', 'gpu1', 'gpu2', 'gpu3')
+    """
+    meant = _read(given)
+    return topoplan.plan(meant) if isinstance(meant, Topology) else meant
+
+
+def given_alike(gather: Gather, given: GivenPlan | None, *, size: int, where: str) -> Meant | None:
+    """What all ranks were given, read; None where nothing. All of them must call it.
+
+    Parameters
+    ----------
+    gather : Gather
+    given : as `plan_of` takes it, or None
+    size : int
+        Ranks of the job.
+    where : str
+        What has so many, as "the process group".
+
+    Raises
+    ------
+    TopoplanError
+        A rank was given what is none, is for another number of ranks, or is not that of the others; on all ranks, with
+        the same text.
+
+    Examples
+    --------
+    >>> given_alike(lambda text: [text] * 4, "v100x4", size=4, where="the group").name
+    'v100x4'
+    """
+    meant: list[Meant] = []
+
+    def read() -> str:
+        if given is None:
+            return ""
+        meant.append(_read(given))
+        _check_size(meant[0], size, where)
+        if isinstance(meant[0], Topology):
+            return f"machine {hashlib.sha256(meant[0].to_json().encode()).hexdigest()}"
+        return f"plan {meant[0].digest}"
+
+    told = say_all(gather, read)
+    for rank, one in enumerate(told):
+        if bool(one) != any(told):
+            raise UsageError(
+                f"rank {rank}: this rank was given no plan and others were; give all ranks the same plan"
+            )
+        if one != told[0]:
+            raise UsageError(
+                f"rank {rank} has {one[:24]} and rank 0 {told[0][:24]}; give all ranks the same plan"
+            )
+    return meant[0] if meant else None
+
+
+def plan_for_all(gather: Gather, meant: Meant | None, *, rank: int, size: int) -> Plans:
+    """The plan of a job for what `given_alike` has found; one rank makes it. All of them must call this.
+
+    Raises
+    ------
+    TopoplanError
+        As `topoplan.plan` and `collectives.job.plan.job_plan`; on all ranks, with the same text.
+    """
+    if meant is None:
+        from collectives.job.plan import job_plan  # it probes, which few processes need
+
+        return job_plan(gather, rank=rank, size=size)
+    if isinstance(meant, Topology):
+        machine = meant
+        return plan_by_one(gather, lambda: topoplan.plan(machine), rank=rank)
+    return meant
+
+
+def open_for_plan(
+    backend: str | Backend[Any], plan: GivenPlan | None, *, timeout: float
+) -> tuple[Backend[Any], Plans]:
+    """The back end, and the plan on which its ranks agree.
+
+    Parameters
+    ----------
+    backend : str or Backend
+        One that is given stays open where no plan can be had.
+    plan : as `plan_of` takes it, or None
+        None where ranks compute without GPUs, to plan for where they run.
+    timeout : float
+        Seconds that a rank waits for the others; where one of them makes a plan, as long as that takes.
+
+    Raises
+    ------
+    UsageError
+        There is no plan, and ranks of this back end cannot ask each other; or as `plan_of` and `job_plan`.
+    BackendError
+        The ranks do not find each other.
+    """
+    if isinstance(backend, str):
+        check_backend(backend)
+        if plan is None and backend not in ASKING:
+            raise _no_plan(backend)
+        if backend.startswith("loopback"):
+            assert plan is not None, "looked at above"
+            meant = plan_of(plan)
+            return open_backend(backend, meant, timeout=timeout), meant
+        opened = _open_before_plan(backend, timeout)
+    else:
+        opened = backend
+    try:
+        if plan is None and opened.name not in ASKING:
+            raise _no_plan(opened.name)
+        if not isinstance(opened, GathersTexts):
+            assert plan is not None, "looked at above"
+            return opened, plan_of(plan)
+        gather, (rank,), size = opened.gather_texts, opened.ranks, opened.size
+        alike = given_alike(gather, plan, size=size, where=f"the {opened.name} back end")
+        return opened, plan_for_all(gather, alike, rank=rank, size=size)
+    except BaseException:
+        if opened is not backend:
+            opened.close()
+        raise
+
+
+def _read(given: GivenPlan) -> Meant:
+    """A plan or a machine, read where it is named."""
+    if isinstance(given, str) and given in library():
+        return topoplan.load(given)
+    if isinstance(given, str | os.PathLike):
+        return topoplan.load_plan(given)
+    if not isinstance(given, Plans | Topology):
+        raise UsageError(
+            f"a {type(given).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the "
+            "path of a plan file or the name of a machine"
+        )
+    return given
+
+
+def _check_size(meant: Meant, size: int, where: str) -> None:
+    """Raise `UsageError` where it is for another number of ranks."""
+    if isinstance(meant, Topology):
+        if len(meant.gpus) != size:
+            raise UsageError(
+                f"{meant.name} has {len(meant.gpus)} GPUs and {where} {size} ranks; choose {size} GPUs: "
+                "topoplan.plan(machine, gpus=[...])"
+            )
+    elif len(meant.ranks) != size:
+        raise UsageError(
+            f"the plan is for {len(meant.ranks)} ranks and {where} has {size}; plan for {size} GPUs"
+        )
+
+
+def _open_before_plan(name: str, timeout: float) -> Backend[Any]:
+    """A back end of one rank in each process, which needs no plan to be opened."""
+    if name == "mpi":
+        from collectives.backends.mpi.backend import MpiBackend
+
+        return MpiBackend(timeout=timeout)
+    if name == "shared":
+        from collectives.backends.shared.backend import SharedBackend
+
+        return SharedBackend.from_environment(timeout=timeout)
+    if name == "torch":
+        from collectives.backends.torch.backend import TorchBackend
+
+        return TorchBackend.open(timeout=timeout)
+    if name == "nccl":
+        from collectives.backends.nccl.backend import NcclBackend
+
+        return NcclBackend.from_environment(timeout=timeout)
+    from collectives.backends.tcp.backend import TcpBackend
+
+    return TcpBackend.from_environment(timeout=timeout)
+
+
+def _no_plan(name: str) -> UsageError:
+    if name.startswith("loopback"):
+        return UsageError(
+            f"{name} holds all ranks in this process, so there is no job to plan for; give a plan, for example "
+            "topoplan.plan(topoplan.probe())"
+        )
+    return UsageError(
+        f"without a plan the ranks have to ask each other, which those of {', '.join(ASKING)} can and {name} cannot; "
+        "give the plan that collectives.job.plan.job_plan makes with an allgather of yours"
+    )

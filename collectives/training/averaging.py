@@ -1,0 +1,410 @@
+"""How one gradient after another is averaged over all ranks: the settings, and one protocol for every mode.
+
+The one road that the torch hook and the plain loop share: `start` for each gradient of a step, `end_step`, and after
+the last step `finish`. In step (`BSP`) a gradient is exchanged dense or sparse; in the other modes nobody is met:
+
+- `SSP`, `ASP`: average of a step = (own gradient + what has come from others since the last step) / ranks. Over a whole
+  run every gradient is used once by every rank, so the sums agree in the end; on the way replicas differ by what is
+  still under way.
+- `LocalSGD`: gradients stay where they are, and when it is `due` the parameters are averaged instead.
+
+Gradients are told apart by keys, whose residuals live in the communicator; every exchange is recorded for the report.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from collectives.arrays.library import ArrayLibrary
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.handle import Handle
+from collectives.staleness.mailbox import Mailbox
+from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode
+from collectives.training.recorder import Recorder
+from topoplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
+
+Density = float | Callable[[int], float]
+"""Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+
+NARROW = ("float16", "bfloat16")
+"""Types in which dense gradients may travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """How gradients are exchanged: the same on all ranks.
+
+    Parameters
+    ----------
+    density : float, or callable from step to float, or None
+        Share of the elements that is exchanged, the others staying in the residual; None for dense allreduce.
+    exchange : str
+        Of sparse gradients, as `Communicator.sparse_all_reduce` takes it.
+    momentum : float
+        Of the momentum correction of sparse gradients.
+    wire : WireFormat or None
+        How sparse entries travel.
+    mode : BSP, SSP, ASP or LocalSGD
+        How far ranks may be apart.
+    compress : str or None
+        One of `NARROW`, in which dense gradients travel; None for their own type.
+
+    Raises
+    ------
+    UsageError
+        One is out of range, or they do not go together.
+    """
+
+    density: Density | None = None
+    exchange: str = "auto"
+    momentum: float = 0.0
+    wire: WireFormat | None = None
+    mode: Mode = field(default_factory=BSP)
+    compress: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.compress is not None and self.compress not in NARROW:
+            raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
+        dense = ExchangeSettings.__dataclass_fields__
+        if self.density is None:
+            for name in ("exchange", "momentum", "wire"):
+                if getattr(self, name) != dense[name].default:
+                    raise UsageError(
+                        f"{name} {getattr(self, name)!r} is for sparse gradients; give a density too"
+                    )
+            return
+        if not callable(self.density) and not (isinstance(self.density, Real) and 0 < self.density <= 1):
+            raise UsageError(
+                f"a density of {self.density!r} is not above 0 and at most 1; give for example 0.01"
+            )
+        if self.compress is not None:
+            raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
+        if not isinstance(self.mode, BSP):
+            raise UsageError(f"{self.mode} exchanges whole gradients or parameters; leave the density out")
+        from collectives.wire.filters import WireFormat
+
+        if not isinstance(self.wire, WireFormat | None):
+            raise UsageError(
+                f"wire {self.wire!r} is no format; give for example collectives.wire.WireFormat(values='float16')"
+            )
+
+    def __str__(self) -> str:
+        """What ranks compare; of a function of the step what it is at the first."""
+        given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
+        return (
+            f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
+            f"compress {self.compress}"
+        )
+
+    def density_at(self, step: int) -> float:
+        """The density of a step; 1 where gradients are dense."""
+        if self.density is None:
+            return 1.0
+        return self.density(step) if callable(self.density) else self.density
+
+
+class Averager(ABC):
+    """Averages the gradients of one step after another.
+
+    Parameters
+    ----------
+    mode : Mode
+    recorder : Recorder
+
+    Attributes
+    ----------
+    due : int
+        How often the steps so far ask for parameters to be averaged.
+    gap : int or None
+        How many steps this rank was ahead of the slowest when it had ended one, at most; None where no clocks are kept.
+    """
+
+    def __init__(self, mode: Mode, recorder: Recorder) -> None:
+        self.mode = mode
+        self.recorder = recorder
+        self.due = 0
+
+    @abstractmethod
+    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+        """Begin to average a gradient.
+
+        Parameters
+        ----------
+        key : str
+            The same for the same gradient in every step.
+        gradients : array, or a list of one for each rank of this process
+            Not changed, unless given as ``out`` too.
+        op : str
+            avg; or, in step, sum of gradients that were divided by the number of ranks before.
+        out : as ``gradients``
+            Where to put the averages; new arrays by default.
+
+        Returns
+        -------
+        Handle
+            Of the averages.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed.
+        UsageError
+            The gradient cannot be averaged so.
+        """
+
+    def end_step(self) -> None:
+        """All gradients of a step have been waited for."""
+        self.recorder.end_step()
+
+    @property
+    def gap(self) -> int | None:
+        """See above."""
+        return None
+
+    def finish(self) -> dict[str, NDArray[Any]]:
+        """After the last step: wait for all ranks; what has come late of each key, divided by the number of ranks.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed, or does not finish within the timeout.
+        """
+        return {}
+
+    def close(self) -> None:
+        """Leave; the communicator stays, which is all that is open in most modes."""
+        return
+
+
+class InStepAverager(Averager):
+    """Every step waits for all ranks (`BSP`): by the plan of a communicator, dense or sparse.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    settings : ExchangeSettings
+    recorder : Recorder
+    """
+
+    def __init__(self, communicator: Communicator, settings: ExchangeSettings, recorder: Recorder) -> None:
+        super().__init__(BSP(), recorder)
+        self.communicator = communicator
+        self.settings = settings
+
+    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+        """See `Averager.start`."""
+        comm, how, recorder, step = self.communicator, self.settings, self.recorder, self.recorder.step
+        started = recorder.now()
+        nbytes = nbytes_of(comm, gradients)
+        if how.density is None:
+            handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
+            plan = comm.plan_for("allreduce", nbytes)
+            told: Mapping[str, Any] = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
+        else:
+            density = how.density_at(step)
+            # first, since it keeps the gradient where ranks cannot agree on how to exchange it
+            handle = comm.sparse_all_reduce(
+                gradients,
+                density=density,
+                op=op,
+                key=key,
+                momentum=how.momentum,
+                exchange=how.exchange,
+                wire=how.wire,
+                out=out,
+                async_op=True,
+            )
+            chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
+            bound = math.inf if chosen.plan is None else chosen.plan.bound
+            dense = chosen.exchange == "dense"
+            told = {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
+        handle.when_done(lambda: recorder.add(key, nbytes, started, step=step, **told))
+        return handle
+
+
+class StaleAverager(Averager):
+    """Uses what has arrived (`SSP`, `ASP`); one rank to a process.
+
+    Parameters
+    ----------
+    mailbox : Mailbox
+    library : ArrayLibrary
+        Of the gradients; they travel through the host.
+    mode : SSP or ASP
+    recorder : Recorder
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, library: ArrayLibrary[Any], mode: SSP | ASP, recorder: Recorder
+    ) -> None:
+        super().__init__(mode, recorder)
+        self.mailbox = mailbox
+        self._bound = mode.bound
+        self._library = library
+        self._begun = False
+
+    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+        """Send a gradient, and average it with what has come; the first of a step waits if this rank is too far ahead.
+
+        See `Averager.start`; also where a rank stands still while this one waits for it, a `BackendError`.
+        """
+        library, recorder = self._library, self.recorder
+        kind = library.dtype(gradients)
+        if "float" not in kind:
+            raise UsageError(f"gradients of {kind} cannot be averaged with stale ones; give floats")
+        if not self._begun:
+            with recorder.waiting():
+                self.mailbox.wait_to_begin(self._bound)
+            self._begun = True
+        started = recorder.now()
+        own = library.values(gradients)
+        self.mailbox.post(key, own)
+        arrived = self.mailbox.take(key)
+        total = own if arrived is None else own + arrived
+        average = (total / self.mailbox.size).astype(own.dtype, copy=False)
+        result = library.empty(library.shape(gradients), gradients) if out is None else out
+        library.put(result, average)
+        how = "asynchronous" if self._bound is None else f"stale by {self._bound}"
+        recorder.add(key, own.nbytes, started, density=1.0, how=how, bound=math.inf)
+        return Handle.of(result)
+
+    def end_step(self) -> None:
+        """This rank has used the averages of a step."""
+        self.mailbox.tick()
+        self._begun = False
+        super().end_step()
+
+    @property
+    def gap(self) -> int | None:
+        """See `Averager`."""
+        return self.mailbox.farthest + 1
+
+    def finish(self) -> dict[str, NDArray[Any]]:
+        """See `Averager.finish`."""
+        left = self.mailbox.drain()
+        return {key: total / self.mailbox.size for key, total in sorted(left.items())}
+
+    def close(self) -> None:
+        """See `Averager.close`."""
+        self.mailbox.close()
+
+
+class LocalAverager(Averager):
+    """Gradients stay where they are (`LocalSGD`).
+
+    Parameters
+    ----------
+    communicator : Communicator
+    mode : LocalSGD
+    recorder : Recorder
+    """
+
+    def __init__(self, communicator: Communicator, mode: LocalSGD, recorder: Recorder) -> None:
+        super().__init__(mode, recorder)
+        self._communicator = communicator
+        self._averages_after = mode.averages_after
+
+    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+        """The rank's own gradient: nothing is sent. See `Averager.start`."""
+        comm = self._communicator
+        given = [gradients] if comm.one_rank else list(gradients)
+        if out is None:
+            results = [comm.arrays.empty(comm.arrays.shape(one), one) for one in given]
+        else:
+            results = [out] if comm.one_rank else list(out)
+        for result, one in zip(results, given, strict=True):
+            if not comm.arrays.same(result, one):
+                comm.arrays.copy(result, one)
+        return Handle.of(results[0] if comm.one_rank else results)
+
+    def end_step(self) -> None:
+        """See `Averager.end_step`."""
+        self.due += self._averages_after(self.recorder.step)
+        super().end_step()
+
+
+def averager(
+    communicator: Communicator,
+    settings: ExchangeSettings,
+    recorder: Recorder,
+    *,
+    timeout: float,
+) -> Averager:
+    """What averages gradients in the mode of the settings.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    settings : ExchangeSettings
+    recorder : Recorder
+    timeout : float
+        Seconds that a rank waits for another.
+
+    Raises
+    ------
+    UsageError
+        The mode does not go with several ranks in a process.
+    BackendError
+        The ranks do not find each other.
+    """
+    mode = settings.mode
+    if isinstance(mode, BSP):
+        return InStepAverager(communicator, settings, recorder)
+    if isinstance(mode, LocalSGD):
+        return LocalAverager(communicator, mode, recorder)
+    if not communicator.one_rank:
+        raise UsageError(
+            f"{mode} needs a process for each rank; back end {communicator.backend} holds all in one"
+        )
+    gather, (rank,) = communicator.gather_texts, communicator.ranks
+    mailbox = Mailbox(gather, rank=rank, size=communicator.size, timeout=timeout)
+    return StaleAverager(mailbox, communicator.arrays, mode, recorder)
+
+
+def average_parameters(communicator: Communicator, recorder: Recorder, parameters: Sequence[Any]) -> None:
+    """Average parameters over all ranks, in place; all of them must call it.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    recorder : Recorder
+        Told of it as part of the step that has just ended.
+    parameters : sequence of arrays, or of lists with one for each rank of this process
+        Writeable.
+
+    Raises
+    ------
+    BackendError
+        Another rank failed.
+    """
+    with recorder.waiting():
+        for number, one in enumerate(parameters):
+            started, nbytes = recorder.now(), nbytes_of(communicator, one)
+            listed = one if communicator.one_rank else list(one)
+            communicator.all_reduce(listed, op="avg", out=listed)
+            plan = communicator.plan_for("allreduce", nbytes)
+            recorder.add(
+                f"parameter {number}",
+                nbytes,
+                started,
+                density=1.0,
+                how=plan.schedule,
+                bound=plan.bound,
+                step=recorder.step - 1,
+            )
+
+
+def nbytes_of(comm: Communicator, gradients: Any) -> int:
+    """Bytes of one rank's gradient."""
+    one = gradients if comm.one_rank else gradients[0]
+    return math.prod(comm.arrays.shape(one)) * comm.arrays.itemsize(one)
