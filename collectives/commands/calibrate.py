@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from topoplan.calibration.samples import Meter
     from topoplan.topology import Topology
 
+LINE = "measure this machine's links between GPUs"
+"""For ``topoplan --help``."""
+
 REPEATS, FEWEST, MOST = 9, 3, 1000
 
 _OF_A_DESCRIPTION = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
