@@ -13,7 +13,7 @@ from collectives.wire import WireFormat
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan, shard_bounds
-from topoplan.schedules.sparse_trees import sparse_trees
+from topoplan.schedules.sparse_plan import sparse_trees
 from topoplan.topology import Topology
 from topoplan.units import entry_share
 

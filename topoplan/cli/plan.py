@@ -11,13 +11,18 @@ from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.entry_points import Explanation, explanations
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes
-from topoplan.cli.output_files import check_plot, check_target, write_whole
-from topoplan.cli.phase_table import phase_table
+from topoplan.cli.output import (
+    check_plot,
+    check_target,
+    counted,
+    plan_notes,
+    print_json,
+    print_notes,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.cli.sparse_options import add_sparse, asked_for, plan_sparse
-from topoplan.cli.tree_table import named_ranks, tree_table
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
@@ -282,3 +287,70 @@ def _order_text(plan: Plan, order: str) -> str:
     elif plan.height == 1:
         lowest = "1, the lowest there is"
     return f"lowest height first: {lowest}; --order trees looks for fewer trees"
+
+
+OF_ELEMENTS = {
+    "root": None,
+    "order": None,
+    "epsilon": None,
+    "threshold": None,
+    "time_limit": None,
+    "size": None,
+    "sizes": None,
+    "collective": "allreduce",
+    "method": "exact",
+    "bound_only": False,
+    "explain": False,
+    "schedule": TREES,
+}
+"""Options that do not go with a sparse plan, and what they are when nobody has given them."""
+
+
+def add_sparse(parser: arguments.OneLineParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--density",
+        type=float,
+        metavar="D",
+        help="allreduce that exchanges this share of the elements, the largest: between servers, or on all trees",
+    )
+    parser.add_argument(
+        "--entry-bits",
+        type=float,
+        metavar="B",
+        help="with --density, bits of an entry, index and value, beside 32 of an element (default: 64)",
+    )
+
+
+def asked_for(options: argparse.Namespace) -> bool:
+    """Whether the plan is to be sparse.
+
+    Raises
+    ------
+    UsageError
+        An option does not go with the others.
+    """
+    if options.density is None:
+        if options.entry_bits is not None:
+            raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
+        return False
+    given = arguments.first_given(options, OF_ELEMENTS)
+    if given:
+        raise UsageError(
+            f"{given} does not go with --density, which plans the sparse allreduce; leave it out"
+        )
+    return True
+
+
+def plan_sparse(options: argparse.Namespace) -> Plan:
+    """The sparse plan that is asked for."""
+    from topoplan.schedules.sparse_plan import sparse_plan
+
+    machine = read_machine(options)
+    return sparse_plan(
+        machine.whole,
+        density=options.density,
+        gpus=machine.allocation(options.gpus),
+        channels=options.channels,
+        entry_bits=64 if options.entry_bits is None else options.entry_bits,
+    )

@@ -24,6 +24,7 @@ from itertools import combinations
 
 from topoplan.formats.nvidia_smi.matrix_text import Matrix, read_matrix
 from topoplan.formats.nvidia_smi.pcie_tree import CODES, HostTree, infer_host_tree
+from topoplan.hosts.build import both_ways, cpus_of, host_links
 from topoplan.hosts.link_rates import (
     A100,
     GA102,
@@ -36,7 +37,6 @@ from topoplan.hosts.link_rates import (
     checked_rate,
 )
 from topoplan.hosts.notes import listed
-from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology, facts
 from topoplan.units import several
 
