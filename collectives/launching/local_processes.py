@@ -1,4 +1,4 @@
-"""Starts the ranks of a job as processes of this machine, and sees to it that none is left.
+"""Starts the ranks of a job as processes of this machine (those of MPI by mpiexec), and sees to it that none is left.
 
 Every process gets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``TOPOPLAN_RENDEZVOUS`` in its
 environment. It leads a process group of its own, so that what it starts itself ends with it. Should this process be
@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from collectives.backends.open_backend import check_backend
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import UsageError
 
@@ -191,3 +193,42 @@ def _copy(process: subprocess.Popen[bytes], rank: int) -> threading.Thread:
     thread = threading.Thread(target=both, name=f"output of rank {rank}", daemon=True)
     thread.start()
     return thread
+
+
+def start_ranks(backend: str, command: Sequence[str], ranks: int, *, grace: float = 5.0) -> int:
+    """Run a command in so many processes of this machine, and wait for them.
+
+    Parameters
+    ----------
+    backend : str
+        Of the communicators that the processes make: mpi by mpiexec, others with an environment as from torchrun.
+    command : sequence of str
+        Program and arguments.
+    ranks : int
+    grace : float
+        Seconds that the others have to end by themselves when one has failed, or all after an interrupt: longer than
+        the timeout of their collectives, so that they can say what they waited for.
+
+    Returns
+    -------
+    int
+        0, or the worst exit status.
+
+    Raises
+    ------
+    UsageError
+        The back end is unknown or not installed, or the program cannot be started.
+    """
+    check_backend(backend)
+    if backend == "mpi":
+        from collectives.launching.mpiexec import run_mpi
+
+        return run_mpi(command, ranks, grace=grace)
+    return launch_local(command, ranks, environment=_meeting_point(), grace=grace)
+
+
+def _meeting_point() -> dict[str, str]:
+    """Where torch's processes find each other: a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

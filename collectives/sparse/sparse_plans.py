@@ -19,8 +19,8 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.verify import verify
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.sparse_plan import sparse_trees
 from topoplan.schedules.sparse_servers import sparse_servers
-from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.model import simulate
 
 KINDS = ("servers", "tree", "balanced")

@@ -1,4 +1,4 @@
-"""A sparse allreduce over trees on which entries move, on arrays (`topoplan.schedules.sparse_trees`).
+"""A sparse allreduce over trees on which entries move, on arrays (`topoplan.schedules.sparse_plan`).
 
 Every rank chooses the largest entries of each shard. Up a tree, a rank adds what arrives to its own, and sends on as
 many as it had, the largest; the root's go down. What a rank leaves out, its own or not, it adds to its own residual

@@ -50,7 +50,7 @@ def commands(network: Network) -> Commands:
     Examples
     --------
     >>> import topoplan
-    >>> from collectives.testbed.flows import crossed_links
+    >>> from collectives.testbed.network import crossed_links
     >>> from collectives.testbed.network import lay_out
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7])
     >>> lines = commands(lay_out(crossed_links(plan), plan.topology.links, scale=0.0005))

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from collectives.testbed.job import Job
 from collectives.testbed.link_rates import measure_links
-from collectives.testbed.namespaces import build, within
-from collectives.testbed.sandbox import PRIVATE_RUN
+from collectives.testbed.sandbox import PRIVATE_RUN, build, within
 from collectives.testbed.scaling import MOST_TOGETHER
 from topoplan.errors import TopoplanError
 

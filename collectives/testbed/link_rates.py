@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives.testbed.namespaces import within
+from collectives.testbed.sandbox import within
 
 SETTLING = 0.25
 """Seconds in which bursts are used up and windows open, before anything counts."""

@@ -1,19 +1,111 @@
-"""The network of a test bed as data: a namespace for each device, a cable for each pair of links, a wire for each flow.
+"""The network of a test bed as data: flows of a plan, a namespace for each device, a cable for each pair of links.
 
 Every device that a flow crosses is a namespace that forwards; the two directions of a link are one veth pair, each
 shaped where it is sent. A wire has a pair of addresses of its own, so static routes by destination lead it along
 exactly its route, through machines of any shape, and its acknowledgements back along the same cables.
+
+A flow is what one TCP connection has to carry, and the links that it crosses.
+A queue of the transfer table is a pair of ranks and a channel. Where a plan sends along several routes between the
+same two ranks, as relaying rings do, each route is a flow of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from collectives.testbed.flows import Flow
-from topoplan.errors import UsageError
+from topoplan.errors import PlanError, UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.loads import edge_links
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Edge, Stage
 from topoplan.topology import Link
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Flow:
+    """Data from one rank to another along one route.
+
+    Parameters
+    ----------
+    source, destination : int
+        Ranks.
+    channel : str
+        Channel of the tree edges.
+    route : tuple of str
+        Devices from source to destination, both included.
+    """
+
+    source: int
+    destination: int
+    channel: str
+    route: tuple[str, ...]
+
+
+def plan_flows(plan: Plan) -> tuple[Flow, ...]:
+    """The flows of a plan, sorted.
+
+    Examples
+    --------
+    GPU 1 sends to GPU 4 over 5, and 4 to 1 over 5, in one direction of Blink's allocation; both ways at once:
+
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> plan = topoplan.plan(machine, gpus=[1, 4, 5, 7])
+    >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
+    [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
+    """
+    return tuple(sorted({flow_of(stage, edge) for _, _, stage, edge in _edges(plan)}))
+
+
+def flow_of(stage: Stage, edge: Edge) -> Flow:
+    """The flow that carries what crosses a tree edge."""
+    if stage.op == "reduce":
+        return Flow(edge.child, edge.parent, edge.channel, edge.route[::-1])
+    return Flow(edge.parent, edge.child, edge.channel, edge.route)
+
+
+def _edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
+    """Every tree edge with the numbers of its shard and stage."""
+    for number, shard in enumerate(plan.shards):
+        for position, stage in enumerate(shard.stages):
+            for edge in stage.edges:
+                yield number, position, stage, edge
+
+
+def crossed_links(plan: Plan) -> dict[Flow, tuple[Link, ...]]:
+    """The links of the plan's machine that each flow crosses, in the order in which it crosses them.
+
+    Raises
+    ------
+    UsageError
+        A switch on the way copies or adds, which a forwarding device cannot.
+    PlanError
+        A route crosses a link that the machine does not have.
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    crossed: dict[Flow, tuple[Link, ...]] = {}
+    for number, position, stage, edge in _edges(plan):
+        flow = flow_of(stage, edge)
+        if flow not in crossed:
+            try:
+                links = edge_links(edge, stage.op, fabric)
+            except PlanError as error:
+                raise error.within(number, position) from None
+            crossed[flow] = tuple(fabric.links[link] for link in links)
+    flows = dict(sorted(crossed.items()))
+    _check_forwarding({name for flow in flows for name in flow.route} & (fabric.copying | fabric.adding))
+    return flows
+
+
+def _check_forwarding(switches: Iterable[str]) -> None:
+    for name in sorted(switches):
+        raise UsageError(
+            f"{name} copies or adds in the network, and a test bed can only forward; "
+            "leave multicast and reduce out of the topology"
+        )
+
 
 CABLE_ADDRESSES = int(IPv4Address("10.0.0.0"))
 WIRE_ADDRESSES = int(IPv4Address("10.128.0.0"))
@@ -133,7 +225,7 @@ def lay_out(flows: Mapping[Flow, Sequence[Link]], links: Iterable[Link], scale: 
     Examples
     --------
     >>> import topoplan
-    >>> from collectives.testbed.flows import crossed_links
+    >>> from collectives.testbed.network import crossed_links
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2])
     >>> network = lay_out(crossed_links(plan), plan.topology.links, scale=0.0005)
     >>> [(cable.ends, cable.rates) for cable in network.cables]  # doctest: +NORMALIZE_WHITESPACE

@@ -19,7 +19,7 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.open_backend import check_backend
-from collectives.launching.start_ranks import start_ranks
+from collectives.launching.local_processes import start_ranks
 from topoplan.errors import UsageError
 from topoplan.plans.size_plans import parse_plan_file
 

@@ -14,7 +14,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import shard_bounds
-from topoplan.schedules.sparse_trees import sparse_trees
+from topoplan.schedules.sparse_plan import sparse_trees
 from topoplan.topology import Topology
 from topoplan.units import entry_share
 

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 RANKS = 2
 STARTER = """
 import sys
-from collectives.launching.start_ranks import start_ranks
+from collectives.launching.local_processes import start_ranks
 sys.exit(start_ranks("torch", [sys.executable, *sys.argv[1:]], 2))
 """
 

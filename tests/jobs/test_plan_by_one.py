@@ -39,7 +39,7 @@ def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path:
     if module is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     code = (
-        "import sys; from collectives.launching.start_ranks import start_ranks; "
+        "import sys; from collectives.launching.local_processes import start_ranks; "
         f"sys.exit(start_ranks({backend!r}, [sys.executable, {str(SCRIPT)!r}, {backend!r}, {str(tmp_path)!r}], 3))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

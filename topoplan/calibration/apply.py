@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from topoplan.calibration.fit import PairFit, fit_pair
+from topoplan.calibration.fit import PairFit, fit_pair, outlying
 from topoplan.calibration.links import Copy, link_key, link_latencies, link_speeds, significant
 from topoplan.calibration.report import MARK, calibration_notes, few, source_of
 from topoplan.calibration.routes import Route, Routes
 from topoplan.calibration.samples import Measurement
-from topoplan.calibration.spread import outlying
 from topoplan.topology import Link, Topology
 
 LATENCY_DIGITS = 3

@@ -8,6 +8,12 @@ off, and relative ones let 64 KB and 256 MB say equally much.
 Such a line exists among those through two of the points, and those through one point with alpha = 0 or 1/beta = 0
 (Bloomfield and Steiger, Least Absolute Deviations, 1983: a vertex of the linear program), so all of them are tried.
 Where every median is within e of the truth, relatively, so is the line within 2e / (1 - e) on average over the sizes.
+
+Values that stand out from the rest are told apart.
+A value is an outlier when it is off the median by more than `FACTOR` times the median absolute deviation, scaled to
+the standard deviation of a normal distribution (Hampel 1974; the factor is that of Iglewicz and Hoaglin, How to detect
+and handle outliers, 1993), and by more than `FLOOR` of the median: values that repeat to the last digit have a
+deviation of zero, and then any noise would stand out.
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from itertools import combinations
 from statistics import median
 
 from topoplan.calibration.samples import PairSamples
-from topoplan.calibration.spread import outlying
 from topoplan.errors import UsageError
 from topoplan.units import format_size
 
@@ -146,7 +151,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def fit_pair(samples: PairSamples) -> PairFit:
-    """Latency and bandwidth of a pair, and the repeats that stand out (see `topoplan.calibration.spread`).
+    """Latency and bandwidth of a pair, and the repeats that stand out (see `topoplan.calibration.fit`).
 
     Raises
     ------
@@ -170,3 +175,29 @@ def fit_pair(samples: PairSamples) -> PairFit:
         for place in outlying(seconds)
     )
     return PairFit(samples.src, samples.dst, line, samples.through_host, outliers)
+
+
+FACTOR = 3.5
+FLOOR = 0.1
+FEWEST = 3
+"""Of fewer values none stands out."""
+
+_NORMAL = 1.4826
+
+
+def outlying(values: Sequence[float]) -> tuple[int, ...]:
+    """Positions of the values that stand out.
+
+    Examples
+    --------
+    >>> outlying([10.1, 10.0, 31.0, 9.9, 10.2])
+    (2,)
+    >>> outlying([10.0, 10.0, 10.0, 10.5]), outlying([1.0, 2.0])
+    ((), ())
+    """
+    if len(values) < FEWEST:
+        return ()
+    middle = median(values)
+    deviation = median(abs(value - middle) for value in values)
+    limit = max(FACTOR * _NORMAL * deviation, FLOOR * abs(middle))
+    return tuple(i for i, value in enumerate(values) if abs(value - middle) > limit)

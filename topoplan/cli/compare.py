@@ -9,8 +9,7 @@ from dataclasses import replace
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import print_json, print_notes
-from topoplan.cli.output_files import check_plot
+from topoplan.cli.output import check_plot, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare import compare, compare_all, format_table, summary, to_object

@@ -7,8 +7,7 @@ import sys
 
 from topoplan.cli import arguments
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage, damaged
-from topoplan.cli.output import plan_notes, print_notes
-from topoplan.cli.output_files import check_target, write_whole
+from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan_or_machine
 from topoplan.errors import UsageError

@@ -6,18 +6,19 @@ line on stderr.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Protocol, cast
+from typing import cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
+from topoplan.cli.entry_points import COMMANDS as GROUP
+from topoplan.cli.entry_points import Command, offered
 from topoplan.cli.output import print_error
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
@@ -25,40 +26,29 @@ COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
     "probe": "this machine, through its driver and Linux",
-    "calibrate": "measure this machine's links between GPUs",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring",
     "export": "a plan or a machine as a file for NCCL",
-    "bench": "run a plan on real arrays, checked and timed",
-    "testbed": "run plans over shaped links, predicted and measured",
 }
-"""Every command with its line of help; it lives in the module of its name, which is loaded when it is meant."""
+"""Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
+come with installed packages (`topoplan.cli.entry_points`)."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
-
-
-class Command(Protocol):
-    """What the module of a command offers."""
-
-    def add_options(self, parser: OneLineParser) -> None:
-        """Add arguments and options."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Do it and return the exit status; the docstring is the command's description."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments those of the process are taken."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in given if not word.startswith("-")), "")
-    prefix = f"topoplan {name}" if name in COMMANDS else "topoplan"
+    others = {} if name in COMMANDS else offered(GROUP)
+    prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = _run(given, name)
+        status = _run(given, name, others)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -80,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(given: Sequence[str], name: str) -> int:
+def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Command]]) -> int:
     top = OneLineParser(
         prog="topoplan",
         description="Plan collective communication from a machine's wires, prove how good the plan is, and run it.",
@@ -89,12 +79,17 @@ def _run(given: Sequence[str], name: str) -> int:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     for known, line in COMMANDS.items():
         commands.add_parser(known, help=line)
-    if name not in COMMANDS and not {"-h", "--help", "--version"} & set(given):
-        raise UsageError(_no_command(name))
+    asked = bool({"-h", "--help", "--version"} & set(given))
+    if name not in COMMANDS and name not in others and not asked:
+        raise UsageError(_no_command(name, (*COMMANDS, *others)))
+    for known, load in others.items():
+        commands.add_parser(known, help=load().LINE if asked and name not in others else "")
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
-        if name in COMMANDS:
-            command = cast("Command", import_module(f"topoplan.cli.{name}"))
+        if name in COMMANDS or name in others:
+            command = (
+                others[name]() if name in others else cast("Command", import_module(f"topoplan.cli.{name}"))
+            )
             chosen.description = command.run.__doc__
             command.add_options(chosen)
         options, unknown = top.parse_known_args(given)
@@ -106,9 +101,9 @@ def _run(given: Sequence[str], name: str) -> int:
     return command.run(options)
 
 
-def _no_command(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+def _no_command(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
     return f"command {name!r} is unknown; {hint}" if name else f"no command is given; {hint}"
 
 

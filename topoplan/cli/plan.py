@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments, plan_sizes
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes
-from topoplan.cli.output_files import check_plot, check_target, write_whole
-from topoplan.cli.phase_table import phase_table
+from topoplan.cli.entry_points import Explanation, explanations
+from topoplan.cli.output import (
+    check_plot,
+    check_target,
+    counted,
+    plan_notes,
+    print_json,
+    print_notes,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.cli.sparse_options import add_sparse, asked_for, plan_sparse
-from topoplan.cli.tree_table import named_ranks, tree_table
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
@@ -27,10 +32,7 @@ from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import TREES, Plan
-from topoplan.units import format_seconds, format_size
-
-if TYPE_CHECKING:
-    from collectives.backends.footprint import Footprint
+from topoplan.units import format_seconds
 
 OF_TREES = {
     "method": "exact",
@@ -43,9 +45,6 @@ OF_TREES = {
     "bound_only": False,
 }
 """Options that do not go with another schedule, and what they are when nobody has given them."""
-
-CHUNK = 256 << 10
-"""Bytes of the chunk that memory is told for."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -132,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         return plan_sizes.run(options)
     with progress_line("planning") as progress:
         made = plan_sparse(options) if sparse else _plan(options, progress)
-    explained = _explained(made) if options.explain else None
+    explained = explanations(made) if options.explain else {}
     if options.plot:
         from topoplan.plot.canvas import save_figure
         from topoplan.plot.trees import draw_trees
@@ -144,10 +143,9 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         write_whole(options.output, made.to_json())
     if options.json:
-        running = {} if explained is None else {"running": explained.to_object()}
-        print_json({**plan_object(made), **running})
+        print_json({**plan_object(made), **{name: one.to_object() for name, one in explained.items()}})
     else:
-        print_plan(made, options.order or "height", explained)
+        print_plan(made, options.order or "height", tuple(explained.values()))
         for place in (options.output, options.plot):
             if place:
                 print(f"written: {place}")
@@ -165,12 +163,6 @@ def _check_schedule(options: argparse.Namespace) -> None:
         raise UsageError(
             f"--schedule {name} is one plan without a search, so {given} does not go with it; leave one of them out"
         )
-
-
-def _explained(plan: Plan) -> Footprint:
-    from collectives.backends.footprint import footprint
-
-    return footprint(plan)
 
 
 def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
@@ -201,31 +193,6 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         time_limit=options.time_limit,
         progress=progress,
     )
-
-
-def print_footprint(plan: Plan, found: Footprint) -> None:
-    """How the plan runs, for a person."""
-    largest = max(found.scratch)
-    rank = plan.ranks[found.scratch.index(largest)]
-    print(
-        f"run    {counted(found.streams, 'stream')} of chunks in {counted(found.queues, 'queue')} between ranks; "
-        f"a chunk takes {counted(found.steps, 'step')}, and the next follows one step behind"
-    )
-    where = (
-        f"beside the buffers at most {counted(largest, 'chunk')} (on {rank})"
-        if largest
-        else "none beside the buffers"
-    )
-    told = f", {format_size(largest * CHUNK)} with chunks of {format_size(CHUNK)}" if largest else ""
-    print(f"memory {where}{told}; fan-in {found.fan_in}, depth {plan.depth}")
-    waiting = max(found.held)
-    if waiting:
-        from collectives.backends.tcp.order import FLIGHT_BYTES
-
-        print(
-            f"       with tcp up to {format_size(FLIGHT_BYTES)} of each tree edge that waits may be under way, "
-            f"{counted(waiting, 'edge')} on one rank"
-        )
 
 
 def _run_bound(options: argparse.Namespace) -> int:
@@ -273,7 +240,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
     }
 
 
-def print_plan(plan: Plan, order: str, explained: Footprint | None = None) -> None:
+def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) -> None:
     """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, the trees, the run."""
     towards = "to" if plan.collective == "reduce" else "from"
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
@@ -297,8 +264,8 @@ def print_plan(plan: Plan, order: str, explained: Footprint | None = None) -> No
         if by_phase is not None:
             print(phase_table(by_phase))
             print()
-    if explained is not None:
-        print_footprint(plan, explained)
+    for one in explained:
+        print(*one.lines(), sep="\n")
         print()
     if plan.seconds is not None:
         print(f"planned in {format_seconds(plan.seconds)}")
@@ -320,3 +287,70 @@ def _order_text(plan: Plan, order: str) -> str:
     elif plan.height == 1:
         lowest = "1, the lowest there is"
     return f"lowest height first: {lowest}; --order trees looks for fewer trees"
+
+
+OF_ELEMENTS = {
+    "root": None,
+    "order": None,
+    "epsilon": None,
+    "threshold": None,
+    "time_limit": None,
+    "size": None,
+    "sizes": None,
+    "collective": "allreduce",
+    "method": "exact",
+    "bound_only": False,
+    "explain": False,
+    "schedule": TREES,
+}
+"""Options that do not go with a sparse plan, and what they are when nobody has given them."""
+
+
+def add_sparse(parser: arguments.OneLineParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--density",
+        type=float,
+        metavar="D",
+        help="allreduce that exchanges this share of the elements, the largest: between servers, or on all trees",
+    )
+    parser.add_argument(
+        "--entry-bits",
+        type=float,
+        metavar="B",
+        help="with --density, bits of an entry, index and value, beside 32 of an element (default: 64)",
+    )
+
+
+def asked_for(options: argparse.Namespace) -> bool:
+    """Whether the plan is to be sparse.
+
+    Raises
+    ------
+    UsageError
+        An option does not go with the others.
+    """
+    if options.density is None:
+        if options.entry_bits is not None:
+            raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
+        return False
+    given = arguments.first_given(options, OF_ELEMENTS)
+    if given:
+        raise UsageError(
+            f"{given} does not go with --density, which plans the sparse allreduce; leave it out"
+        )
+    return True
+
+
+def plan_sparse(options: argparse.Namespace) -> Plan:
+    """The sparse plan that is asked for."""
+    from topoplan.schedules.sparse_plan import sparse_plan
+
+    machine = read_machine(options)
+    return sparse_plan(
+        machine.whole,
+        density=options.density,
+        gpus=machine.allocation(options.gpus),
+        channels=options.channels,
+        entry_bits=64 if options.entry_bits is None else options.entry_bits,
+    )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
-from topoplan.cli.output_files import write_whole
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plot
-from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.output import check_plot, check_target, write_whole
 from topoplan.cli.show import draw_machine, show_machine
 from topoplan.errors import UsageError
 from topoplan.probing.probe import probe

@@ -8,8 +8,15 @@ from collections.abc import Callable, Sequence
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes
-from topoplan.cli.output_files import check_plot, check_target, write_whole
+from topoplan.cli.output import (
+    check_plot,
+    check_target,
+    counted,
+    plan_notes,
+    print_json,
+    print_notes,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks

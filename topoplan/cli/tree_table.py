@@ -1,4 +1,4 @@
-"""The trees of a plan as a table, as long as a person reads.
+"""The trees of a plan, and its phases, as tables as long as a person reads.
 
 Of a plan for a thousand GPUs one row says how many shards look alike; long lists keep their beginning and say what is
 left out. The whole plan is in its file and in ``--json``.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.output import counted, table
+from topoplan.plans.phases import Phases
 from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Shard, Stage
@@ -88,3 +89,17 @@ def _edges(plan: Plan, stage: Stage) -> str:
     shown = edges if len(edges) <= MOST_EDGES else edges[:FIRST_EDGES]
     text = " ".join(f"{plan.ranks[edge.parent]}{arrow}{plan.ranks[edge.child]}" for edge in shown)
     return text if len(shown) == len(edges) else f"{text} … and {len(edges) - len(shown)} more"
+
+
+_LISTED = 4
+
+
+def phase_table(by_phase: Phases) -> str:
+    """What each phase could sustain alone, where, and which holds the plan back."""
+    rows = []
+    for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
+        links = [f"{src}>{dst}" for src, dst in one.full]
+        more = f" and {len(links) - _LISTED} more" if len(links) > _LISTED else ""
+        rows.append((one.name, f"{one.rate:.6g}" if links else "-", " ".join(links[:_LISTED]) + more))
+    heads = ("phase", "GB/s alone", "full links")
+    return f"{table(heads, rows)}\nbottleneck: {by_phase.bottleneck}"

@@ -1,14 +1,23 @@
-"""From a server's description to its Topology: names, NVLinks, the cut-down PCIe tree, links between CPUs."""
+"""From a server's description to its Topology: names, NVLinks, the cut-down PCIe tree, links between CPUs.
+
+The tree keeps what limits a transfer: GPUs, NICs, and the switches they share.
+What holds no GPU and no NIC is left out. A port above a single device is a part of its link; one above several, which
+are functions of one card, stays, since they share its link. Two levels of one Broadcom switch chip, which shows itself
+as a cascade but carries full bandwidth between all ports, become one switch (as NCCL does,
+``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one link, as fast as the slower.
+
+Every PCIe wire and every link between CPUs is full-duplex: two links of equal bandwidth.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 
 from topoplan.errors import TopologyError
 from topoplan.hosts.host import Host, HostNic, PciDevice
 from topoplan.hosts.nvlink_ends import STRIPED, SWITCH, nvlink_links
-from topoplan.hosts.pci_tree import check_tree, switch_tree
-from topoplan.hosts.wires import both_ways
 from topoplan.topology import Device, Link, Topology, facts
 
 SERVER = "s0"
@@ -152,3 +161,143 @@ def _socket_links(host: Host, names: dict[int, str]) -> list[Link]:
             ends = ((first, second), (second, first))
             links += [Link(names[a.number], names[b.number], "sys", a.socket_bandwidth) for a, b in ends]
     return links
+
+
+def check_tree(tree: Iterable[PciDevice]) -> None:
+    """Refuse a tree with a bus id twice, or with a device before its bridge.
+
+    Raises
+    ------
+    TopologyError
+        The message names the bus id.
+    """
+    kinds: dict[str, str] = {}
+    for device in tree:
+        if device.busid in kinds:
+            raise TopologyError(f"pci {device.busid} is there twice; a bus id names one device of a server")
+        if device.parent and kinds.get(device.parent) not in ("bridge", "port"):
+            raise TopologyError(
+                f"pci {device.busid} hangs below {device.parent}, which is no bridge before it"
+            )
+        kinds[device.busid] = device.kind
+
+
+def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
+    """GPUs, NICs and the switches above them, in the order of the tree; what is left as a bridge is a switch.
+
+    Examples
+    --------
+    A switch is its upstream port, with downstream ports below it, here at a root port of half the width:
+
+    >>> root = PciDevice("0000:00:02.0", "port", "", 0, 6.0)
+    >>> up = PciDevice("0000:05:00.0", "bridge", "0000:00:02.0", 0, 12.0)
+    >>> ports = [PciDevice(f"0000:06:0{i}.0", "port", "0000:05:00.0", 0, 12.0) for i in range(2)]
+    >>> gpus = [PciDevice(f"0000:0{7 + i}:00.0", "gpu", f"0000:06:0{i}.0", 0, 12.0) for i in range(2)]
+    >>> for device in switch_tree([root, up, *ports, *gpus]):
+    ...     print(device.busid, device.parent or "-", device.bandwidth)
+    0000:05:00.0 - 6.0
+    0000:07:00.0 0000:05:00.0 12.0
+    0000:08:00.0 0000:05:00.0 12.0
+    """
+    without_ports = [
+        replace(device, kind="bridge", chip="") if device.kind == "port" else device
+        for device in _contracted(_with_ends(list(tree)), ("port",))
+    ]
+    return tuple(_contracted(_flattened(without_ports), ("bridge",)))
+
+
+def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
+    """Without what holds neither GPU nor NIC."""
+    kept = {device.busid for device in tree if device.kind in ("gpu", "nic")}
+    for device in reversed(tree):
+        if device.busid in kept and device.parent:
+            kept.add(device.parent)
+    return [device for device in tree if device.busid in kept]
+
+
+def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
+    """With the lower level of a Broadcom chip taken out: its devices hang on the upper level."""
+    chips = {device.busid: _chip_generation(device.chip, lower=False) for device in tree}
+    upper: dict[str, str] = {}
+    result = []
+    for device in tree:
+        generation = _chip_generation(device.chip, lower=True)
+        # A level that is taken out takes in no further one: NCCL marks a fused switch and leaves it alone.
+        if (
+            device.kind == "bridge"
+            and generation
+            and device.parent not in upper
+            and chips.get(device.parent) == generation
+        ):
+            upper[device.busid] = device.parent
+            continue
+        result.append(replace(device, parent=upper.get(device.parent, device.parent)))
+    return result
+
+
+def _chip_generation(chip: str, *, lower: bool) -> int:
+    """Generation of a Broadcom switch chip that shows two levels; 0 for any other device (NCCL's ``getBcmGen``)."""
+    if chip.startswith("1000:c010:1000:a"):
+        return 4
+    if chip.startswith(f"1000:c030:1000:{int(lower)}"):
+        return 5
+    return 0
+
+
+def _contracted(tree: list[PciDevice], kinds: Container[str]) -> list[PciDevice]:
+    """With those of some kinds taken out that stand above a single device."""
+    children: dict[str, list[PciDevice]] = {}
+    for device in tree:
+        children.setdefault(device.parent, []).append(device)
+    above: dict[str, tuple[str, float]] = {}
+    result = []
+    for device in tree:
+        parent, slowest = above.get(device.parent, (device.parent, device.bandwidth))
+        bandwidth = min(slowest, device.bandwidth)
+        if device.kind in kinds and len(children[device.busid]) == 1:
+            above[device.busid] = (parent, bandwidth)
+        else:
+            result.append(replace(device, parent=parent, bandwidth=bandwidth))
+    return result
+
+
+def cpus_of(parents: Mapping[str, str]) -> tuple[str, ...]:
+    """The roots of a host tree, in order of first appearance."""
+    return tuple(dict.fromkeys(parent for parent in parents.values() if parent not in parents))
+
+
+def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tuple[Link, ...]:
+    """Links of a host tree in both directions, and a link between every two CPUs, as NCCL joins them.
+
+    Parameters
+    ----------
+    parents : mapping of str to str
+        Child to parent; devices that are nobody's child are CPUs.
+    pcie, socket : float
+        GB/s per direction of a PCIe link and of a link between CPUs.
+
+    Examples
+    --------
+    >>> for link in host_links({"gpu0": "cpu0", "gpu1": "cpu1"}, pcie=12, socket=8)[2:]:
+    ...     print(link.src, link.dst, link.channel, link.bandwidth)
+    gpu1 cpu1 pcie 12
+    cpu1 gpu1 pcie 12
+    cpu0 cpu1 sys 8
+    cpu1 cpu0 sys 8
+    """
+    cpus = cpus_of(parents)
+    links = [link for child, parent in parents.items() for link in both_ways(child, parent, "pcie", pcie)]
+    for i, first in enumerate(cpus):
+        for second in cpus[i + 1 :]:
+            links += both_ways(first, second, "sys", socket)
+    return tuple(links)
+
+
+def both_ways(
+    first: str, second: str, channel: str, bandwidth: float, *, count: int = 1
+) -> tuple[Link, Link]:
+    """A full-duplex wire as its two links; ``bandwidth`` is GB/s per direction with all ``count`` wires."""
+    return (
+        Link(first, second, channel, bandwidth, count),
+        Link(second, first, channel, bandwidth, count),
+    )

@@ -6,11 +6,17 @@ library: a V100's NVLink counts 20 GB/s here and 25 there. Older releases count 
 Blackwell's as a Hopper's (to 2.24), Xeons of generations 4 and 5 as Skylake (to 2.25). Deliberately absent: NCCL's
 surcharge of a fifth for traffic between GPUs through an Intel CPU (``INTEL_P2P_OVERHEAD``), which belongs to its search
 and not to the wire.
+
+Files state a lane's rate as text, which NCCL compares from its beginning: ``16.0 GT/s`` without ``PCIe`` behind it is
+unknown there. It computes lanes x rate / 80 GB/s from its table, in units of 100 Mb/s for a lane.
 """
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+
+from topoplan.units import exact
 
 LANE = {2.5: 0.1875, 5.0: 0.375, 8.0: 0.75, 16.0: 1.5, 32.0: 3.0, 64.0: 6.0}
 """GB/s of one PCIe lane by its rate in GT/s; generations 1 to 6."""
@@ -124,3 +130,34 @@ def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
     if arch == "x86_64" and vendor in ("CentaurHauls", "  Shanghai  ") and (family, model) == (7, 0x5B):
         return 9.0
     return 6.0
+
+
+LANE_RATES = {
+    "2.5 GT/s": 15,
+    "5 GT/s": 30,
+    "8 GT/s": 60,
+    "16 GT/s": 120,
+    "32 GT/s": 240,
+    "64.0 GT/s PCIe": 480,
+}
+"""Units of 100 Mb/s per lane, by the kernel's text of the rate; generations 1 to 6."""
+
+MOST_LANES = 16
+
+
+def counted_bandwidth(speed: str, lanes: int) -> Fraction:
+    """GB/s per direction that NCCL counts for so many lanes of this rate."""
+    return Fraction(lanes * LANE_RATES[speed], 80)
+
+
+def nearest_pcie(bandwidth: float) -> tuple[str, int]:
+    """Lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; of equal ones the most lanes.
+
+    Examples
+    --------
+    >>> nearest_pcie(12.0), nearest_pcie(36.0), nearest_pcie(5.4)
+    (('8 GT/s', 16), ('32 GT/s', 12), ('5 GT/s', 14))
+    """
+    wanted = exact(bandwidth)
+    choices = [(speed, lanes) for lanes in range(MOST_LANES, 0, -1) for speed in LANE_RATES]
+    return min(choices, key=lambda choice: abs(counted_bandwidth(*choice) - wanted))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from topoplan.hosts.build import both_ways, cpus_of, host_links
 from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nvlink_ends import STRIPED
-from topoplan.hosts.wires import both_ways, cpus_of, host_links
 from topoplan.topology import Device, Link, Topology
 from topoplan.units import several
 

@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from topoplan.errors import UsageError
-from topoplan.plot.canvas import new_figure
-from topoplan.plot.palette import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION
+from topoplan.plot.canvas import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,15 +1,23 @@
-"""Figures without a display: made on the Agg canvas, saved beside the target and then renamed."""
+"""Figures without a display, made on the Agg canvas, saved beside the target and then renamed; their colours and lines.
+
+Colours are the Okabe-Ito palette, which colour-blind readers can tell apart.
+Nothing is told by colour alone: channels also differ in line style, bundles in width and label, bars in
+hatch.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 DOTS_PER_INCH = 150
 
@@ -58,3 +66,44 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         ) from None
     finally:
         aside.unlink(missing_ok=True)
+
+
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILLION = "#D55E00"
+PURPLE = "#CC79A7"
+GREY = "#D9D9D9"
+SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+"""Colours of curves, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """How the links of a channel are drawn and named."""
+
+    name: str
+    colour: str
+    style: Literal["-", "--", ":", "-."]
+
+
+STROKES: Mapping[str, Stroke] = {
+    "nvlink": Stroke("NVLink", BLUE, "-"),
+    "pcie": Stroke("PCIe", VERMILLION, "-"),
+    "sys": Stroke("between sockets", PURPLE, "--"),
+    "network": Stroke("network", BLACK, ":"),
+    "c2c": Stroke("chip to chip", ORANGE, "-."),
+}
+
+FILLS: Mapping[str, tuple[str, str]] = {
+    "gpu": (SKY, BLACK),
+    "nvswitch": (BLUE, "#FFFFFF"),
+    "pcie": (GREY, BLACK),
+    "cpu": ("#595959", "#FFFFFF"),
+    "nic": (YELLOW, BLACK),
+    "switch": (BLACK, "#FFFFFF"),
+}
+"""Fill and text colour of every kind of device."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from topoplan.plot.palette import FILLS, STROKES
+from topoplan.plot.canvas import FILLS, STROKES
 from topoplan.plot.wires import Wire
 from topoplan.topology import Topology
 

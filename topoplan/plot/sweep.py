@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from topoplan.errors import UsageError
-from topoplan.plot.canvas import new_figure
-from topoplan.plot.palette import GREY, SERIES
+from topoplan.plot.canvas import GREY, SERIES, new_figure
 from topoplan.units import format_size
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Stage
-from topoplan.plot.canvas import new_figure
+from topoplan.plot.canvas import FILLS, STROKES, new_figure
 from topoplan.plot.layers import forest_positions
-from topoplan.plot.palette import FILLS, STROKES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.degraded import nic_name
-from topoplan.plot.palette import STROKES
+from topoplan.plot.canvas import STROKES
 from topoplan.topology import LINK_CHANNELS, Link, Topology
 
 

@@ -5,13 +5,13 @@ Read through NVML (nvidia-ml-py). The order is NVML's, by PCI bus id, which need
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from itertools import combinations
 
 from topoplan.errors import ProbeError
 from topoplan.probing.answers import INSTEAD, Answers
 from topoplan.probing.driver_links import DriverLink, read_links, remote_bus_id
-from topoplan.probing.fabric import fabric_state
 
 _P2P_READ, _P2P_NVLINK = 0, 2
 _NODE_WORDS = 16
@@ -221,3 +221,23 @@ def _chip_to_chip(answers: Answers, handle: object) -> float:
     links = answers.field(handle, nvml.NVML_FI_DEV_C2C_LINK_COUNT) or 0
     up = [i for i in range(links) if answers.field(handle, nvml.NVML_FI_DEV_C2C_LINK_GET_STATUS, i)]
     return sum(answers.field(handle, nvml.NVML_FI_DEV_C2C_LINK_GET_MAX_BW, i) or 0 for i in up) / 1000
+
+
+_STATES = {1: "registration has not started", 2: "registration is in progress"}
+
+
+def fabric_state(answers: Answers, handle: object) -> str:
+    """What keeps the GPU out of the fabric; empty if it is in, if there is none, or if the driver does not say."""
+    for function, structure in (
+        ("DeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfoV_t"),
+        ("DeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),
+    ):
+        make = getattr(answers.nvml, structure, None)
+        if make is None:
+            continue
+        info = make()
+        if answers.ask(function, handle, ctypes.byref(info), kind=object, newer=True) is not None:
+            if info.state == answers.nvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status:
+                return f"registration failed with status {info.status}"
+            return _STATES.get(info.state, "")
+    return ""

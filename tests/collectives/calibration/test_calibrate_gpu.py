@@ -9,7 +9,7 @@ import pytest
 
 import topoplan
 from collectives.calibration import PeerCopies
-from collectives.calibration.cuda import visible_bus_ids
+from collectives.calibration.peer_copies import visible_bus_ids
 from topoplan.calibration import calibrated
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError

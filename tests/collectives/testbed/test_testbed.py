@@ -22,10 +22,9 @@ from collectives import Communicator
 from collectives.benchmark import METHODS
 from collectives.testbed import sandbox
 from collectives.testbed.commands import WITH_HEADERS, commands
-from collectives.testbed.flows import crossed_links, plan_flows
-from collectives.testbed.network import Network, lay_out, wires_file
+from collectives.testbed.network import Network, crossed_links, lay_out, plan_flows, wires_file
 from collectives.testbed.outcome import Measurement, Outcome
-from collectives.testbed.pattern_data import expected, given
+from collectives.testbed.rank import expected, given
 from collectives.testbed.scaling import largest_scale, slowed_plan
 from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle

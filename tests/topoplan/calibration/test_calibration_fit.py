@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topoplan.calibration import PairSamples, fit_line, fit_pair
-from topoplan.calibration.spread import outlying
+from topoplan.calibration.fit import outlying
 from topoplan.errors import UsageError
 from topoplan.units import parse_sizes
 

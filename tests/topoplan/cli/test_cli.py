@@ -21,6 +21,8 @@ import topoplan
 from collectives.benchmark import count_wrong
 from tests.support.checkout import ROOT
 from tests.support.listings import EACH_MATRIX
+from topoplan.cli.entry_points import COMMANDS as GROUP
+from topoplan.cli.entry_points import offered
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
 from topoplan.plans.plan import COLLECTIVES
@@ -316,10 +318,33 @@ class TestContract:
 
     def test_every_command_explains_itself(self, run: Run) -> None:
         """--help of every command names its options on stdout and exits 0."""
-        assert all(name in run("--help").out for name in COMMANDS)
-        for name in COMMANDS:
+        names = (*COMMANDS, *offered(GROUP))
+        assert {"bench", "testbed", "calibrate"} <= set(names)
+        assert all(name in run("--help").out for name in names)
+        for name in names:
             # What export prints is a file of another program already.
             assert ("--to" if name == "export" else "--json") in run(name, "--help").out
+
+    def test_a_package_adds_a_command_by_an_entry_point(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Listed, run, and known to the guess at what was meant; one that is broken is one line."""
+        folder = tmp_path / "other-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+        (folder / "entry_points.txt").write_text(
+            "[topoplan.commands]\nwave = other_wave\ngone = other_gone\n"
+        )
+        (tmp_path / "other_wave.py").write_text(
+            "LINE = 'wave a hand'\ndef add_options(parser): pass\n"
+            "def run(options):\n    print('waved')\n    return 0\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert run("wave").out == "waved\n"
+        assert "did you mean wave?" in run("wavee").err
+        assert run("gone").err.startswith(
+            "topoplan gone: error: gone, which the package other offers, cannot be loaded"
+        )
 
 
 class TestOneGpu:

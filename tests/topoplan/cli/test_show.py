@@ -14,8 +14,8 @@ import pytest
 import topoplan
 from tests.support.listings import MATRICES, each
 from topoplan.cli.device_tree import told_by_tree, tree_text
-from topoplan.cli.machine_matrix import WIDEST, matrix_text
 from topoplan.cli.main import main
+from topoplan.cli.show import WIDEST, matrix_text
 from topoplan.formats.load import library
 from topoplan.formats.topology_json import dump_topology_json
 from topoplan.topology import Device, Link, Topology, facts

@@ -16,7 +16,7 @@ from topoplan.clusters.nic_wiring import wire_server
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.formats.load import library
-from topoplan.hosts.wires import both_ways
+from topoplan.hosts.build import both_ways
 from topoplan.topology import Device, Link, Topology
 
 V100S = topoplan.load("dgx-1v")

@@ -19,14 +19,12 @@ from tests.support.nccl_rules import nccl_channels, read_as_nccl
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import export_machine, export_plan
-from topoplan.export.nccl.channel_numbers import MOST_CHANNELS, apportioned
-from topoplan.export.nccl.channel_rates import chain_rate, ring_bandwidth
-from topoplan.export.nccl.estimate import counted_machine
-from topoplan.export.nccl.order_choice import chain_choice
-from topoplan.export.nccl.paths import NcclPaths
-from topoplan.export.nccl.plan_orders import plan_orders
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.tree import Shard
+from topoplan.schedules.nccl.channels import MOST_CHANNELS, apportioned, chain_rate, ring_bandwidth
+from topoplan.schedules.nccl.estimate import counted_machine
+from topoplan.schedules.nccl.orders import chain_choice, plan_orders
+from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.topology import Device, Link, Topology
 
 BLINK = [1, 4, 5, 7]

@@ -19,10 +19,9 @@ from topoplan.errors import UsageError
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import export_machine, export_plan
 from topoplan.export.nccl.cpu_identity import cpu_identity
-from topoplan.export.nccl.gpu_identity import gpu_identity
-from topoplan.export.nccl.pcie_speed import LANE_RATES, counted_bandwidth, nearest_pcie
 from topoplan.export.nccl.topo import MOST_ELEMENTS, nccl_topo_xml
-from topoplan.hosts.nccl_rates import socket_bandwidth
+from topoplan.hosts.gpu_identity import gpu_identity
+from topoplan.hosts.nccl_rates import LANE_RATES, counted_bandwidth, nearest_pcie, socket_bandwidth
 from topoplan.topology import Device, Link, Topology, facts
 
 NVIDIA = (

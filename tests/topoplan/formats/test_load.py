@@ -15,7 +15,7 @@ import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.load import library_path, load
 from topoplan.formats.topology_json import dump_topology_json
-from topoplan.machines.nvidia import dgx_1v
+from topoplan.machines.library import dgx_1v
 
 PAIR = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\nGPU1\tNV2\t X \t0-7\n"
 

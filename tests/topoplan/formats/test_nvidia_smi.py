@@ -18,7 +18,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.formats.nvidia_smi.pcie_tree import CODES, infer_host_tree
 from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
-from topoplan.hosts.wires import cpus_of
+from topoplan.hosts.build import cpus_of
 from topoplan.machines import LIBRARY
 from topoplan.topology import Topology
 from topoplan.units import exact

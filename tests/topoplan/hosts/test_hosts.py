@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan.hosts import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, host_topology
+from topoplan.hosts.build import switch_tree
 from topoplan.hosts.host import bus_id
 from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nccl_rates import nvlink_bandwidth, pcie_bandwidth, socket_bandwidth, xgmi_bandwidth
-from topoplan.hosts.pci_tree import switch_tree
 from topoplan.machines.boxes import HostSide, direct_box, nvswitch_box
 
 PEX = "1000:c010:1000:a096"

@@ -31,8 +31,8 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import ROUND, rounds
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Edge, Shard, Stage
+from topoplan.schedules.sparse_plan import sparse_trees
 from topoplan.schedules.sparse_servers import sparse_servers
-from topoplan.schedules.sparse_trees import sparse_trees
 from topoplan.simulation.events import run_events
 from topoplan.topology import Device, Link, Topology
 from topoplan.units import entry_share

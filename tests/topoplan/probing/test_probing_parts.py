@@ -12,8 +12,8 @@ import pytest
 
 import topoplan
 from topoplan.hosts import NvlinkBundle
+from topoplan.hosts.build import switch_tree
 from topoplan.hosts.host import bus_id
-from topoplan.hosts.pci_tree import switch_tree
 from topoplan.probing.access import refused_access
 from topoplan.probing.cache import (
     MOST_AGE,

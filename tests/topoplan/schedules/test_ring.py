@@ -19,9 +19,8 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.verify import verify
 from topoplan.schedules.relay import relay_rings
-from topoplan.schedules.rings.hamiltonian_cycles import all_cycles, varied_cycles
+from topoplan.schedules.rings.hamiltonian_cycles import all_cycles, disjoint_rings, ring_limit, varied_cycles
 from topoplan.schedules.rings.ring import ring
-from topoplan.schedules.rings.search import disjoint_rings, ring_limit
 from topoplan.topology import Device, Link, Topology
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]

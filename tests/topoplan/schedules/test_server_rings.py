@@ -13,9 +13,8 @@ import topoplan
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.schedules.rings.across_servers import server_rings
-from topoplan.schedules.rings.images import ring_forest
-from topoplan.schedules.rings.order import switched_rings
+from topoplan.schedules.rings.forest import ring_forest
+from topoplan.schedules.rings.order import server_rings, switched_rings
 from topoplan.schedules.rings.routes import Layer, Routes
 from topoplan.topology import Topology
 

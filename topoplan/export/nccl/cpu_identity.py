@@ -1,8 +1,8 @@
-"""What NCCL wants to know of a CPU: architecture, vendor, family and model, which tell it the rate between sockets.
+"""What NCCL wants to know of a CPU: architecture, vendor, family and model, and the mask of its logical CPUs.
 
-Facts come first, then the model's text. Where neither tells, the processor is named whose rate in NCCL comes nearest.
-Family and model are those of NCCL's files, which join the base and the extended field of CPUID by bits: EPYC of
-generation 2 is family 143 there, 23 in the kernel's words.
+The first four tell it the rate between sockets. Facts come first, then the model's text. Where neither tells, the
+processor is named whose rate in NCCL comes nearest. Family and model are those of NCCL's files, which join the base and
+the extended field of CPUID by bits: EPYC of generation 2 is family 143 there, 23 in the kernel's words.
 """
 
 from __future__ import annotations
@@ -112,3 +112,27 @@ def _number(text: str) -> int:
         return int(text, 0)
     except ValueError:
         return 0
+
+
+MOST_CPUS = 8192
+
+
+def cpu_mask(cpus: str) -> str:
+    """A list such as 0-19,40-59 as NCCL reads it: words of 32 bits in hexadecimal, the highest first; empty for none.
+
+    Examples
+    --------
+    >>> cpu_mask("0-19,40-59"), cpu_mask("")
+    ('0fffff00,000fffff', '')
+    """
+    mask = 0
+    for span in cpus.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,5})(?:-([0-9]{1,5}))?\s*", span)
+        if not match:
+            return ""
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < MOST_CPUS:
+            return ""
+        mask |= (1 << last + 1) - (1 << first)
+    words = -(-mask.bit_length() // 32)
+    return ",".join(f"{mask >> 32 * word & 0xFFFFFFFF:08x}" for word in reversed(range(words)))

@@ -4,8 +4,9 @@ Inside a server NCCL runs rings, and as its tree a chain: the GPUs of a channel 
 down. It cannot run packed trees. Each channel gets an equal part of the buffer, so a share becomes a number of equal
 channels. Both graphs, ring (id 0) and tree (id 1), have equally many channels: NCCL uses the smaller number of the two
 and drops the rest. ``speedintra`` is such that NCCL's own arithmetic gives the rate computed here, at its own rates of
-NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees (`topoplan.export.nccl.estimate`).
-``dev`` is a GPU's NVML index, in hexadecimal (see `topoplan.export.nccl.gpu_numbers`). Sources: ``src/graph/search.cc``
+NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees; which rings and chains are best,
+`topoplan.schedules.nccl` says.
+``dev`` is a GPU's NVML index, in hexadecimal (see `topoplan.export.nccl.numbering`). Sources: ``src/graph/search.cc``
 (``ncclTopoGetGraphFromXml``), ``connect.cc`` and ``src/init.cc`` of NCCL, whose release 2.30 took such files whole.
 Deliberately absent: NVLS and CollNet, which NCCL finds itself and may prefer (``NCCL_ALGO=Ring`` or ``Tree`` insists),
 and several servers.
@@ -16,28 +17,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.export.exported import Exported
-from topoplan.export.nccl.channel_numbers import (
-    MOST_CHANNELS,
-    Choice,
-    Graphs,
-    Wanted,
-    equal_channels,
-    nearest_counts,
-)
-from topoplan.export.nccl.channel_rates import Order, chain_rate, collective_rate, ring_bandwidth, worst_kind
-from topoplan.export.nccl.estimate import CHAIN_SHARE, chain_limit, estimate_notes, expected
-from topoplan.export.nccl.gpu_identity import is_amd
-from topoplan.export.nccl.gpu_numbers import gpu_numbers
-from topoplan.export.nccl.one_server import one_server
-from topoplan.export.nccl.order_choice import chain_choice, ring_choice
-from topoplan.export.nccl.paths import NcclPaths
-from topoplan.export.nccl.plan_orders import PlanOrders, plan_orders
+from topoplan.errors import UsageError
+from topoplan.export.exported import Exported, one_server
+from topoplan.export.nccl.numbering import gpu_numbers
 from topoplan.export.nccl.xml_text import Element, nccl_xml
+from topoplan.hosts.gpu_identity import is_amd
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
-from topoplan.schedules.rings.ring import ring
+from topoplan.schedules.nccl.channels import (
+    MOST_CHANNELS,
+    Graphs,
+    Order,
+    chain_rate,
+    collective_rate,
+    ring_bandwidth,
+    worst_kind,
+)
+from topoplan.schedules.nccl.estimate import best_graphs, estimate_notes, expected, plan_graphs
+from topoplan.schedules.nccl.orders import PlanOrders, plan_orders
+from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.topology import Topology
 
 CANNOT = (
@@ -83,9 +81,7 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     """
     machine = _checked(one_server(topology, server, "a graph file of NCCL"))
     paths = NcclPaths(machine)
-    rings = _rings(machine, paths)
-    chains = chain_choice(machine, paths, [order for choice in rings for order in choice], MOST_CHANNELS)
-    graphs = equal_channels(paths, rings, [chains], leading="allreduce", chain_limit=_chain_limit(machine))
+    graphs = best_graphs(machine, paths)
     trees = make_plan(machine)
     size = len(machine.gpus)
     rate = collective_rate(graphs.bandwidth, "allreduce", size)
@@ -120,15 +116,7 @@ def plan_graph_xml(plan: Plan) -> Exported:
             "topoplan export TOPO --to nccl-graph --gpus …"
         )
     paths = NcclPaths(machine)
-    counts = nearest_counts(orders.shares)
-    if orders.closed:
-        chains = chain_choice(machine, paths, list(orders.shares), MOST_CHANNELS)
-        choices: tuple[list[Choice], list[Choice]] = [orders.shares], [chains]
-    else:
-        choices = _rings(machine, paths), [orders.shares]
-    leading = "ring" if orders.closed else "tree"
-    limit = _chain_limit(machine)
-    graphs = equal_channels(paths, *choices, leading=leading, chain_limit=limit, counts=counts)
+    graphs = plan_graphs(machine, paths, orders)
     return _written(machine, paths, graphs, (CANNOT, *_plan_notes(plan, paths, orders, graphs)))
 
 
@@ -138,22 +126,6 @@ def _checked(machine: Topology) -> Topology:
             f"{machine.name} has {len(machine.gpus)} GPU here; a graph of NCCL needs two or more"
         )
     return machine
-
-
-def _rings(machine: Topology, paths: NcclPaths) -> list[Choice]:
-    """Rings over direct links or PCIe, rings whose hops pass other GPUs, where there are such, and a mix of all."""
-    sets: list[Wanted] = []
-    for kind in ("auto", "relay"):
-        try:
-            found = plan_orders(ring(machine, kind=kind))
-        except InfeasibleError:
-            if kind == "auto":
-                raise
-            continue
-        assert found is not None, "a ring plan consists of rings"
-        sets.append(found.shares)
-    known = [order for shares in sets for order in shares]
-    return [*sets, ring_choice(paths, machine.gpus, known, MOST_CHANNELS)]
 
 
 def _plan_notes(plan: Plan, paths: NcclPaths, orders: PlanOrders, graphs: Graphs) -> list[str]:
@@ -179,11 +151,6 @@ def _plan_notes(plan: Plan, paths: NcclPaths, orders: PlanOrders, graphs: Graphs
             f"{change} than exact shares{gone}"
         )
     return notes
-
-
-def _chain_limit(machine: Topology) -> Fraction:
-    """What a chain can carry in one channel such that NCCL expects no less of it."""
-    return chain_limit(machine) / CHAIN_SHARE
 
 
 def _written(machine: Topology, paths: NcclPaths, graphs: Graphs, found: tuple[str, ...]) -> Exported:

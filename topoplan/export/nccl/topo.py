@@ -7,27 +7,26 @@ The machine's own figures stand beside them in attributes that NCCL passes over 
 element that NCCL needs and the machine does not state. Sources: ``src/graph/xml.cc``, ``topo.cc`` and ``topo.h`` of
 NCCL (2.27 to 2.30) and RCCL. NCCL 2.30 makes of it what it makes of the machine itself. Deliberately absent: a network,
 several servers, partitions of a GPU. Of a GPU that lists no NVLink NCCL asks the driver.
+
+NCCL finds a NIC in the file by the operating system's name of its network device, or else by its bus id, and then adds
+the network device itself: a NIC of which neither name nor speed is known needs no ``net`` element.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from topoplan.errors import UsageError
-from topoplan.export.exported import Exported
-from topoplan.export.nccl.bus_ids import bus_ids
-from topoplan.export.nccl.cpu_identity import CpuIdentity, cpu_identity
-from topoplan.export.nccl.cpu_mask import cpu_mask
-from topoplan.export.nccl.gpu_identity import GpuIdentity, direct_to_nic, gpu_identity, is_amd
-from topoplan.export.nccl.gpu_numbers import gpu_numbers
-from topoplan.export.nccl.host_tree import HostTree, host_tree
-from topoplan.export.nccl.net_elements import net_elements
-from topoplan.export.nccl.numa_nodes import numa_nodes
-from topoplan.export.nccl.nvlink_ends import GpuLinks, gpu_links
-from topoplan.export.nccl.one_server import one_server
-from topoplan.export.nccl.pcie_speed import nearest_pcie
+from topoplan.export.exported import Exported, one_server
+from topoplan.export.nccl.cpu_identity import CpuIdentity, cpu_identity, cpu_mask
+from topoplan.export.nccl.host_tree import GpuLinks, HostTree, gpu_links, host_tree
+from topoplan.export.nccl.numbering import bus_ids, gpu_numbers, numa_nodes
 from topoplan.export.nccl.topo_notes import topology_notes
 from topoplan.export.nccl.xml_text import Element, nccl_xml
+from topoplan.hosts.gpu_identity import GpuIdentity, direct_to_nic, gpu_identity, is_amd
+from topoplan.hosts.nccl_rates import nearest_pcie
 from topoplan.topology import Device, Topology
 from topoplan.units import exact
 
@@ -49,7 +48,7 @@ def nccl_topo_xml(topology: Topology, *, server: str | None = None) -> Exported:
     ----------
     topology : Topology
         Its GPUs get ranks in their order; ``dev`` is the number that NVML knows them by (see
-        `topoplan.export.nccl.gpu_numbers`).
+        `topoplan.export.nccl.numbering`).
     server : str or None
         Which of several servers.
 
@@ -256,3 +255,47 @@ def _chip(pci: str) -> list[tuple[str, str]]:
     if len(parts) != len(_CHIP_KEYS):
         return []
     return [(key, f"0x{part}") for key, part in zip(_CHIP_KEYS, parts, strict=True)]
+
+
+_GIGABITS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+def net_elements(nic: Device, number: int, *, bandwidth: float | None = None) -> tuple[Element, ...]:
+    """The ``nic`` element of a NIC, if it needs one.
+
+    Parameters
+    ----------
+    nic : Device
+        Fact ``adapter`` is the name of its network device, or several joined by +; fact ``gigabits`` its speed in Gb/s.
+    number : int
+        ``dev`` of its first network device.
+    bandwidth : float or None
+        GB/s per direction to the CPU, for a NIC that hangs on the CPU without a place on PCIe.
+
+    Examples
+    --------
+    >>> from topoplan.topology import facts
+    >>> nic = Device("nic0", "nic", facts=facts(adapter="mlx5_0", gigabits=100))
+    >>> net_elements(nic, 0)[0].children[0].attributes
+    (('name', 'mlx5_0'), ('dev', '0'), ('speed', '100000'))
+    """
+    adapters, speed = nic.fact("adapter"), _megabits(nic.fact("gigabits"))
+    if not adapters and not speed:
+        return ()
+    names = adapters.split("+")
+    nets = []
+    for place, name in enumerate(names):
+        part = speed // len(names) + (place < speed % len(names))
+        known = [("name", name), ("dev", str(number + place)), ("speed", str(part) if part else "")]
+        if bandwidth is not None:
+            known.append(("bandwidth", repr(float(bandwidth))))
+        # Without a speed NCCL asks the network; a reader must not take its default for a fact.
+        known.append(("assumed", "" if part else "speed"))
+        nets.append(Element("net", tuple((key, value) for key, value in known if value)))
+    own = (("name", nic.name), ("model", nic.model)) if bandwidth is not None else ()
+    return (Element("nic", tuple((key, value) for key, value in own if value), tuple(nets)),)
+
+
+def _megabits(gigabits: str) -> int:
+    """Mb/s, 0 where the text is no number."""
+    return round(Fraction(gigabits) * 1000) if _GIGABITS.fullmatch(gigabits) else 0

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from topoplan.export.nccl.cpu_identity import CpuIdentity
-from topoplan.export.nccl.gpu_identity import GpuIdentity
 from topoplan.export.nccl.host_tree import HostTree
-from topoplan.export.nccl.pcie_speed import counted_bandwidth, nearest_pcie
-from topoplan.hosts.nccl_rates import nvlink_bandwidth, xgmi_bandwidth
+from topoplan.hosts.gpu_identity import GpuIdentity
+from topoplan.hosts.nccl_rates import counted_bandwidth, nearest_pcie, nvlink_bandwidth, xgmi_bandwidth
 from topoplan.hosts.notes import listed
 from topoplan.hosts.nvlink_ends import SWITCH
 from topoplan.topology import Device, Topology

@@ -14,8 +14,7 @@ from dataclasses import replace
 from topoplan.errors import TopologyError
 from topoplan.formats.nccl.attributes import Findings, GivenRates, needed, stated, whole_number
 from topoplan.formats.nccl.cpu import host_cpus
-from topoplan.formats.nccl.gpu import host_gpus
-from topoplan.formats.nccl.nic import host_nics
+from topoplan.formats.nccl.endpoints import host_gpus, host_nics
 from topoplan.formats.nccl.pci import PciNode, pci_nodes
 from topoplan.formats.nccl.xml_tree import Element, parse_xml
 from topoplan.hosts.build import host_topology

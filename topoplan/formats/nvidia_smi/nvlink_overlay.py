@@ -1,7 +1,7 @@
 """A topology as its machine is now, by the listings of ``nvidia-smi nvlink -s`` and ``-R``: NVLinks dead and slow.
 
 What a GPU has beyond the links that are up is dead. A bundle of parallel wires keeps those that are up, and its
-bandwidth is the sum of their shares: a slow wire counts by its speed over the normal one (see `nvlink_speeds`). What
+bandwidth is the sum of their shares: a slow wire counts by its speed over the normal one (see `nvlink_matching`). What
 the topology, such as a probed one, states as slow already is not slowed twice.
 """
 
@@ -17,8 +17,7 @@ from pathlib import Path
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.load import decode_text
 from topoplan.formats.nvidia_smi.nvlink_damage import Pair, find_damage
-from topoplan.formats.nvidia_smi.nvlink_matching import ListedGpu, match_gpus
-from topoplan.formats.nvidia_smi.nvlink_speeds import SLOW_BELOW
+from topoplan.formats.nvidia_smi.nvlink_matching import SLOW_BELOW, ListedGpu, match_gpus
 from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks, parse_nvlink_status
 from topoplan.hosts.notes import listed
 from topoplan.topology import Link, Topology, TopologyLike, as_topology

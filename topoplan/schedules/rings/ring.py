@@ -18,13 +18,10 @@ from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.plan import Plan, check_collective, root_rank
 from topoplan.schedules.relay import relay_rings
-from topoplan.schedules.rings.across_servers import server_rings
-from topoplan.schedules.rings.forest import LogicalRing
-from topoplan.schedules.rings.hamiltonian_cycles import STEP_LIMIT
-from topoplan.schedules.rings.images import ring_forest
-from topoplan.schedules.rings.order import order_is_exact, single_ring, switched_rings
+from topoplan.schedules.rings.forest import LogicalRing, ring_forest
+from topoplan.schedules.rings.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, disjoint_rings, ring_limit
+from topoplan.schedules.rings.order import order_is_exact, server_rings, single_ring, switched_rings
 from topoplan.schedules.rings.routes import Routes
-from topoplan.schedules.rings.search import NODE_LIMIT, disjoint_rings, ring_limit
 from topoplan.topology import Topology, TopologyLike, as_topology
 
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
@@ -58,7 +55,7 @@ def ring(
         ``pcie``: one ring over PCIe in the order that loads shared links least.
         ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
         ``auto``: nvlink where there is such a ring, else pcie. Across servers the faster of one order of all ranks
-        and of rings that enter every server once over NICs of their own (`topoplan.schedules.rings.across_servers`).
+        and of rings that enter every server once over NICs of their own (`topoplan.schedules.rings.order`).
 
     Returns
     -------

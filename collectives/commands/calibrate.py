@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import topoplan
 from topoplan.calibration.apply import Calibration, Pair, calibrated
 from topoplan.cli.arguments import OneLineParser, add_allocation, add_json, add_machine, add_sizes
-from topoplan.cli.output import counted, print_json, print_notes, table
-from topoplan.cli.output_files import check_target, write_whole
+from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
 from topoplan.errors import UsageError
@@ -20,6 +19,9 @@ from topoplan.units import format_seconds, format_size
 if TYPE_CHECKING:
     from topoplan.calibration.samples import Meter
     from topoplan.topology import Topology
+
+LINE = "measure this machine's links between GPUs"
+"""For ``topoplan --help``."""
 
 REPEATS, FEWEST, MOST = 9, 3, 1000
 

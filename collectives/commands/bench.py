@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import tempfile
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from topoplan.cli import arguments
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
@@ -20,7 +25,12 @@ from topoplan.plans.plan import Plan, Plans
 from topoplan.units import format_size
 
 if TYPE_CHECKING:
+    from collectives.backends.backend import Backend
     from collectives.benchmark import Row
+
+
+LINE = "run a plan on real arrays, checked and timed"
+"""For ``topoplan --help``."""
 
 IN_ONE_PROCESS = ("loopback", "loopback-gpu")
 """The back ends that run all ranks themselves."""
@@ -97,7 +107,6 @@ def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import check_backend
     from collectives.benchmark import check_dtype
-    from topoplan.cli.bench_processes import start_processes, started_as_rank
 
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
@@ -120,7 +129,6 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
     from collectives import Communicator
     from collectives.backends.open_backend import open_backend
     from collectives.benchmark import measure, predicted
-    from collectives.own_collectives import own_all_reduce
 
     pace = _pace(options)
     backend = open_backend(options.backend, plan, timeout=options.timeout, pace=pace)
@@ -135,7 +143,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
-            ring = _ring(plan, notes)
+            ring = _ring(plan, backend, notes)
             rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
             own = own_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
@@ -157,14 +165,22 @@ def _pace(options: argparse.Namespace) -> float | None:
     return (options.scale or SCALE) if options.paced else None
 
 
-def _ring(plan: Plans, notes: list[str]) -> Plan | None:
-    """The ring on the same GPUs, or a note why there is none."""
+def _ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
+    """The ring on the same GPUs, which one rank plans for all; or a note why there is none."""
     import topoplan
+    from collectives.backends.backend import GathersTexts
+    from collectives.peers.plan_by_one import plan_by_one
+
+    def make() -> Plan:
+        return topoplan.ring(plan.topology, plan.collective, root=plan.root)
 
     try:
-        return topoplan.ring(plan.topology, plan.collective, root=plan.root)
+        if isinstance(backend, GathersTexts):
+            return plan_by_one(backend.gather_texts, make, rank=backend.ranks[0])
+        return make()
     except InfeasibleError as error:
-        notes.append(f"no ring: {error}")
+        # Other ranks hear of it as what rank 0 said, which prints it.
+        notes.append(f"no ring: {error.__cause__ or error}")
         return None
 
 
@@ -221,3 +237,71 @@ def _format_table(rows: list[Row]) -> str:
         ]
         lines = [line + more for line, more in zip(lines, model, strict=True)]
     return "\n".join(lines)
+
+
+RANK_VARIABLES = {"mpi": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
+"""What launchers set in the environment of a rank; for other back ends `RANK`, as torchrun does."""
+
+
+def started_as_rank(backend: str) -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return any(name in os.environ for name in RANK_VARIABLES.get(backend, ("RANK",)))
+
+
+def start_processes(options: argparse.Namespace, plan: Plans) -> int:
+    """Run the same command once for each rank and return the worst exit status."""
+    from collectives.launching.local_processes import start_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(plan.to_json())
+        command = [
+            *(sys.executable, "-m", "topoplan", "bench", str(path)),
+            *("--backend", options.backend, "--dtype", options.dtype),
+            *("--sizes", ",".join(str(size) for size in options.sizes)),
+            *("--timeout", str(options.timeout)),
+            *(("--chunk", str(options.chunk)) if options.chunk else ()),
+            *(("--chunk-file", str(Path(options.chunk_file).absolute())) if options.chunk_file else ()),
+            *(("--paced",) if options.paced else ()),
+            *(("--scale", str(options.scale)) if options.scale else ()),
+            *(("--rivals",) if options.rivals else ()),
+            *(("--json",) if options.json else ()),
+        ]
+        return start_ranks(options.backend, command, len(plan.ranks), grace=options.timeout + 5)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAllReduce:
+    """An allreduce of another library.
+
+    Parameters
+    ----------
+    name : str
+    run : function of (input, result)
+        Sums the inputs of all processes.
+    """
+
+    name: str
+    run: Callable[[Any, Any], None]
+
+
+def own_all_reduce(backend: str, dtype: str) -> OwnAllReduce | None:
+    """The allreduce of the library behind a back end; None where there is none, as for loopback and tcp.
+
+    MPI has none for bfloat16.
+    """
+    if backend == "mpi" and dtype != "bfloat16":
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        name = "MPICH" if library.startswith("MPICH") else library
+        return OwnAllReduce(f"{name} MPI_Allreduce", lambda given, out: MPI.COMM_WORLD.Allreduce(given, out))
+    if backend == "torch":
+        import torch.distributed as dist
+
+        def run(given: Any, out: Any) -> None:
+            out.copy_(given)
+            dist.all_reduce(out)
+
+        return OwnAllReduce(f"{dist.get_backend()} all_reduce", run)
+    return None

@@ -1,4 +1,4 @@
-"""What NCCL itself expects of rings and chains: it decides which of them it runs on a large buffer.
+"""What NCCL runs on one server: the best rings and chains, and what it expects of each, by which it decides.
 
 NCCL multiplies channels by ``speedintra`` and takes N / (2 (N - 1)) of it for rings and a half for chains, of which it
 then takes 8 % off, and no more than `CHAIN_LIMIT` for each channel (``src/graph/tuning.cc``, 2.18 to 2.30). It weighs
@@ -12,11 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from topoplan.export.nccl.channel_numbers import Graphs
-from topoplan.export.nccl.channel_rates import chain_rate, collective_rate, ring_bandwidth
-from topoplan.export.nccl.gpu_identity import GpuIdentity, gpu_identity, is_amd
-from topoplan.export.nccl.paths import NcclPaths
+from topoplan.hosts.gpu_identity import GpuIdentity, gpu_identity, is_amd
 from topoplan.hosts.nccl_rates import nvlink_bandwidth, xgmi_bandwidth
+from topoplan.schedules.nccl.channels import (
+    MOST_CHANNELS,
+    Choice,
+    Graphs,
+    chain_rate,
+    collective_rate,
+    equal_channels,
+    nearest_counts,
+    ring_bandwidth,
+)
+from topoplan.schedules.nccl.orders import PlanOrders, chain_choice, ring_sets
+from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.topology import Topology
 from topoplan.units import exact, nearest_float
 
@@ -96,6 +105,48 @@ def chain_limit(machine: Topology) -> Fraction:
         return exact(CHAIN_LIMIT[80]) / 2
     slowest = min(gpu_identity(gpu, amd=False).capability for gpu in gpus)
     return exact(CHAIN_LIMIT[max(least for least in CHAIN_LIMIT if least <= max(slowest, 60))]) / 2
+
+
+def best_graphs(machine: Topology, paths: NcclPaths) -> Graphs:
+    """The best rings and the best chains for all GPUs of a server.
+
+    Raises
+    ------
+    InfeasibleError
+        The GPUs are not joined.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> part = topoplan.load("dgx-1v").subset([1, 4, 5, 7])
+    >>> found = best_graphs(part, NcclPaths(part))
+    >>> found.count, float(found.bandwidth), float(found.chain_rate)
+    (4, 50.0, 50.0)
+    """
+    rings = ring_sets(machine, paths, MOST_CHANNELS)
+    chains = chain_choice(machine, paths, [order for choice in rings for order in choice], MOST_CHANNELS)
+    return equal_channels(paths, rings, [chains], leading="allreduce", chain_limit=_carried(machine))
+
+
+def plan_graphs(machine: Topology, paths: NcclPaths, orders: PlanOrders) -> Graphs:
+    """The rings or chains of a plan in as many channels as come nearest to its shares, beside the best of the other."""
+    choices: tuple[list[Choice], list[Choice]]
+    if orders.closed:
+        choices = [orders.shares], [chain_choice(machine, paths, list(orders.shares), MOST_CHANNELS)]
+    else:
+        choices = ring_sets(machine, paths, MOST_CHANNELS), [orders.shares]
+    return equal_channels(
+        paths,
+        *choices,
+        leading="ring" if orders.closed else "tree",
+        chain_limit=_carried(machine),
+        counts=nearest_counts(orders.shares),
+    )
+
+
+def _carried(machine: Topology) -> Fraction:
+    """What a chain can carry in one channel such that NCCL expects no less of it."""
+    return chain_limit(machine) / CHAIN_SHARE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,115 @@
-"""Shares as numbers of equal channels: NCCL divides the buffer evenly, and uses as many rings as chains.
+"""Rings and chains in NCCL's channels: each gets an equal part of the buffer; how many, and what they give.
+
+A ring of N GPUs sends 2 (N - 1) / N bytes over every hop for each byte of its part in an AllReduce. A chain, which is
+what NCCL's tree is inside a server, sends every byte up (reduce) and down (broadcast): once over each hop each way.
+NCCL uses as many rings as chains.
 
 A share of p / q becomes p channels of q, or, where q is too large, what largest remainders give. The shares of a plan
 are kept as nearly as can be; otherwise the number of channels is the fastest one. Among equal ones that is taken whose
 channels carry no more than they can: a ring one wire, for a channel is one block of threads and moves about as much, a
-chain what NCCL expects of it (`topoplan.export.nccl.estimate`); and then the one that is fastest in what is left.
+chain what NCCL expects of it (`topoplan.schedules.nccl.estimate`); and then the one that is fastest in what is left.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
-from topoplan.export.nccl.channel_rates import Order, chain_rate, collective_rate, ring_bandwidth, ring_hops
-from topoplan.export.nccl.paths import NcclPaths
+from topoplan.schedules.nccl.paths import PATH_KINDS, NcclPaths
+from topoplan.topology import Link
+from topoplan.units import exact
+
+Order = tuple[str, ...]
+Hops = Sequence[tuple[str, str]]
+
+
+def ring_hops(order: Order) -> list[tuple[str, str]]:
+    """From each GPU to the next, and from the last to the first."""
+    return list(zip(order, order[1:] + order[:1], strict=True))
+
+
+def chain_hops(order: Order) -> list[tuple[str, str]]:
+    """From each GPU to the next, and back."""
+    down = list(pairwise(order))
+    return down + [(head, tail) for tail, head in down]
+
+
+def channel_load(paths: NcclPaths, hops: Hops) -> dict[Link, Fraction]:
+    """How often one channel crosses each link."""
+    load: dict[Link, Fraction] = {}
+    for tail, head in hops:
+        for link, part in paths.hop(tail, head).part.items():
+            load[link] = load.get(link, Fraction(0)) + part
+    return load
+
+
+def ring_bandwidth(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fraction:
+    """GB/s that all rings together send over a hop: the bus bandwidth.
+
+    Parameters
+    ----------
+    paths : NcclPaths
+    weights : mapping of orders of GPUs to number
+        Parts of the buffer in proportion: numbers of channels, or shares.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = topoplan.load("dgx-2")
+    >>> ring_bandwidth(NcclPaths(box), {box.gpus: 6})
+    Fraction(150, 1)
+    """
+    return _least(paths, {order: ring_hops(order) for order in weights}, weights)
+
+
+def chain_rate(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fraction:
+    """GB/s of algorithm bandwidth of an AllReduce over all chains together; parameters as `ring_bandwidth`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = topoplan.load("dgx-2")
+    >>> cuts = [box.gpus[i:] + box.gpus[:i] for i in range(16)]
+    >>> chain_rate(NcclPaths(box), {cuts[0]: 1}), chain_rate(NcclPaths(box), dict.fromkeys(cuts, 1))
+    (Fraction(75, 1), Fraction(80, 1))
+    """
+    return _least(paths, {order: chain_hops(order) for order in weights}, weights)
+
+
+def collective_rate(bandwidth: Fraction, collective: str, size: int) -> Fraction:
+    """GB/s of algorithm bandwidth of a collective over rings with this bus bandwidth on so many GPUs.
+
+    Examples
+    --------
+    >>> collective_rate(Fraction(150), "allreduce", 8), collective_rate(Fraction(150), "broadcast", 8)
+    (Fraction(600, 7), Fraction(150, 1))
+    """
+    crossed = {
+        "allreduce": Fraction(2 * (size - 1), size),
+        "allgather": Fraction(size - 1, size),
+        "reduce_scatter": Fraction(size - 1, size),
+    }
+    return bandwidth / crossed.get(collective, Fraction(1))
+
+
+def worst_kind(paths: NcclPaths, orders: Iterable[Order], *, closed: bool) -> str:
+    """The farthest kind of way on any hop."""
+    hops = (hop for order in orders for hop in (ring_hops(order) if closed else chain_hops(order)))
+    return max((paths.hop(*hop).kind for hop in hops), key=PATH_KINDS.index)
+
+
+def _least(paths: NcclPaths, hops: Mapping[Order, Hops], weights: Mapping[Order, int | Fraction]) -> Fraction:
+    """GB/s of all parts together, as the most loaded link allows."""
+    total: dict[Link, Fraction] = {}
+    for order, weight in weights.items():
+        for link, times in channel_load(paths, hops[order]).items():
+            total[link] = total.get(link, Fraction(0)) + weight * times
+    whole = sum(weights.values(), Fraction(0))
+    return min(exact(link.bandwidth) * whole / times for link, times in total.items())
+
 
 MOST_CHANNELS = 16
 """Half of the 32 channels that NCCL had up to release 2.24 (64 since): it runs every channel of a graph twice."""

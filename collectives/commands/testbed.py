@@ -23,6 +23,9 @@ from topoplan.units import format_size
 if TYPE_CHECKING:
     from collectives.testbed.outcome import Outcome
 
+LINE = "run plans over shaped links, predicted and measured"
+"""For ``topoplan --help``."""
+
 SCHEDULES = ("trees", "ring", "pcie-ring", "three-phase")
 
 OF_A_MACHINE = (

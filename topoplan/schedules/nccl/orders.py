@@ -1,0 +1,207 @@
+"""Rings and chains as orders of the GPUs: those of a plan, or such as load the links of a machine evenly.
+
+A ring of a plan is recognised by its shape, whoever made it. AllReduce: a shard reduces along a path into a rank and
+broadcasts along the path out of it, both the same way around. The other collectives have one path for each shard, which
+NCCL runs around the ring that closes it. A chain reduces up a path and broadcasts down the same one.
+
+Of a machine, candidates for chains are all Hamiltonian paths over direct NVLinks (a path is a cycle through one more
+vertex that is joined to all), a varied sample where there are too many, and the known rings, each cut at every place;
+for rings the known ones. Up to `LARGEST_LISTED` GPUs all orders are candidates for both, since NCCL may pass through a
+GPU. Orders are then taken one by one, each time the one that adds least to the most loaded link. That is a greedy
+choice: it proves nothing, and its rate is computed from the links afterwards. An order may be taken several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+
+from topoplan.errors import InfeasibleError
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Stage
+from topoplan.schedules.nccl.channels import Choice, Hops, Order, Wanted, chain_hops, channel_load, ring_hops
+from topoplan.schedules.nccl.paths import NcclPaths
+from topoplan.schedules.rings.hamiltonian_cycles import all_cycles, varied_cycles
+from topoplan.schedules.rings.ring import ring
+from topoplan.topology import Topology
+from topoplan.units import exact
+
+LARGEST_LISTED = 7
+"""Most GPUs of which all orders are listed: 720 rings, 2520 chains."""
+
+_DIGITS = 9
+"""Loads are compared after rounding, so that the last bits of a sum decide nothing."""
+
+
+def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int) -> tuple[Order, ...]:
+    """So many rings, of which the first k are a choice of k rings for every k.
+
+    Examples
+    --------
+    Hops of Blink's GPUs 1, 4, 5, 7 that have no NVLink pass through GPU 5; two rings share the load:
+
+    >>> import topoplan
+    >>> part = topoplan.load("dgx-1v").subset([1, 4, 5, 7])
+    >>> for order in ring_choice(NcclPaths(part), part.gpus, [], 2):
+    ...     print(*order)
+    gpu1 gpu4 gpu7 gpu5
+    gpu1 gpu5 gpu7 gpu4
+    """
+    listed = permutations(gpus[1:]) if len(gpus) <= LARGEST_LISTED else ()
+    candidates = (*known, *((gpus[0], *rest) for rest in listed))
+    return _even_choice(paths, candidates, ring_hops, most)
+
+
+def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], most: int) -> tuple[Order, ...]:
+    """So many chains, of which the first k are a choice of k chains for every k.
+
+    Examples
+    --------
+    The same GPUs have two chains over NVLink at 25 GB/s each:
+
+    >>> import topoplan
+    >>> part = topoplan.load("dgx-1v").subset([1, 4, 5, 7])
+    >>> for order in chain_choice(part, NcclPaths(part), [], 2):
+    ...     print(*order)
+    gpu1 gpu5 gpu4 gpu7
+    gpu1 gpu5 gpu7 gpu4
+    """
+    gpus = machine.gpus
+    listed = permutations(gpus) if len(gpus) <= LARGEST_LISTED else ()
+    both_ends = (order for order in listed if gpus.index(order[0]) < gpus.index(order[-1]))
+    return _even_choice(paths, (*_direct_paths(machine), *_cuts(rings), *both_ends), chain_hops, most)
+
+
+def _even_choice(
+    paths: NcclPaths, candidates: Sequence[Order], hops: Callable[[Order], Hops], most: int
+) -> tuple[Order, ...]:
+    distinct = list(dict.fromkeys(candidates))
+    loads = [channel_load(paths, hops(order)) for order in distinct]
+    links = {link: place for place, link in enumerate(dict.fromkeys(link for load in loads for link in load))}
+    seconds = {link: float(1 / exact(link.bandwidth)) for link in links}
+    table = np.zeros((len(distinct), len(links)))
+    for row, load in zip(table, loads, strict=True):
+        for link, times in load.items():
+            row[links[link]] = float(times) * seconds[link]
+    total = np.zeros(len(links))
+    chosen = []
+    for _ in range(most):
+        after = np.round(total + table, _DIGITS)
+        # The most loaded link first, then the square of all loads, then the order of the candidates.
+        best = int(np.lexsort((np.round((after**2).sum(axis=1), _DIGITS), after.max(axis=1)))[0])
+        chosen.append(distinct[best])
+        total += table[best]
+    return tuple(chosen)
+
+
+def _direct_paths(machine: Topology) -> list[Order]:
+    """Hamiltonian paths over direct NVLinks of both directions, each from its end that comes first."""
+    gpus = machine.gpus
+    joined = {(link.src, link.dst) for link in machine.links if link.channel == "nvlink"}
+    lanes = [[1] * (len(gpus) + 1) for _ in range(len(gpus) + 1)]
+    for i, first in enumerate(gpus):
+        for j, second in enumerate(gpus):
+            lanes[i + 1][j + 1] = int((first, second) in joined and (second, first) in joined)
+    lanes[0][0] = 0
+    cycles, complete = all_cycles(lanes)
+    if not complete:
+        cycles = varied_cycles(lanes)
+    paths = [min(cycle[1:], cycle[:0:-1]) for cycle in cycles]
+    return [tuple(gpus[vertex - 1] for vertex in path) for path in dict.fromkeys(paths)]
+
+
+def _cuts(rings: Sequence[Order]) -> list[Order]:
+    """Every ring, cut open at every place."""
+    return [ring[place:] + ring[:place] for ring in rings for place in range(len(ring))]
+
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOrders:
+    """What a plan runs.
+
+    Parameters
+    ----------
+    closed : bool
+        Rings, or else chains.
+    shares : dict of tuple of str to Fraction
+        Share of the buffer of each order of GPUs: of a ring from the lowest rank on, of a chain from its root on.
+    """
+
+    closed: bool
+    shares: dict[tuple[str, ...], Fraction]
+
+
+def plan_orders(plan: Plan) -> PlanOrders | None:
+    """The rings or the chains of a plan; None where it has other trees.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> found = plan_orders(topoplan.ring(machine, "broadcast", gpus=[0, 1, 2]))
+    >>> for order, share in found.shares.items():
+    ...     print(*order, share)
+    gpu0 gpu1 gpu2 1/2
+    gpu0 gpu2 gpu1 1/2
+    >>> plan_orders(topoplan.plan(machine)) is None
+    True
+    """
+    rings: dict[Path, Fraction] = {}
+    chains: dict[Path, Fraction] = {}
+    if plan.sparse:
+        return None
+    for shard in plan.shards:
+        paths = [_path(stage, len(plan.ranks)) for stage in shard.stages]
+        if None in paths or not 1 <= len(paths) <= 2:
+            return None
+        around = [_along_data(stage, path) for stage, path in zip(shard.stages, paths, strict=True) if path]
+        if around[0] == around[-1]:
+            start = around[0].index(min(around[0]))
+            ring = around[0][start:] + around[0][:start]
+            rings[ring] = rings.get(ring, Fraction(0)) + shard.share
+        if len(paths) == 2 and paths[0] == paths[1] and paths[0]:
+            chains[paths[0]] = chains.get(paths[0], Fraction(0)) + shard.share
+    for closed, found in ((True, rings), (False, chains)):
+        if sum(found.values()) == 1:
+            names = {tuple(plan.ranks[rank] for rank in path): share for path, share in sorted(found.items())}
+            return PlanOrders(closed, names)
+    return None
+
+
+def _path(stage: Stage, size: int) -> Path | None:
+    """Ranks from the root on, where every one has at most one child and all are there."""
+    child = {edge.parent: edge.child for edge in stage.edges}
+    if len(child) != len(stage.edges) or len(child) != size - 1:
+        return None
+    path = [stage.root]
+    while path[-1] in child and len(path) <= size:
+        path.append(child[path[-1]])
+    return tuple(path) if len(path) == size else None
+
+
+def _along_data(stage: Stage, path: Path) -> Path:
+    """Around the ring from the root on, the way data runs: in a reduce stage that is against the path."""
+    return path if stage.op == "broadcast" else (path[0], *path[:0:-1])
+
+
+def ring_sets(machine: Topology, paths: NcclPaths, most: int) -> list[Choice]:
+    """Rings over direct links or PCIe, rings whose hops pass other GPUs, where there are such, and a mix of all."""
+    sets: list[Wanted] = []
+    for kind in ("auto", "relay"):
+        try:
+            found = plan_orders(ring(machine, kind=kind))
+        except InfeasibleError:
+            if kind == "auto":
+                raise
+            continue
+        assert found is not None, "a ring plan consists of rings"
+        sets.append(found.shares)
+    known = [order for shares in sets for order in shares]
+    return [*sets, ring_choice(paths, machine.gpus, known, most)]
