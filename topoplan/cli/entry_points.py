@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from topoplan.cli.arguments import OneLineParser
@@ -64,7 +65,22 @@ def offered(group: str) -> dict[str, Callable[[], Any]]:
 
         return load
 
-    return {entry.name: loader(entry) for entry in entry_points(group=group)}
+    found = [*entry_points(group=group)]
+    if not any(entry.dist is not None and entry.dist.name == "topoplan" for entry in found):
+        found += [EntryPoint(name, value, group) for name, value in _of_checkout(group).items()]
+    return {entry.name: loader(entry) for entry in found}
+
+
+def _of_checkout(group: str) -> dict[str, str]:
+    """What ``pyproject.toml`` beside the package offers, where nothing is installed: names and what they load."""
+    import tomllib
+
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if not file.is_file():
+        return {}
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    entries: dict[str, str] = project.get("entry-points", {}).get(group, {})
+    return entries if project.get("name") == "topoplan" else {}
 
 
 def explanations(plan: Plan) -> dict[str, Explanation]:

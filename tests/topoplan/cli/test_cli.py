@@ -346,6 +346,14 @@ class TestContract:
             "topoplan gone: error: gone, which the package other offers, cannot be loaded"
         )
 
+    def test_a_checkout_that_is_not_installed_has_all_commands(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a machine without a network, where nothing but the checkout was brought."""
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: ())
+        assert {"bench", "testbed", "calibrate"} == set(offered(GROUP))
+        assert "--backend" in run("bench", "--help").out
+
 
 class TestOneGpu:
     """One GPU is a valid, trivial plan: nothing moves, and no rate exists."""
