@@ -16,7 +16,7 @@ from small_fabrics import COLLECTIVES, direct_machines, switched_machines
 
 import topoplan
 from topoplan.choice import Choice, candidates, choose_by_size
-from topoplan.choice.envelope import fastest_from, grid_of_sizes
+from topoplan.choice.by_size import fastest_from, grid_of_sizes
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans import verify_all
 from topoplan.simulation.latency import LAUNCH, START_UP

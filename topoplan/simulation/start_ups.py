@@ -13,10 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.simulation.dataflow import Dataflow, Hop
-from topoplan.simulation.levels import Floats, Indices
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
