@@ -20,7 +20,7 @@ from topoplan.choice.by_size import fastest_from, grid_of_sizes
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans import verify_all
 from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.simulation.table import clock
+from topoplan.simulation.model import clock
 from topoplan.topology import Topology
 from topoplan.units import TOLERANCE
 

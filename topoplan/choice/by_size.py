@@ -17,7 +17,7 @@ from topoplan.choice.candidates import candidates
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan, SizeRange
 from topoplan.plans.size_plans import SizePlans
-from topoplan.simulation.table import clock
+from topoplan.simulation.model import clock
 from topoplan.topology import TopologyLike
 from topoplan.units import TOLERANCE
 

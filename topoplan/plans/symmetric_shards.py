@@ -111,11 +111,10 @@ class ImageShards(Sequence[Shard]):
         if not template.stages:
             raise PlanError("has no stage", shard=number)
         for position, stage in enumerate(template.stages):
-            for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
-                if not 0 <= rank < self.ranks:
-                    raise PlanError(
-                        f"is out of range 0 to {self.ranks - 1}", shard=number, stage=position, rank=rank
-                    )
+            try:
+                stage.check_ranks(self.ranks)
+            except PlanError as error:
+                raise error.within(number, position) from None
 
     def _distinct(self, template: Shard, number: int) -> list[int]:
         """Elements that take a template to different shards: the first one for each of them."""

@@ -99,6 +99,12 @@ class Stage:
         """
         return max(self.depths().values())
 
+    def check_ranks(self, size: int) -> None:
+        """Raise PlanError where it names a rank that is none of so many."""
+        for rank in (self.root, *(end for edge in self.edges for end in (edge.parent, edge.child))):
+            if not 0 <= rank < size:
+                raise PlanError(f"is out of range 0 to {size - 1}", rank=rank)
+
     def depths(self) -> dict[int, int]:
         """Depth of every rank in the tree, the root's 0.
 

@@ -236,15 +236,10 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             )
         if stage.entries is None and stage.op == "gather":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
-        if stage.entries is not None:
-            try:
-                check_entries(stage.entries)
-            except PlanError as error:
-                raise error.within(number, position) from None
-        for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
-            if not 0 <= rank < size:
-                raise PlanError(f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank)
         try:
+            if stage.entries is not None:
+                check_entries(stage.entries)
+            stage.check_ranks(size)
             stage.top_down()
         except PlanError as error:
             raise error.within(number, position) from None
