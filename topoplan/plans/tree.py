@@ -89,6 +89,13 @@ class Stage:
         return Fraction(1) if self.entries is None else self.entries
 
     @property
+    def kind(self) -> str:
+        """What can run together with it, as `topoplan.plans.rounds` names it: elements, gather, merge or spread."""
+        if self.entries is None:
+            return "elements"
+        return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]
+
+    @property
     def height(self) -> int:
         """Edges on the longest path from the root.
 
