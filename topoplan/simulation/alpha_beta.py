@@ -81,6 +81,10 @@ class Lane:
 class Level:
     """Hops that can be timed together, a few numpy calls for all: they wait only for hops of earlier levels.
 
+    For example, hops 0 and 1 wait for none, hop 2 for both of them, hop 3 for hop 1, and hop 4 for hop 2. Forward, the
+    first level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, and the second ``hops = [4]``,
+    ``waits = [2]``, ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
+
     Parameters
     ----------
     hops : (T,) int64
