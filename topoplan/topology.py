@@ -238,7 +238,7 @@ class Topology:
         Where the figures come from.
     peer_access : tuple of (int, float)
         Seconds that switching peer access between NVLink and PCIe takes, by number of GPUs of a server, ascending
-        (Blink, appendix A.3: T_dpa). Empty where it is not known (see `topoplan.plans.channel_start`).
+        (Blink, appendix A.3: T_dpa). Empty where it is not known (see `topoplan.simulation.latency`).
 
     Raises
     ------

@@ -18,7 +18,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import channel_split
 from topoplan.plans import Fabric, Plan
-from topoplan.plans.channel_start import peer_access_seconds
+from topoplan.simulation.latency import peer_access_seconds
 from topoplan.topology import Topology
 from topoplan.units import exact, format_size
 

@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def range_times(choice: Choice) -> list[RangeTimes]:
     """What the table says of every range."""
-    from topoplan.simulation.table import clock
+    from topoplan.simulation.model import clock
 
     clocks = [clock(plan) for plan in choice.candidates]
     lines = []

@@ -25,9 +25,8 @@ from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan, Plans
 from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.events import run_events
+from topoplan.simulation.events import chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
-from topoplan.simulation.trace import chrome_trace
 from topoplan.topology import Topology
 from topoplan.units import format_size
 

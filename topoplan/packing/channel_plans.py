@@ -20,12 +20,12 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.packing.channel_split import channel_split, split_shares
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Channels, OneFabric
-from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
+from topoplan.simulation.latency import channel_starts
 from topoplan.simulation.model import simulate
 from topoplan.units import format_seconds, format_size
 

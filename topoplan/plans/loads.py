@@ -10,7 +10,7 @@ links before it once for all of them; where they meet at a switch that can add (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -103,10 +103,13 @@ def _cross(
     return copies
 
 
-def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
+def link_loads(
+    shards: Sequence[Shard], fabric: Fabric, *, part: Callable[[Stage], Stage] | None = None
+) -> list[Fraction]:
     """Load of every link of the fabric: bytes across it for each byte of the buffer.
 
-    For `ImageShards` what a template puts on one link is spread evenly over the link's orbit by its images.
+    With ``part`` only the edges that it keeps of each stage count. For `ImageShards` what a template puts on one link
+    is spread evenly over the link's orbit by its images.
     """
     # Many shards have one share, so whole numbers are added first.
     crossings: dict[Fraction, Counter[int]] = {}
@@ -114,7 +117,7 @@ def link_loads(shards: Sequence[Shard], fabric: Fabric) -> list[Fraction]:
         for position, stage in enumerate(shard.stages):
             crossed_by = crossings.setdefault(shard.share * count * stage.weight, Counter())
             try:
-                crossed_by.update(stage_links(stage, fabric))
+                crossed_by.update(stage_links(part(stage) if part else stage, fabric))
             except PlanError as error:
                 raise error.within(index, position) from None
     load = [Fraction(0)] * len(fabric.links)

@@ -8,17 +8,16 @@ links that its edges cross; phases that share a link, as reduce and broadcast in
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.plans.loads import spread_evenly, stage_links
+from topoplan.plans.loads import full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import Plan
-from topoplan.plans.symmetric_shards import ImageShards, shard_counts
-from topoplan.plans.tree import Edge, Shard
+from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.tree import Shard, Stage
 from topoplan.units import nearest_float
 
 REDUCE, BETWEEN, BROADCAST = "reduce inside servers", "between servers", "broadcast inside servers"
@@ -93,58 +92,45 @@ def phases(plan: Plan) -> Phases | None:
     servers = Servers(fabric)
     if len(servers.names) < 2:
         return None
-    load = _loads(plan.shards, servers)
+    load = {name: _load(name, plan.shards, servers) for name in (REDUCE, BETWEEN, BROADCAST)}
     inside = [a + b for a, b in zip(load[REDUCE], load[BROADCAST], strict=True)]
     between = load[BETWEEN]
     total = [a + b for a, b in zip(inside, between, strict=True)]
-    _, full = _rate(total, fabric)
     return Phases(
         reduce=_phase(REDUCE, load[REDUCE], fabric),
         between=_phase(BETWEEN, between, fabric),
         broadcast=_phase(BROADCAST, load[BROADCAST], fabric),
         inside=_phase(INSIDE, inside, fabric),
-        bottleneck=_bottleneck([(bool(inside[link]), bool(between[link])) for link in full]),
+        bottleneck=_bottleneck(
+            [(bool(inside[link]), bool(between[link])) for link in full_links(total, fabric)]
+        ),
     )
 
 
-def _loads(shards: Sequence[Shard], servers: Servers) -> Mapping[str, list[Fraction]]:
-    """Bytes across every link for each byte of the buffer, by phase."""
-    fabric = servers.fabric
-    generators = shards.generators if isinstance(shards, ImageShards) else ()
-    if not all(servers.keeps(generator) for generator in generators):
-        shards, generators = tuple(shards), ()
-    load = {name: [Fraction(0)] * len(fabric.links) for name in (REDUCE, BETWEEN, BROADCAST)}
-    for shard, count in shard_counts(shards):
-        for stage in shard.stages:
-            parts: dict[str, list[Edge]] = {name: [] for name in load}
-            for edge in stage.edges:
-                inside = REDUCE if stage.op == "reduce" else BROADCAST
-                parts[inside if servers.same[edge.parent, edge.child] else BETWEEN].append(edge)
-            for name, edges in parts.items():
-                crossed = stage_links(replace(stage, edges=tuple(edges)), fabric)
-                for link, times in Counter(crossed).items():
-                    load[name][link] += shard.share * count * times * stage.weight
-    if generators:
-        return {name: spread_evenly(loads, fabric, generators) for name, loads in load.items()}
-    return load
+def _load(phase: str, shards: Sequence[Shard], servers: Servers) -> list[Fraction]:
+    """Bytes across every link in a phase, for each byte of the buffer."""
+
+    def part(stage: Stage) -> Stage:
+        inside = REDUCE if stage.op == "reduce" else BROADCAST
+        edges = (
+            edge
+            for edge in stage.edges
+            if (inside if servers.same[edge.parent, edge.child] else BETWEEN) == phase
+        )
+        return replace(stage, edges=tuple(edges))
+
+    if isinstance(shards, ImageShards) and not all(map(servers.keeps, shards.generators)):
+        shards = tuple(shards)  # an edge inside a server may have images between two
+    return link_loads(shards, servers.fabric, part=part)
 
 
 def _phase(name: str, load: Sequence[Fraction], fabric: Fabric) -> Phase:
-    rate, full = _rate(load, fabric)
+    rate = rate_of_loads(load, fabric)
     return Phase(
         name,
         math.inf if rate is None else nearest_float(rate),
-        tuple((fabric.links[link].src, fabric.links[link].dst) for link in full),
+        tuple((fabric.links[link].src, fabric.links[link].dst) for link in full_links(load, fabric)),
     )
-
-
-def _rate(load: Sequence[Fraction], fabric: Fabric) -> tuple[Fraction | None, list[int]]:
-    """min c(e) / load(e), and the links that have it; None where no byte crosses a link."""
-    rates = {link: fabric.capacity[link] / load[link] for link in range(len(load)) if load[link]}
-    if not rates:
-        return None, []
-    least = min(rates.values())
-    return least, [link for link, rate in rates.items() if rate == least]
 
 
 def _bottleneck(full: Sequence[tuple[bool, bool]]) -> str:

@@ -124,7 +124,8 @@ class Plans(ABC):
         """The range that a size falls into; errors as `at`."""
         if nbytes < 0:
             raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
-        return self.ranges[bisect_right(self.crossovers, nbytes)]
+        ranges = self.ranges
+        return ranges[bisect_right(ranges, nbytes, lo=1, key=lambda one: one.start) - 1]
 
     def at(self, nbytes: int) -> Plan:
         """The plan for a buffer of so many bytes.

@@ -81,13 +81,7 @@ def rounds(plan: Plan) -> tuple[Round, ...]:
 
 def _runs(shard: Shard) -> list[tuple[str, tuple[Stage, ...]]]:
     """The stages of a shard, those together that take the same rounds."""
-    return [(kind, tuple(stages)) for kind, stages in groupby(shard.stages, key=_kind)]
-
-
-def _kind(stage: Stage) -> str:
-    if stage.entries is None:
-        return "elements"
-    return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[stage.op]
+    return [(kind, tuple(stages)) for kind, stages in groupby(shard.stages, key=lambda stage: stage.kind)]
 
 
 def _rounds_of(plan: Plan, kind: str, stages: Sequence[tuple[Stage, ...]]) -> Iterator[Round]:

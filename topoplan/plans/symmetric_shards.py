@@ -111,14 +111,18 @@ class ImageShards(Sequence[Shard]):
         if not template.stages:
             raise PlanError("has no stage", shard=number)
         for position, stage in enumerate(template.stages):
-            for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
-                if not 0 <= rank < self.ranks:
-                    raise PlanError(
-                        f"is out of range 0 to {self.ranks - 1}", shard=number, stage=position, rank=rank
-                    )
+            try:
+                stage.check_ranks(self.ranks)
+            except PlanError as error:
+                raise error.within(number, position) from None
 
     def _distinct(self, template: Shard, number: int) -> list[int]:
-        """Elements that take a template to different shards: the first one for each of them."""
+        """Elements that take a template to different shards: the first one for each of them.
+
+        An image is told by its rows of numbers, one for each root and each edge, sorted, since an element may list them
+        in another order. For example, the star 0>1, 0>2 under the swap of ranks 1 and 2: its edges (child, parent) are
+        [1, 0] and [2, 0], those of the image [2, 0] and [1, 0]; sorted they are the same: the star is its only image.
+        """
         size = len(self.nodes)
         longest = max((len(edge.route) for stage in template.stages for edge in stage.edges), default=0)
         channels = sorted({edge.channel for stage in template.stages for edge in stage.edges})

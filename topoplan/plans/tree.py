@@ -89,6 +89,13 @@ class Stage:
         return Fraction(1) if self.entries is None else self.entries
 
     @property
+    def kind(self) -> str:
+        """What can run together with it, as `topoplan.plans.rounds` names it: elements, gather, merge or spread."""
+        if self.entries is None:
+            return "elements"
+        return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]
+
+    @property
     def height(self) -> int:
         """Edges on the longest path from the root.
 
@@ -98,6 +105,12 @@ class Stage:
             An edge hangs on a parent that the root does not reach.
         """
         return max(self.depths().values())
+
+    def check_ranks(self, size: int) -> None:
+        """Raise PlanError where it names a rank that is none of so many."""
+        for rank in (self.root, *(end for edge in self.edges for end in (edge.parent, edge.child))):
+            if not 0 <= rank < size:
+                raise PlanError(f"is out of range 0 to {size - 1}", rank=rank)
 
     def depths(self) -> dict[int, int]:
         """Depth of every rank in the tree, the root's 0.

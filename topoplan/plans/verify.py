@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
-from topoplan.plans.certificates import Channels
+from topoplan.plans.certificates import Channels, Sparse
 from topoplan.plans.certificates.sparse import check_entries
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Plans
-from topoplan.plans.sparse_check import check_sparse
+from topoplan.plans.rounds import rounds
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
 from topoplan.plans.tree import OPERATIONS, Shard, Stage
 from topoplan.symmetry.permutation_groups import is_automorphism, orbits
@@ -89,7 +89,7 @@ def verify(plan: Plan) -> Verification:
         _check_trees(shard, number, fabric.size)
         _check_postcondition(plan, shard, number)
     _check_channels(plan, fabric)
-    check_sparse(plan, fabric)
+    _check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
     bound = plan.certificate.bound(fabric, plan.collective, plan.root) if fabric.size > 1 else None
@@ -236,15 +236,10 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             )
         if stage.entries is None and stage.op == "gather":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
-        if stage.entries is not None:
-            try:
-                check_entries(stage.entries)
-            except PlanError as error:
-                raise error.within(number, position) from None
-        for rank in (stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))):
-            if not 0 <= rank < size:
-                raise PlanError(f"is out of range 0 to {size - 1}", shard=number, stage=position, rank=rank)
         try:
+            if stage.entries is not None:
+                check_entries(stage.entries)
+            stage.check_ranks(size)
             stage.top_down()
         except PlanError as error:
             raise error.within(number, position) from None
@@ -350,6 +345,23 @@ def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
                     rank=edge.child,
                 )
     return first
+
+
+def _check_sparse(plan: Plan, fabric: Fabric) -> None:
+    """Hold a sparse plan to what can run, and its certificate to speak of plans as it is."""
+    certificate = plan.certificate
+    if not plan.sparse:
+        if isinstance(certificate, Sparse):
+            raise PlanError("the certificate bounds plans that move entries, and this one moves none")
+        return
+    if plan.collective != "allreduce":
+        raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
+    rounds(plan)  # refuses shards that cannot run side by side
+    if not isinstance(certificate, Sparse):
+        raise PlanError(
+            "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"
+        )
+    certificate.suppose(plan.shards, fabric)
 
 
 def _owner(plan: Plan, shard: Shard, number: int) -> int:

@@ -27,6 +27,7 @@ that chunk order gives every tree its weight, and T grows with D.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +35,7 @@ import numpy as np
 from topoplan.errors import UsageError
 from topoplan.simulation.dataflow import Dataflow
 from topoplan.simulation.latency import LAUNCH
-from topoplan.simulation.levels import (
-    Floats,
-    Indices,
-    Level,
-    backward_levels,
-    forward_levels,
-    longest_chains,
-)
-from topoplan.simulation.start_ups import Starters, starters
+from topoplan.simulation.start_ups import Floats, Indices, Starters, starters
 
 MAX_CHUNKS = 4096
 """Most chunks that a shard is cut into when the number is chosen here."""
@@ -82,6 +75,28 @@ class Lane:
     largest: float
     chain: float
     pace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Hops that can be timed together, a few numpy calls for all: they wait only for hops of earlier levels.
+
+    For example, hops 0 and 1 wait for none, hop 2 for both of them, hop 3 for hop 1, and hop 4 for hop 2. Forward, the
+    first level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, and the second ``hops = [4]``,
+    ``waits = [2]``, ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
+
+    Parameters
+    ----------
+    hops : (T,) int64
+    waits : (M,) int64
+        What the first of them waits for, then what the second waits for, and so on.
+    starts : (T,) int64
+        Where in ``waits`` each begins.
+    """
+
+    hops: Indices
+    waits: Indices
+    starts: Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,3 +261,61 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
     if chunk_bytes <= 0:
         raise UsageError(f"a chunk of {chunk_bytes} bytes moves nothing; give a chunk size above zero")
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
+
+
+def forward_levels(flow: Dataflow) -> tuple[Level, ...]:
+    """Levels in the direction of the data: each hop with the hops it waits for."""
+    return _levels([hop.waits for hop in flow.hops], range(len(flow.hops)))
+
+
+def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
+    """Levels against the direction of the data: each hop with the hops that wait for it."""
+    return _levels(flow.followers, range(len(flow.hops) - 1, -1, -1))
+
+
+def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
+    """Length of the longest chain of hops that ends before each hop.
+
+    Parameters
+    ----------
+    seconds : (F, C) float64
+        Time of every hop.
+
+    Returns
+    -------
+    (F, C) float64
+        Seconds; zero for a hop that waits for none.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.simulation.dataflow import dataflow
+    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> int(longest_chains(np.ones((len(flow.hops), 1)), forward_levels(flow)).max())
+    1
+    """
+    reach = np.zeros_like(seconds)
+    for level in levels:
+        reach[level.hops] = np.maximum.reduceat(
+            reach[level.waits] + seconds[level.waits], level.starts, axis=0
+        )
+    return reach
+
+
+def _levels(waits: Sequence[Sequence[int]], order: range) -> tuple[Level, ...]:
+    depth = [0] * len(waits)
+    members: list[list[int]] = []
+    for hop in order:
+        if waits[hop]:
+            depth[hop] = 1 + max(depth[before] for before in waits[hop])
+            if len(members) < depth[hop]:
+                members.append([])
+            members[depth[hop] - 1].append(hop)
+    return tuple(
+        Level(
+            hops=np.array(group, dtype=np.int64),
+            waits=np.array([before for hop in group for before in waits[hop]], dtype=np.int64),
+            starts=np.cumsum([0, *(len(waits[hop]) for hop in group[:-1])], dtype=np.int64),
+        )
+        for group in members
+    )

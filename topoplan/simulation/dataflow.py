@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.channel_start import channel_starts
 from topoplan.plans.loads import edge_links, full_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.simulation.latency import device_kinds, link_latency
+from topoplan.simulation.latency import channel_starts, device_kinds, link_latency
 
 
 @dataclass(frozen=True, slots=True)

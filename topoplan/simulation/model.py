@@ -8,7 +8,7 @@ of a sparse plan run one after another; choosing and adding entries takes no tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,23 +151,30 @@ def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Tim
     >>> round(timeline.algbw), round(timeline.busbw)
     (80, 150)
     """
-    chosen = plan.at(nbytes)
-    return timeline(chosen, arrange(chosen), nbytes=nbytes, chunk_bytes=chunk_bytes)
+    return clock(plan, chunk_bytes)(nbytes)
 
 
-def arrange(plan: Plan) -> tuple[tuple[Plan, Pipeline], ...]:
-    """The pipelines of a plan that run one after another: one, or of a sparse plan one for each round."""
-    parts = [one.plan for one in rounds(plan)] if plan.sparse else [plan]
-    return tuple((part, pipeline(dataflow(part))) for part in parts)
+def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
+    """The model time of a plan as a function of the size: a sweep arranges its dataflow once.
+
+    Plans by size are arranged when a size first needs them.
+    """
+    arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
+
+    def time(nbytes: int) -> Timeline:
+        chosen = plan.at(nbytes)
+        if id(chosen) not in arranged:
+            # of a sparse plan one part for each round: they run one after another
+            parts = [one.plan for one in rounds(chosen)] if chosen.sparse else [chosen]
+            arranged[id(chosen)] = tuple((part, pipeline(dataflow(part))) for part in parts)
+        times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged[id(chosen)]]
+        return times[0] if len(times) == 1 else _one_after_another(chosen, nbytes, times)
+
+    return time
 
 
-def timeline(
-    plan: Plan, arranged: Sequence[tuple[Plan, Pipeline]], *, nbytes: int, chunk_bytes: int | None = None
-) -> Timeline:
-    """As `simulate`, for a plan that is already arranged: a sweep arranges it once."""
-    times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged]
-    if len(times) == 1:
-        return times[0]
+def _one_after_another(plan: Plan, nbytes: int, times: Sequence[Timeline]) -> Timeline:
+    """The time of a plan whose rounds take these."""
     link_bytes: dict[LinkName, float] = {}
     link_seconds: dict[LinkName, float] = {}
     for time in times:

@@ -5,7 +5,9 @@ many chunks does; while one copy starts, others still move. Without this rule a 
 start all of them at once, and dividing a tree's shard would hide its start-ups.
 
 Of a compact plan the hops are those of templates. Images spread a hop evenly over the images of its route: with |T|
-images of the template and |R| of the route, each of these starts |T| / |R| copies of it.
+images of the template and |R| of the route, each of these starts |T| / |R| copies of it. For example, the star 0>1, 0>2
+and its image 0>1, 0>3 under the swap of ranks 2 and 3: |T| = 2; the hop 0>1 has one route, which starts two copies, and
+the hop 0>2 has two, 0>2 and 0>3, of one copy each.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.simulation.dataflow import Dataflow, Hop
-from topoplan.simulation.levels import Floats, Indices
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

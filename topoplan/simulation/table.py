@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan, Plans
-from topoplan.simulation.alpha_beta import Pipeline
-from topoplan.simulation.model import Timeline, arrange, timeline
+from topoplan.plans.plan import Plans
+from topoplan.simulation.model import Timeline, clock
 
 FLOAT32_BYTES = 4
 
@@ -150,22 +149,6 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
         else:
             above = middle
     return Crossover(above, faster_below)
-
-
-def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
-    """The model time of a plan as a function of the size; its dataflow is arranged once.
-
-    Plans by size are arranged when a size first needs them.
-    """
-    arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
-
-    def time(nbytes: int) -> Timeline:
-        chosen = plan.at(nbytes)
-        if id(chosen) not in arranged:
-            arranged[id(chosen)] = arrange(chosen)
-        return timeline(chosen, arranged[id(chosen)], nbytes=nbytes, chunk_bytes=chunk_bytes)
-
-    return time
 
 
 def _row(time: Timeline) -> Row:

@@ -12,8 +12,7 @@ from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.edge_streams import Stream, streams
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.channel_start import channel_starts
-from topoplan.simulation.latency import device_kinds, link_latency
+from topoplan.simulation.latency import channel_starts, device_kinds, link_latency
 
 
 @dataclass(frozen=True, slots=True)

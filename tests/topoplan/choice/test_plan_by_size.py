@@ -16,11 +16,11 @@ import topoplan
 from tests.support.checkout import ROOT
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan.choice import Choice, candidates, choose_by_size
-from topoplan.choice.envelope import fastest_from, grid_of_sizes
+from topoplan.choice.by_size import fastest_from, grid_of_sizes
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans import verify_all
 from topoplan.simulation.latency import LAUNCH, START_UP
-from topoplan.simulation.table import clock
+from topoplan.simulation.model import clock
 from topoplan.topology import Topology
 from topoplan.units import TOLERANCE
 

@@ -24,10 +24,8 @@ from topoplan.packing.channel_plans import hybrid_plan
 from topoplan.packing.channel_split import GRAIN, channel_split, split_shares
 from topoplan.plans import Channels, Cut, Edge, Fabric, Plan, Shard, Stage
 from topoplan.plans.certificates import explain_certificate
-from topoplan.plans.channel_start import channel_starts, peer_access_seconds
-from topoplan.simulation.events import run_events
-from topoplan.simulation.latency import LAUNCH
-from topoplan.simulation.trace import chrome_trace
+from topoplan.simulation.events import chrome_trace, run_events
+from topoplan.simulation.latency import LAUNCH, channel_starts, peer_access_seconds
 from topoplan.topology import Device, Link, Topology
 
 DGX = topoplan.load("dgx-1v")

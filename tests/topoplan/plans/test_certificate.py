@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -24,6 +25,13 @@ from tests.support.small_fabrics import (
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import PlanError
 from topoplan.plans import Certificate, Cut, Fabric, Lengths, Partition, Trivial
+from topoplan.plans.certificates import (
+    BetweenServers,
+    Channels,
+    Entries,
+    InsideServer,
+    certificate_from_object,
+)
 from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
 from topoplan.topology import Topology
 
@@ -286,3 +294,34 @@ def test_a_rank_out_of_reach_is_named() -> None:
     fabric = nvlink(machine(3, both_ways({("gpu0", "gpu2"): 1.0})))
     with pytest.raises(PlanError, match="rank 0 does not reach rank 1"):
         forest_length(fabric, [1, 1], "allreduce", None)
+
+
+CUT = Cut(("gpu0", "gpu1"))
+KINDS = [
+    *(CUT, Partition((("gpu0",), ())), Lengths((("gpu0", "gpu1", Fraction(2, 3)),)), Trivial()),
+    Channels((("nvlink", CUT), ("pcie", Trivial()))),
+    *(Entries(Fraction(1, 50), CUT), InsideServer("s0", CUT), BetweenServers(Fraction(1, 50), ("gpu0",))),
+]
+
+
+@pytest.mark.parametrize("certificate", KINDS, ids=lambda one: one.kind)
+def test_every_kind_reads_what_it_wrote(certificate: Certificate) -> None:
+    """By its kind alone; and a reader of a kind that there is not is told of all that there are."""
+    written = json.loads(json.dumps(certificate.to_object()))
+    assert written["kind"] == certificate.kind
+    assert certificate_from_object(written) == certificate
+    with pytest.raises(PlanError, match=f"certificate kind 'oath' is unknown; use .*{certificate.kind}"):
+        certificate_from_object({"kind": "oath"})
+
+
+@pytest.mark.parametrize("inner", KINDS[4:], ids=lambda one: one.kind)
+def test_what_is_made_of_others_is_made_of_one_fabric_each(inner: Certificate) -> None:
+    """Nesting has an end in every kind."""
+    for outer in (KINDS[4], KINDS[5], KINDS[6]):
+        value = outer.to_object()
+        holder = value["parts"][0] if outer.kind == "channels" else value  # type: ignore[index]
+        holder["certificate"] = inner.to_object()  # type: ignore[index]
+        with pytest.raises(
+            PlanError, match=r"must be a cut, a partition, lengths or trivial|cannot itself be"
+        ):
+            certificate_from_object(value)

@@ -105,6 +105,23 @@ def test_every_size_has_one_plan() -> None:
         made.at(-1)
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_single_plan_is_a_book_of_one_range(collective: str) -> None:
+    """It answers as plans by size of one range do, and as a file it stays a plan."""
+    plan = forest_plan(4, collective, "star")
+    book = SizePlans(plan.ranges)
+    assert plan.ranges == book.ranges == (SizeRange(0, None, plan),)
+    assert plan.plans == book.plans == (plan,)
+    assert plan.crossovers == book.crossovers == ()
+    assert plan.at(1 << 40) is book.at(1 << 40) is plan
+    assert verify_all(plan) == verify_all(book) == (topoplan.verify(plan),)
+    assert (plan.collective, plan.ranks, plan.root) == (book.collective, book.ranks, book.root)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.digest != book.digest
+    with pytest.raises(UsageError, match="a buffer of -1 bytes does not exist"):
+        plan.at(-1)
+
+
 def test_the_digest_tells_apart_what_differs() -> None:
     """Other crossovers or other plans; not the time it took to make them."""
     made = by_hand()

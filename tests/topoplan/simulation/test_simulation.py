@@ -25,11 +25,10 @@ from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.alpha_beta import pipeline
 from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.events import Run, run_events
+from topoplan.simulation.events import Run, chrome_trace, run_events
 from topoplan.simulation.latency import LAUNCH, START_UP, device_kinds, link_latency
 from topoplan.simulation.model import bus_factor, simulate
 from topoplan.simulation.table import crossover, format_table, sweep
-from topoplan.simulation.trace import chrome_trace
 from topoplan.topology import Device, Link, Topology
 from topoplan.units import parse_size
 

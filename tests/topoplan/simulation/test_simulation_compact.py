@@ -15,8 +15,7 @@ from topoplan.plans.tree import Shard
 from topoplan.simulation import events
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.events import run_events
-from topoplan.simulation.model import simulate
-from topoplan.simulation.table import clock
+from topoplan.simulation.model import clock, simulate
 from topoplan.symmetry.permutation_groups import orbits
 from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Topology

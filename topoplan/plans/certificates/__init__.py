@@ -2,14 +2,12 @@
 
 from topoplan.plans.certificates.certificate import (
     Certificate,
+    Channels,
     OneFabric,
-    Trivial,
     certificate_from_object,
     explain_certificate,
 )
-from topoplan.plans.certificates.channels import Channels
-from topoplan.plans.certificates.cuts import Cut, Partition
-from topoplan.plans.certificates.lengths import Lengths
+from topoplan.plans.certificates.one_fabric import Cut, Lengths, Partition, Trivial
 from topoplan.plans.certificates.sparse import BetweenServers, Entries, InsideServer, Sparse
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
-This is what makes a bound of any lengths (`topoplan.plans.certificates.lengths`): distances between ranks over any
+This is what makes a bound of any lengths (`topoplan.plans.certificates.Lengths`): distances between ranks over any
 devices (Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in whole numbers of any
 size. Devices that are at distance zero from each other both ways are one: a server whose inner links have no length
 counts as a single vertex.

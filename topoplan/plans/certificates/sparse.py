@@ -4,13 +4,18 @@
 - `InsideServer`: elements are summed inside servers, and none sums faster than its own links allow.
 - `BetweenServers`: what every server chooses must leave any set of servers, once for each server in it.
 
-They hold for plans of their own kind only, which `topoplan.plans.sparse_check` makes sure of.
+They hold for plans of their own kind only, which `Sparse.suppose` makes sure of: `Entries` where each stage moves
+entries, `InsideServer` and `BetweenServers` where elements stay inside servers, and the entries of each server are
+exchanged once.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import ClassVar, Self
 
 from topoplan.errors import PlanError
@@ -28,6 +33,8 @@ from topoplan.plans.certificates.certificate import (
     set_words,
 )
 from topoplan.plans.json_values import read_fraction, read_text, read_texts
+from topoplan.plans.symmetric_shards import shard_counts
+from topoplan.plans.tree import Shard, Stage
 from topoplan.units import shown
 
 LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
@@ -35,22 +42,42 @@ LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
 
 
 class Sparse(Certificate):
-    """What bounds a plan that moves entries.
-
-    Attributes
-    ----------
-    by_server : bool
-        It speaks of plans that sum elements inside servers and exchange entries once between them; the others move
-        entries in every stage.
-    """
+    """What bounds a plan that moves entries."""
 
     __slots__ = ()
-    by_server: ClassVar[bool]
+
+    @abstractmethod
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        """Hold shards, whose trees are trees and which all take the same rounds, to what the bound takes for granted.
+
+        Raises
+        ------
+        PlanError
+            The bound speaks of other plans.
+        """
+
+
+class ByServer(Sparse):
+    """What speaks of plans that sum elements inside servers, and exchange the entries of each server once."""
+
+    __slots__ = ()
 
     @property
     def least(self) -> Fraction:
-        """Bytes of entries, for each byte of the shard, that every stage on entries must move at least."""
+        """Bytes of entries, for each byte of the shard, that the exchange moves at least."""
         return Fraction(0)
+
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        kinds = [kind for kind, _ in groupby(stage.kind for stage in shards[0].stages)]
+        if kinds != ["elements", "gather", "elements"]:
+            raise PlanError(
+                f"takes the rounds {', '.join(kinds)}, and the bound holds for elements, one exchange, and elements"
+            )
+        servers = Servers(fabric)
+        home = {device.name: device.server for device in fabric.topology.devices}
+        # every image too: a symmetry may take a server to several
+        for number, shard in enumerate(shards):
+            _check_phases(shard, number, self.least, servers, home)
 
 
 @registered
@@ -59,13 +86,13 @@ class Entries(Sparse):
     """A certificate for elements, of a plan on which only entries move: so many bytes for a byte of the shard."""
 
     kind: ClassVar[str] = "entries"
-    by_server: ClassVar[bool] = False
     entries: Fraction
     certificate: OneFabric
 
-    @property
-    def least(self) -> Fraction:
-        return self.entries
+    def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
+        """Every stage moves entries, and no rank sends its own twice."""
+        for number, (shard, _) in enumerate(shard_counts(shards)):
+            _check_all_entries(shard, number, self.entries)
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
         check_entries(self.entries)
@@ -89,11 +116,10 @@ class Entries(Sparse):
 
 @registered
 @dataclass(frozen=True, slots=True)
-class InsideServer(Sparse):
+class InsideServer(ByServer):
     """A server, and a certificate for the allreduce of its own ranks over its own links."""
 
     kind: ClassVar[str] = "inside server"
-    by_server: ClassVar[bool] = True
     server: str
     certificate: OneFabric
 
@@ -121,11 +147,10 @@ class InsideServer(Sparse):
 
 @registered
 @dataclass(frozen=True, slots=True)
-class BetweenServers(Sparse):
+class BetweenServers(ByServer):
     """Devices, among them all ranks of some servers and none of the others, that the chosen entries have to leave."""
 
     kind: ClassVar[str] = "between servers"
-    by_server: ClassVar[bool] = True
     entries: Fraction
     side: tuple[str, ...]
 
@@ -195,3 +220,76 @@ def _read_entries(value: dict[str, object]) -> Fraction:
     if entries <= 0:
         raise PlanError(f"certificate: entries of {entries} must be above zero")
     return entries
+
+
+def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:
+    """Entries are summed up trees on which no rank sends twice, and then handed down."""
+    sent: set[int] = set()
+    falling = False
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather" or stage.entries is None or stage.entries < least:
+            raise PlanError(
+                f"{stage.op}s {shown(stage.weight)} bytes for a byte of the shard, and the bound holds for trees on "
+                f"which {shown(least)} bytes of entries move",
+                shard=number,
+                stage=position,
+            )
+        falling = falling or stage.op == "broadcast"
+        for edge in reversed(stage.top_down()) if stage.op == "reduce" else ():
+            if falling or {edge.child, edge.parent} & sent:
+                raise PlanError(
+                    "sums entries of which a rank has sent its own already; they would count twice",
+                    shard=number,
+                    stage=position,
+                    rank=edge.child,
+                )
+            sent.add(edge.child)
+
+
+def _check_phases(shard: Shard, number: int, least: Fraction, servers: Servers, home: dict[str, str]) -> None:
+    """Elements are summed at one owner in each server, who exchanges entries with the others and hands elements out."""
+    gathers = [stage for stage in shard.stages if stage.op == "gather"]
+    owner = {int(servers.of_rank[stage.root]): stage.root for stage in gathers}
+    if len(owner) < len(gathers) or len(owner) < len(servers.names):
+        raise PlanError(
+            f"{len(gathers)} ranks gather for {len(servers.names)} servers, and the bound holds for one of each",
+            shard=number,
+        )
+    exchanged = False
+    for position, stage in enumerate(shard.stages):
+        if stage.op == "gather":
+            exchanged = True
+            fault = _exchange_fault(stage, least, servers, owner)
+        else:
+            fault = _inside_fault(stage, "broadcast" if exchanged else "reduce", servers, owner, home)
+        if fault:
+            raise PlanError(fault, shard=number, stage=position)
+
+
+def _exchange_fault(stage: Stage, least: Fraction, servers: Servers, owner: dict[int, int]) -> str:
+    if stage.weight < least:
+        return (
+            f"gathers {shown(stage.weight)} bytes of entries for a byte of the shard, and the bound supposes "
+            f"{shown(least)}"
+        )
+    for edge in stage.edges:
+        server = int(servers.of_rank[edge.child])
+        if owner[server] != edge.child:
+            return f"gathers at rank {edge.child}, and the owner in {servers.names[server]} is rank {owner[server]}"
+    return ""
+
+
+def _inside_fault(
+    stage: Stage, op: str, servers: Servers, owner: dict[int, int], home: dict[str, str]
+) -> str:
+    if stage.entries is not None:
+        return f"{stage.op}s entries, and the bound holds where elements move inside servers"
+    if stage.op != op:
+        return f"{stage.op}s where only a {op} has its place, before or after the exchange"
+    server = int(servers.of_rank[stage.root])
+    if owner[server] != stage.root:
+        return f"{stage.op}s at rank {stage.root}, and the owner in {servers.names[server]} is rank {owner[server]}"
+    for edge in stage.edges:
+        if edge.channel == "network" or len({home.get(device, "") for device in edge.route}) > 1:
+            return f"the route {'-'.join(edge.route)} leaves its server, and the bound holds where elements stay inside"
+    return ""
