@@ -25,8 +25,7 @@ from small_fabrics import (
 
 import topoplan
 from topoplan.bounds.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
-from topoplan.bounds.maximum_flow import FlowNetwork
-from topoplan.bounds.quotient_flow import Quotient, look_alikes
+from topoplan.bounds.maximum_flow import FlowNetwork, Quotient, look_alikes
 from topoplan.clusters import nvswitch_cluster
 from topoplan.plans import Fabric
 from topoplan.plans.certificate import certified_bound

@@ -20,11 +20,11 @@ from topoplan.columns.pricing import has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
-from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
+from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
-from topoplan.packing.one_hop import on_one_switch, one_hop_forest
 from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificate import Certificate, certified_bound
@@ -277,3 +277,49 @@ def _forest_plan(
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{name} {value!r} is unknown; use one of {', '.join(choices)}")
+
+
+def on_one_switch(fabric: Fabric) -> bool:
+    """True where every pair of ranks has exactly one route, of two links, and all meet at one switch."""
+    if len(fabric.nodes) != fabric.size + 1 or fabric.size < 3:
+        return False
+    pairs = fabric.size * (fabric.size - 1)
+    return len(fabric.arcs) == pairs and all(len(arc.links) == 2 for arc in fabric.arcs)
+
+
+def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
+    """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
+
+    Parameters
+    ----------
+    packing : Packing
+        On a fabric that is `on_one_switch`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
+    >>> forest = one_hop_forest(packing)
+    >>> len(forest), {column.height for column in forest}
+    (16, {1})
+    """
+    size = packing.fabric.size
+    ranks = range(size)
+    if packing.root is None:
+        parents = [{child: root for child in ranks if child != root} for root in ranks]
+        roots = list(ranks)
+    else:
+        roots = [packing.root] * (size - 1)
+        parents = []
+        for hub in ranks:
+            if hub != packing.root:
+                below = {child: hub for child in ranks if child not in (hub, packing.root)}
+                parents.append({hub: packing.root, **below})
+    routes = packing.routes([1] * len(packing.limits))
+    forest = {}
+    for root, parent in zip(roots, parents, strict=True):
+        tree = [parent.get(child, -1) for child in ranks]
+        up, down = (tree if packing.uses(op) else [] for op in ("reduce", "broadcast"))
+        forest[packing.tree(root, up, down, routes)] = Fraction(1)
+    return forest
