@@ -30,6 +30,9 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificate import Certificate, Cut, Lengths, Partition, Trivial, certified_bound
 from topoplan.symmetry.search import find_symmetry
 
+IMAGES = 16
+"""Elements for each rank that symmetries may have which only take a cut to its images: none is listed."""
+
 
 @lru_cache(maxsize=16)
 def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> Certificate:
@@ -301,7 +304,8 @@ def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tupl
 
 def _images(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
     """The images of a set of nodes under the symmetries that are found, the set itself first."""
-    generators = [np.asarray(each) for each in find_symmetry(fabric)]
+    largest = IMAGES * fabric.size
+    generators = [np.asarray(each) for each in find_symmetry(fabric, largest=largest)]
     first = tuple(part)
     known = {first}
     found = [first]
