@@ -1,8 +1,8 @@
 """Packs composed trees: reduce inside each server, exchange between local roots, broadcast inside (Blink 3.4).
 
 One program over all composed trees (`hierarchical_pricing`), solved by column generation on orbits of symmetries:
-shares, centres, local roots and trees of the best composition come out of it together, whatever GPU counts, wires and NICs
-the servers have. Then the height inside servers is lowered as far as the rate allows. Where NICs have bandwidth to
+shares, centres, local roots and trees of the best composition come out of it together, whatever GPU counts, wires and
+NICs the servers have. Then the height inside servers is lowered as far as the rate allows. Where NICs have bandwidth to
 spare, a last program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
 """
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from topoplan.fabric.fabric import CHANNEL_CHOICES, usable_fabric
+from topoplan.fabric.fabric import CHANNEL_CHOICES
 from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.plan import Plan
 from topoplan.schedules.sparse_servers import sparse_servers
 from topoplan.schedules.sparse_trees import sparse_trees
@@ -73,5 +74,5 @@ def _over_servers(topology: Topology, gpus: Sequence[int] | None, channels: str)
     """Whether the allocation has several servers and one of them several GPUs, on the links that a plan would use."""
     if channels not in CHANNEL_CHOICES:
         return False  # divided between channels inside a server, or unknown
-    fabric = usable_fabric(topology.subset(topology.select(gpus)), channels=channels)
+    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     return 1 < len(Servers(fabric).names) < fabric.size
