@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
-from topoplan.compare.row import NO_RING, Comparison
+from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
