@@ -15,8 +15,7 @@ from fractions import Fraction
 import topoplan
 from tests.support.known_answers import blink_figure
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.packing.channel_plans import hybrid_plan
-from topoplan.packing.channel_split import channel_split
+from topoplan.packing.channel_plans import channel_split, hybrid_plan
 from topoplan.plans import Fabric, Plan
 from topoplan.simulation.latency import peer_access_seconds
 from topoplan.topology import Topology

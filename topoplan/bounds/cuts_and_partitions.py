@@ -6,23 +6,32 @@
 - Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
 - Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or on
-  the links into parts that look alike (`topoplan.bounds.orbit_cuts`). The exact optimum may need the dual values
-  of a packing. Where switches copy and add, the lengths of ports do not hold.
+  the links into parts that look alike. The exact optimum may need the dual values of a packing. Where switches copy and
+  add, the lengths of ports do not hold.
+
+Parts that look alike: servers behind a network, leaves behind a spine. Where a set U of devices and its images under
+the fabric's symmetries part all ranks into k groups, every tree enters k - 1 of them (a reduce as well as a broadcast,
+whatever its root), so a byte crosses the links into the groups at least 2 (k - 1) times: rate <= k B-(U) / (2 (k - 1)),
+with B-(U) the capacity into U. As dual lengths: 1 on those links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
 
-from topoplan.bounds.maximum_flow import FlowNetwork
-from topoplan.bounds.orbit_cuts import repeated_cut
-from topoplan.bounds.quotient_flow import Quotient, look_alikes
+import numpy as np
+
+from topoplan.bounds.maximum_flow import FlowNetwork, Quotient, look_alikes
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificates import Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.symmetry.search import find_symmetry
+
+IMAGES = 16
+"""Elements for each rank that symmetries may have which only take a cut to its images: none is listed."""
 
 
 @lru_cache(maxsize=16)
@@ -173,6 +182,12 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
 
     x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; tight sets that
     meet are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
+
+    Three ranks, wires 0-1 of 4 and 1-2 of 1, price 2 (so twice cut(S) / 2 - price is cut(S) - 4):
+    rank 0: S = {0}                                 4 - 4            x(0) =  0    parts {0}
+    rank 1: S = {1}: 5 - 4 = 1, or {0, 1}: 1 - 4 - x(0) = -3         x(1) = -3    parts {0, 1}
+    rank 2: S = {2}: 1 - 4 = -3, or {0, 1, 2}: 0 - 4 - (-3) = -1     x(2) = -3    parts {0, 1}, {2}
+    The sum, -6, is twice cut(P) - price x |P| = 1 - 2 x 2 = -3, the least: all apart 5 - 6, all together 0 - 2.
     """
     unit = price.denominator
     charge = 2 * price.numerator
@@ -242,3 +257,62 @@ def _rank_cuts(fabric: Fabric) -> list[Cut]:
     capacity, _ = whole_capacities(fabric)
     ways = (True,) if fabric.symmetric else (True, False)
     return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
+
+
+def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
+    """What a set of nodes and its images prove of an allreduce, or None where they do not part the ranks.
+
+    Parameters
+    ----------
+    fabric : Fabric
+    part : iterable of int
+        Nodes; the ranks among them are one group.
+    entering : bool
+        Count links into the groups, or those that leave them.
+
+    Returns
+    -------
+    (Fraction, Lengths) or None
+        GB/s, and the certificate.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> fabric = Fabric(topoplan.nvswitch_cluster(4), ("nvlink", "network"))
+    >>> server = [node for node, name in enumerate(fabric.nodes) if name.startswith("s0.")]
+    >>> float(repeated_cut(fabric, server, entering=True)[0])
+    133.33333333333334
+    """
+    groups = _images(fabric, sorted(part))
+    group_of = [-1] * len(fabric.nodes)
+    for number, group in enumerate(groups):
+        for node in group:
+            if group_of[node] >= 0:
+                return None
+            group_of[node] = number
+    if len(groups) < 2 or -1 in group_of[: fabric.size]:
+        return None
+    lengths = []
+    crossing = Fraction(0)
+    for link, (src, dst), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True):
+        if group_of[dst if entering else src] >= 0 and group_of[src] != group_of[dst]:
+            lengths.append((link.src, link.dst, Fraction(1)))
+            crossing += capacity
+    return crossing / (2 * (len(groups) - 1)), Lengths(tuple(lengths))
+
+
+def _images(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
+    """The images of a set of nodes under the symmetries that are found, the set itself first."""
+    largest = IMAGES * fabric.size
+    generators = [np.asarray(each) for each in find_symmetry(fabric, largest=largest)]
+    first = tuple(part)
+    known = {first}
+    found = [first]
+    for group in found:
+        for generator in generators:
+            image = tuple(sorted(generator[list(group)].tolist()))
+            if image not in known:
+                known.add(image)
+                found.append(image)
+    return found

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.fabric.fabric import CHANNEL_SPLITS, usable_fabric
+from topoplan.fabric.fabric import CHANNEL_SPLITS
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates import Certificate, Channels, OneFabric
-from topoplan.plans.plan import check_collective, root_rank
-from topoplan.topology import Topology, TopologyLike, as_topology
+from topoplan.topology import Topology, TopologyLike
 from topoplan.units import nearest_float
 
 
@@ -76,13 +76,11 @@ def bound(
     >>> len(proved.ranks), round(proved.rate, 3)
     (1024, 201.575)
     """
-    topology = as_topology(topology)
-    collective = check_collective(collective)
-    chosen = topology.select(gpus)
-    rank = root_rank(chosen, collective, root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective, rank = asked.collective, asked.root
     if channels in CHANNEL_SPLITS:
         alone = [
-            bound(topology, collective, gpus=gpus, root=root, channels=channel)
+            bound(asked.machine, collective, gpus=gpus, root=root, channels=channel)
             for channel in CHANNEL_SPLITS[channels]
         ]
         parts = tuple((one.channels[0], one.certificate) for one in alone)
@@ -93,7 +91,7 @@ def bound(
             rate=sum(one.rate for one in alone),
             certificate=Channels(cast("tuple[tuple[str, OneFabric], ...]", parts)),
         )
-    fabric = usable_fabric(topology.subset(chosen), channels=channels, collective=collective, root=rank)
+    fabric = asked.fabric(channels)
     certificate = best_bound(fabric, collective, rank)
     rate = math.inf
     if fabric.size > 1:

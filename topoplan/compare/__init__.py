@@ -2,8 +2,7 @@
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
 from topoplan.compare.comparison import compare, compare_all
-from topoplan.compare.row import Comparison
-from topoplan.compare.table import Summary, format_table, summary, to_object
+from topoplan.compare.table import Comparison, Summary, format_table, summary, to_object
 
 __all__ = [
     "AllocationClass",

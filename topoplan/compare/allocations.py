@@ -4,26 +4,32 @@ Allocations of one class have the same links between their GPUs under another nu
 that depends on these links is the same for all of them: one member is planned for all. The channel is chosen as
 the planner does (NVLink where it connects the allocation, else PCIe), and only that channel is compared: members
 of an NVLink class may lie differently on PCIe.
+
+Two GPUs are *twins* where swapping just these two leaves the wiring as it is. Being twins is an equivalence: from
+the swaps (u v) and (v w) follows (u w) = (u v)(v w)(u v). So any permutation inside groups of twins is an
+automorphism of the whole wiring, and two allocations that take equally many GPUs from each group are images of
+each other: their fabrics are isomorphic. One allocation for each vector of counts therefore stands for all.
+The 16 GPUs of a DGX-2 are twins on NVLink: 15 vectors stand for its 65,519 allocations of 2 to 16.
+
+Two allocations are compared exactly: equal fingerprints of colour refinement prove nothing (GPUs 0, 1, 3, 4, 5, 6 and
+1, 2, 3, 4, 6, 7 of a DGX-1V share one, and their allreduce optima are 60 and 50 GB/s), so a search then finds an
+isomorphism or shows that there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
+from math import comb, prod
 
-from topoplan.compare.isomorphism import Coloured, find_isomorphism, refine
-from topoplan.compare.labelled_graph import LabelledGraph, allocation_vertices, connects, labelled_graph
-from topoplan.compare.twins import (
-    Groups,
-    allocations,
-    count_vectors,
-    last_allocation,
-    number_of_allocations,
-    twin_groups,
-    vectors_by_size,
-)
+import numpy as np
+
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES
+from topoplan.fabric.labelled_graph import Integers, Wiring, machine_wiring
+from topoplan.symmetry.stabiliser_chain import NodeSearch
+from topoplan.symmetry.subgroup_choice import useful_nodes
 from topoplan.topology import Topology, TopologyLike, as_topology
 
 VECTOR_LIMIT = 20_000
@@ -31,6 +37,9 @@ VECTOR_LIMIT = 20_000
 
 MOST_LISTED = 70
 """Largest class whose members are listed: all classes of 8 GPUs or fewer, since 8 over 4 is 70."""
+
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +92,7 @@ def allocation_classes(
 
     Notes
     -----
-    Not all 2^N subsets are looked at: one for each vector of counts from groups of twins is enough (the module
-    `topoplan.compare.twins` says why). Two allocations are then compared exactly, by fingerprint and search
-    (`topoplan.compare.isomorphism`).
+    Not all 2^N subsets are looked at: one for each vector of counts from groups of twins is enough.
 
     Examples
     --------
@@ -105,33 +112,43 @@ def allocation_classes(
     left = _checked_sizes(topology, sizes)
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()
-    earlier: list[LabelledGraph] = []
+    earlier: list[Wiring] = []
     present = {link.channel for link in topology.links}
     for choice in CHANNEL_CHOICES[channels]:
         if channels == "auto" and "network" in choice and "network" not in present:
             continue
         tried = (*tried, *choice)
-        graph = labelled_graph(topology, choice)
+        wiring = machine_wiring(topology, choice)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
-        groups = twin_groups(labelled_graph(topology, tried))
+        groups = twin_groups(machine_wiring(topology, tried))
         _check_number(topology, groups, left)
-        joined, apart = _Sorter(graph, groups), _Sorter(graph, groups)
+        joined, apart = _Sorter(wiring, groups), _Sorter(wiring, groups)
         for counts in count_vectors(groups, left):
             gpus = last_allocation(groups, counts)
             if not any(connects(other, gpus) for other in earlier):
-                (joined if connects(graph, gpus) else apart).add(counts)
+                (joined if connects(wiring, gpus) else apart).add(counts)
         found += joined.classes("+".join(choice))
         left = apart.sizes()
-        earlier.append(graph)
+        earlier.append(wiring)
     found += apart.classes(None)
     return tuple(sorted(found, key=lambda one: (len(one.gpus), one.gpus)))
+
+
+def _laid_on(first: NodeSearch, part: Wiring, colours: Integers) -> bool:
+    """Whether a wiring is isomorphic to another of the same fingerprint."""
+    # Mostly the nodes of a colour correspond in the order of their numbers, which is quickly looked at.
+    nodes = np.empty_like(colours)
+    nodes[np.argsort(first.path[0], kind="stable")] = np.argsort(colours, kind="stable")
+    if first.wiring.image_of_links(nodes, part) is not None:
+        return True
+    return first.image_in(part, colours) is not None
 
 
 class _Sorter:
     """Count vectors on their way into classes; compared when the classes are asked for."""
 
-    def __init__(self, graph: LabelledGraph, groups: Groups) -> None:
-        self._graph = graph
+    def __init__(self, wiring: Wiring, groups: Groups) -> None:
+        self._wiring = wiring
         self._groups = groups
         self._vectors: list[tuple[int, ...]] = []
 
@@ -142,17 +159,17 @@ class _Sorter:
         return {sum(counts) for counts in self._vectors}
 
     def classes(self, channel: str | None) -> list[AllocationClass]:
-        similar: dict[object, list[tuple[Coloured, list[tuple[int, ...]]]]] = {}
+        similar: dict[object, list[tuple[NodeSearch, list[tuple[int, ...]]]]] = {}
         for counts in self._vectors:
-            gpus = last_allocation(self._groups, counts)
-            coloured = refine(self._graph, allocation_vertices(self._graph, gpus))
-            rivals = similar.setdefault(coloured.fingerprint, [])
+            part = allocation_wiring(self._wiring, last_allocation(self._groups, counts))
+            colours = part.refined(part.node_labels)
+            rivals = similar.setdefault(fingerprint(part, colours), [])
             for first, alike in rivals:
-                if find_isomorphism(self._graph, first, coloured) is not None:
+                if _laid_on(first, part, colours):
                     alike.append(counts)
                     break
             else:
-                rivals.append((coloured, [counts]))
+                rivals.append((NodeSearch(part, colours), [counts]))
         return [self._class(alike, channel) for rivals in similar.values() for _, alike in rivals]
 
     def _class(self, alike: list[tuple[int, ...]], channel: str | None) -> AllocationClass:
@@ -198,3 +215,132 @@ def _check_number(topology: Topology, groups: Groups, sizes: Collection[int]) ->
         f"{topology.name} has {number:,} allocations of the sizes asked for that no swap of equal GPUs makes one, "
         f"and at most {VECTOR_LIMIT:,} are compared; {remedy}compare one allocation"
     )
+
+
+def connects(wiring: Wiring, gpus: Sequence[int]) -> bool:
+    """True where every GPU of the allocation reaches every other, over its GPUs and any forwarding devices.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> wiring = machine_wiring(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> connects(wiring, [1, 4, 5, 7]), connects(wiring, [0, 5])
+    (True, False)
+    """
+    present = np.arange(wiring.size) >= wiring.ranks
+    present[list(gpus)] = True
+    kept = present[wiring.tails] & present[wiring.heads]
+    tails, heads = wiring.tails[kept], wiring.heads[kept]
+    for here, there in ((tails, heads), (heads, tails)):
+        reached = np.zeros(wiring.size, dtype=bool)
+        reached[gpus[0]] = True
+        while (further := reached[here] & ~reached[there]).any():
+            reached[there[further]] = True
+        if not reached[list(gpus)].all():
+            return False
+    return True
+
+
+def allocation_wiring(wiring: Wiring, gpus: Sequence[int]) -> Wiring:
+    """The part of the allocation's GPUs and the forwarding devices that are no dead ends between them."""
+    part = wiring.part(np.array([*sorted(gpus), *range(wiring.ranks, wiring.size)], dtype=np.int64))
+    return part.part(np.flatnonzero(useful_nodes(part)))
+
+
+def fingerprint(wiring: Wiring, colours: Integers) -> object:
+    """What isomorphic wirings have in common: labels, refined colours, and the signature of every node."""
+    rows = wiring.signatures(colours, colours)
+    return wiring.ranks, tuple(sorted(zip(colours.tolist(), wiring.node_labels.tolist(), rows, strict=True)))
+
+
+def twin_groups(wiring: Wiring) -> Groups:
+    """All GPUs in groups of twins, each ascending, ordered by their first GPU.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> twin_groups(machine_wiring(machine, ("pcie",)))
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+    >>> len(twin_groups(machine_wiring(machine, ("nvlink",))))
+    8
+    """
+    groups: list[list[int]] = []
+    for gpu in range(wiring.ranks):
+        for group in groups:
+            swap = np.arange(wiring.size)
+            swap[[group[0], gpu]] = gpu, group[0]
+            if wiring.image_of_links(swap) is not None:
+                group.append(gpu)
+                break
+        else:
+            groups.append([gpu])
+    return tuple(tuple(group) for group in groups)
+
+
+def vectors_by_size(groups: Groups) -> list[int]:
+    """Number of count vectors for each number of GPUs from 0 to all.
+
+    Examples
+    --------
+    >>> vectors_by_size(((0, 1), (2, 3)))
+    [1, 2, 3, 2, 1]
+    """
+    number = [1]
+    for group in groups:
+        longer = [0] * (len(number) + len(group))
+        for size, known in enumerate(number):
+            for taken in range(len(group) + 1):
+                longer[size + taken] += known
+        number = longer
+    return number
+
+
+def count_vectors(groups: Groups, sizes: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """How many GPUs to take from each group, for every total in ``sizes``."""
+    wanted = sorted(set(sizes))
+    after = [sum(len(group) for group in groups[i + 1 :]) for i in range(len(groups))]
+
+    def extend(position: int, taken: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
+        if position == len(groups):
+            yield taken
+            return
+        for count in range(len(groups[position]) + 1):
+            low = total + count
+            if any(low <= size <= low + after[position] for size in wanted):
+                yield from extend(position + 1, (*taken, count), low)
+
+    return extend(0, (), 0)
+
+
+def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
+    """The lexicographically last allocation of a count vector: the highest GPUs of each group.
+
+    Examples
+    --------
+    >>> last_allocation(((0, 1, 2), (3, 4)), (2, 1))
+    (1, 2, 4)
+    """
+    return tuple(
+        sorted(
+            gpu for group, count in zip(groups, counts, strict=True) for gpu in group[len(group) - count :]
+        )
+    )
+
+
+def number_of_allocations(groups: Groups, counts: Sequence[int]) -> int:
+    """How many allocations a count vector stands for.
+
+    Examples
+    --------
+    >>> number_of_allocations((tuple(range(16)),), (8,))
+    12870
+    """
+    return prod(comb(len(group), count) for group, count in zip(groups, counts, strict=True))
+
+
+def allocations(groups: Groups, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All allocations of a count vector, each ascending."""
+    choices = [combinations(group, count) for group, count in zip(groups, counts, strict=True)]
+    for parts in product(*choices):
+        yield tuple(sorted(gpu for part in parts for gpu in part))

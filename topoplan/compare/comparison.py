@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
-from topoplan.compare.row import NO_RING, Comparison
+from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.schedules.registry import SCHEDULES, Schedule
@@ -64,9 +65,8 @@ def compare(
     >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
     (50.0, 'pcie ring', 5.333, 9.375, 1.5)
     """
-    topology = as_topology(topology)
-    collective = check_collective(collective)
-    chosen = topology.select(gpus)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    topology, collective, chosen = asked.machine, asked.collective, asked.gpus
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
     rivals: dict[str, Plan] = {}
     missing = []

@@ -9,13 +9,15 @@ isomorphic colourings get equal names, and two nodes share a colour only if thei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.topology import Topology
 
 Integers = NDArray[np.int64]
 
@@ -196,4 +198,42 @@ def wiring_of(fabric: Fabric) -> Wiring:
     ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
     return Wiring(
         fabric.size, kinds, ends[:, 0], ends[:, 1], np.array([number[x] for x in labels], dtype=np.int64)
+    )
+
+
+def machine_wiring(topology: Topology, channels: Sequence[str]) -> Wiring:
+    """All links of a machine over some channels, in which allocations are parts that can be compared exactly.
+
+    Labels hold all that a plan, a ring or the time model reads: of a device its kind and whether it copies or adds; of
+    what joins two devices, which a fabric reduces to one link, every link's channel, bandwidth, wires and latency.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> wiring = machine_wiring(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> from_first = wiring.tails == 0
+    >>> wiring.ranks, wiring.heads[from_first].tolist(), wiring.link_labels[from_first].tolist()
+    (8, [1, 2, 3, 4], [0, 0, 1, 1])
+    """
+    fabric = Fabric(topology, tuple(channels))
+    position = {name: i for i, name in enumerate(fabric.nodes)}
+    by_name = {device.name: device for device in topology.devices}
+    kinds = [(by_name[name].kind, by_name[name].multicast, by_name[name].reduce) for name in fabric.nodes]
+    usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
+    bundles: dict[tuple[int, int], list[tuple[str, float, int, float]]] = {}
+    for link in topology.links:
+        if link.channel in usable:
+            latency = -1.0 if link.latency is None else float(link.latency)
+            label = (link.channel, float(link.bandwidth), link.count, latency)
+            bundles.setdefault((position[link.src], position[link.dst]), []).append(label)
+    labels = [tuple(sorted(bundle)) for bundle in bundles.values()]
+    number_of_kind = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
+    number = {label: place for place, label in enumerate(sorted(set(labels)))}
+    ends = np.array(list(bundles), dtype=np.int64).reshape(-1, 2)
+    return Wiring(
+        fabric.size,
+        np.array([number_of_kind[kind] for kind in kinds], dtype=np.int64),
+        ends[:, 0],
+        ends[:, 1],
+        np.array([number[label] for label in labels], dtype=np.int64),
     )

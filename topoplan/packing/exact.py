@@ -21,17 +21,12 @@ from topoplan.columns.pricing import Pricing
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
-from topoplan.packing.fewest_trees import thin
-from topoplan.packing.greedy_extraction import Peeler
+from topoplan.packing.fewest_trees import fewest_peeled, thin
 from topoplan.plans.certificates import Certificate
-from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""
-
-PEELINGS = 6
-PEELING_CANDIDATES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +113,6 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     bound, best = min(bounds, key=lambda pair: pair[0])
     note = generator.deadline.note(out_of_time(float(generator.value / packing.scale), float(bound)))
     return ExactPacking(generator.weights(), best, (note,))
-
-
-def fewest_peeled(
-    packing: Packing, target: Fraction, *, fewer_than: int
-) -> dict[TreeColumn, Fraction] | None:
-    """Weights of the optimal packing of fewest trees among some peelings, or None where none has fewer than asked."""
-    peeler = Peeler(packing)
-    best: dict[TreeColumn, Fraction] | None = None
-    if peeler.applies:
-        stream = Stream(1)
-        for _ in range(PEELINGS):
-            found = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
-            if found is not None:
-                best, fewer_than = found, len(found)
-    return best
 
 
 def _lowest(

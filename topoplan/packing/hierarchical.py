@@ -1,20 +1,21 @@
 """Packs composed trees: reduce inside each server, exchange between local roots, broadcast inside (Blink 3.4).
 
-One program over all composed trees (`hierarchical_trees`), solved by column generation on orbits of symmetries: shares,
-centres, local roots and trees of the best composition come out of it together, whatever GPU counts, wires and NICs
-the servers have. Then the height inside servers is lowered as far as the rate allows. Where NICs have bandwidth to
+One program over all composed trees (`hierarchical_pricing`), solved by column generation on orbits of symmetries:
+shares, centres, local roots and trees of the best composition come out of it together, whatever GPU counts, wires and
+NICs the servers have. Then the height inside servers is lowered as far as the rate allows. Where NICs have bandwidth to
 spare, a last program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from math import gcd
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
-from topoplan.columns.hierarchical_generation import ComposedPricing, EvenGeneration, port_groups
+from topoplan.columns.hierarchical_pricing import ComposedPricing
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
@@ -27,6 +28,9 @@ from topoplan.symmetry.search import find_symmetry
 
 _GAINS = (10**3, 10**6, 10**9)
 """What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
+
+
+_LARGEST_PART = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +158,49 @@ def _no_star(servers: Servers) -> InfeasibleError:
         f"three phases need a GPU that reaches one of every other server in one hop and back, and none of "
         f"{', '.join(servers.names)} has one; plan trees instead (method exact)"
     )
+
+
+@dataclass
+class EvenGeneration(Generation):
+    """Column generation with one more column for each group of ports: bandwidth that all of them have to spare.
+
+    A port takes part in proportion to its capacity. The objective is ``gain`` x rate + the sum of what is spare.
+    """
+
+    ports: tuple[tuple[int, ...], ...] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        columns = []
+        for rows in self.ports:
+            column = [0] * self.program.rows
+            for row, part in zip(rows, self._parts(rows), strict=True):
+                column[row] = part
+            columns.append(column)
+        self.program.add(columns, [1] * len(columns))
+        self.offset += len(columns)
+
+    @property
+    def value(self) -> Fraction:
+        """Rate of the packing in units of the packing's scale, without what is spare."""
+        solution = self.program.solution()
+        if self.packing.shared:
+            return solution.get(0, Fraction(0)) * self.packing.owners
+        return sum((x for j, x in solution.items() if j >= self.offset), Fraction(0))
+
+    def _parts(self, rows: tuple[int, ...]) -> list[int]:
+        """Capacities of some rows without common divisor; rounded where they would be huge."""
+        limits = [self.packing.limits[row] for row in rows]
+        common = max(gcd(*limits), -(-max(limits) // _LARGEST_PART))
+        return [max(1, limit // common) for limit in limits]
+
+
+def port_groups(servers: Servers, row_of_link: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Rows of the links that leave, and of those that enter, each server; only groups of several rows."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for row, (src, dst) in zip(row_of_link, servers.ends, strict=True):
+        if src != dst:
+            found.setdefault(("out of", src), set()).add(row)
+            found.setdefault(("into", dst), set()).add(row)
+    groups = {tuple(sorted(rows)) for (_, server), rows in found.items() if server in servers.names}
+    return tuple(sorted(group for group in groups if len(group) > 1))

@@ -26,11 +26,9 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.plans.certificates import Certificate, Lengths
-from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.arborescence import cheapest_arborescence, cheapest_spanning_tree
 from topoplan.trees.hop_constrained_exact import UNREACHABLE
-from topoplan.trees.route_table import RouteTable
-from topoplan.trees.shortest_paths import LONGEST
-from topoplan.trees.spanning_tree import cheapest_spanning_tree
+from topoplan.trees.route_table import LONGEST, RouteTable
 
 SMALLEST_EPSILON = 0.002
 """Below this the rounds, which grow as 1 / epsilon squared, take longer than the optimum itself."""

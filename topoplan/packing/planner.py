@@ -19,19 +19,20 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.pricing import has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric, usable_fabric
-from topoplan.packing.exact import ORDERS, fewest_peeled, pack_exact
+from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
+from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
-from topoplan.packing.one_hop import on_one_switch, one_hop_forest
 from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificates import Certificate
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.plan import Plan
 from topoplan.simplex.time_limit import Deadline
-from topoplan.topology import TopologyLike, as_topology
+from topoplan.topology import TopologyLike
 from topoplan.trees.hop_constrained_exact import LARGEST
 
 METHODS = ("exact", "mwu", THREE_PHASE)
@@ -116,26 +117,24 @@ def plan(
     (50.0, 0.0, 2, 2)
     """
     started = time.perf_counter()
-    topology = as_topology(topology)
-    collective = check_collective(collective)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective = asked.collective
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
     _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
     deadline = Deadline(time_limit)
     if time_limit is not None and method != "exact":
         raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
-    chosen = topology.select(gpus)
-    rank_of_root = root_rank(chosen, collective, root)
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 
-        over = partial(plan, topology, collective, gpus=gpus, root=root, method=method, order=order)
+        over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
         over = partial(over, epsilon=epsilon, threshold=threshold, progress=progress)
         split = CHANNEL_SPLITS[channels]
         made = plan_channels(
             split,
             lambda channel: over(channels=channel, time_limit=deadline.left),
-            machine=topology.name,
+            machine=asked.machine.name,
             nbytes=nbytes,
         )
         return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
@@ -143,19 +142,17 @@ def plan(
         raise UsageError(
             f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
         )
-    fabric = usable_fabric(
-        topology.subset(chosen), channels=channels, collective=collective, root=rank_of_root
-    )
+    fabric = asked.fabric(channels)
     if fabric.size == 1:
-        made = trivial_plan(fabric, collective, root=rank_of_root, method=method)
+        made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif method == "mwu":
-        made = _plan_mwu(fabric.forwarding_only(), collective, rank_of_root, epsilon, threshold)
+        made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network:
             made = _certified_in_network(made, fabric)
     elif method == THREE_PHASE:
-        made = plan_three_phase(fabric, collective, root=rank_of_root, progress=progress)
+        made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
-        made = _plan_exact(fabric, collective, rank_of_root, order, deadline, progress)
+        made = _plan_exact(fabric, collective, asked.root, order, deadline, progress)
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
 
 
@@ -277,3 +274,49 @@ def _forest_plan(
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{name} {value!r} is unknown; use one of {', '.join(choices)}")
+
+
+def on_one_switch(fabric: Fabric) -> bool:
+    """True where every pair of ranks has exactly one route, of two links, and all meet at one switch."""
+    if len(fabric.nodes) != fabric.size + 1 or fabric.size < 3:
+        return False
+    pairs = fabric.size * (fabric.size - 1)
+    return len(fabric.arcs) == pairs and all(len(arc.links) == 2 for arc in fabric.arcs)
+
+
+def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
+    """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
+
+    Parameters
+    ----------
+    packing : Packing
+        On a fabric that is `on_one_switch`.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
+    >>> forest = one_hop_forest(packing)
+    >>> len(forest), {column.height for column in forest}
+    (16, {1})
+    """
+    size = packing.fabric.size
+    ranks = range(size)
+    if packing.root is None:
+        parents = [{child: root for child in ranks if child != root} for root in ranks]
+        roots = list(ranks)
+    else:
+        roots = [packing.root] * (size - 1)
+        parents = []
+        for hub in ranks:
+            if hub != packing.root:
+                below = {child: hub for child in ranks if child not in (hub, packing.root)}
+                parents.append({hub: packing.root, **below})
+    routes = packing.routes([1] * len(packing.limits))
+    forest = {}
+    for root, parent in zip(roots, parents, strict=True):
+        tree = [parent.get(child, -1) for child in ranks]
+        up, down = (tree if packing.uses(op) else [] for op in ("reduce", "broadcast"))
+        forest[packing.tree(root, up, down, routes)] = Fraction(1)
+    return forest

@@ -17,12 +17,13 @@ from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.relay import shortest_route
-from topoplan.topology import TopologyLike, as_topology
+from topoplan.topology import TopologyLike
 
 Parents = dict[int, int]
 """Parent of every rank but the root."""
@@ -65,15 +66,13 @@ def double_binary_tree(
     (2, 4, 75.0)
     """
     started = time.perf_counter()
-    topology = as_topology(topology)
-    collective = check_collective(collective)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective, rank = asked.collective, asked.root
     if collective not in ("allreduce", "broadcast", "reduce"):
         raise UsageError(
             f"double binary trees do not do {collective}; use allreduce, broadcast or reduce, or the ring"
         )
-    chosen = topology.select(gpus)
-    rank = root_rank(chosen, collective, root)
-    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    fabric = asked.connected(channels)
     if fabric.size == 1:
         return trivial_plan(fabric, collective, root=rank, method="double binary tree").timed(
             time.perf_counter() - started

@@ -15,12 +15,12 @@ from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
-from topoplan.topology import TopologyLike, as_topology
+from topoplan.topology import TopologyLike
 
 
 def one_hop(
@@ -63,11 +63,8 @@ def one_hop(
     10.0
     """
     started = time.perf_counter()
-    topology = as_topology(topology)
-    collective = check_collective(collective)
-    chosen = topology.select(gpus)
-    rank = root_rank(chosen, collective, root)
-    fabric = usable_fabric(topology.subset(chosen), channels=channels)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=rank, method="one-hop")
         return made.timed(time.perf_counter() - started)

@@ -19,9 +19,10 @@ from dataclasses import replace
 from fractions import Fraction
 
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import CHANNEL_CHOICES, Fabric, usable_fabric
+from topoplan.fabric.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Entries, OneFabric
 from topoplan.plans.plan import Plan
@@ -89,7 +90,7 @@ def _over_servers(topology: Topology, gpus: Sequence[int] | None, channels: str)
     """Whether the allocation has several servers and one of them several GPUs, on the links that a plan would use."""
     if channels not in CHANNEL_CHOICES:
         return False  # divided between channels inside a server, or unknown
-    fabric = usable_fabric(topology.subset(topology.select(gpus)), channels=channels)
+    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     return 1 < len(Servers(fabric).names) < fabric.size
 
 

@@ -23,10 +23,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.hierarchical import compose
 from topoplan.packing.planner import plan
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import BetweenServers, InsideServer, OneFabric, Sparse
 from topoplan.plans.certificates.sparse import inside_channels
@@ -81,7 +82,7 @@ def sparse_servers(
     """
     if entries <= 0:
         raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
-    fabric = usable_fabric(topology.subset(topology.select(gpus)), channels=channels)
+    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     servers = Servers(fabric)
     servers.check()
     count = len(servers.names)

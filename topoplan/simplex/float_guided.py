@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.simplex.exact_simplex import PackingSimplex
-from topoplan.simplex.float_primal import NEAR, FloatSimplex
+from topoplan.simplex.float_simplex import NEAR, FloatSimplex
 from topoplan.simplex.rational_basis import ExactBasis
 
 _UNIT = 1 << 50

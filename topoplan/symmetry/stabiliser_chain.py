@@ -43,12 +43,22 @@ class _LimitReachedError(Exception):
     """The search has refined as often as it may."""
 
 
-class _Search:
-    """Nodes that tell a coloured wiring apart, and how they can be laid on the nodes of a wiring."""
+class NodeSearch:
+    """Nodes that tell a coloured wiring apart, and how they can be laid on the nodes of a wiring.
 
-    def __init__(self, wiring: Wiring, colours: Integers, refinements: int) -> None:
+    Parameters
+    ----------
+    wiring : Wiring
+    colours : int64 array (nodes,)
+        At least as fine as the node labels.
+    refinements : int or None
+        How often the search may refine a colouring; None for no limit.
+    """
+
+    def __init__(self, wiring: Wiring, colours: Integers, refinements: int | None = None) -> None:
         self.wiring = wiring
-        self.left = refinements
+        # What begins below zero never gets there.
+        self.left = -1 if refinements is None else refinements
         self.path = [self.refined(wiring, colours)]
         self.base: list[int] = []
         while (alike := alike_nodes(self.path[-1])).size:
@@ -60,6 +70,10 @@ class _Search:
             raise _LimitReachedError
         self.left -= 1
         return wiring.refined(colours)
+
+    def image_in(self, other: Wiring, colours: Integers) -> Integers | None:
+        """Where the nodes go in another wiring, whose colours mean the same; None where it is not isomorphic."""
+        return self.onto(other, 0, self.refined(other, colours))
 
     def onto(
         self, wiring: Wiring, depth: int, colours: Integers, first: int | None = None
@@ -111,7 +125,7 @@ def stabiliser_chain(wiring: Wiring, colours: Integers, *, refinements: int) -> 
     generators: list[Automorphism] = []
     sizes: list[int] = []
     try:
-        search = _Search(wiring, colours, refinements)
+        search = NodeSearch(wiring, colours, refinements)
         for depth in reversed(range(len(search.base))):
             node, here = search.base[depth], search.path[depth]
             refuted: set[int] = set()
@@ -169,7 +183,6 @@ def isomorphism(
     if not np.array_equal(np.sort(first[1]), np.sort(second[1])):
         return None
     try:
-        search = _Search(*first, refinements)
-        return search.onto(second[0], 0, search.refined(*second))
+        return NodeSearch(*first, refinements).image_in(*second)
     except _LimitReachedError:
         return None

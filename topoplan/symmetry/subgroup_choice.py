@@ -63,8 +63,20 @@ class OrbitCount:
         return self.links(label) + int(np.count_nonzero(ranks == np.arange(len(ranks))))
 
 
-def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Links that do not end in a dead end: a device other than a rank with fewer than two neighbours, repeatedly."""
+def useful_nodes(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Nodes that are no dead ends: devices other than ranks with fewer than two neighbours, repeatedly.
+
+    Examples
+    --------
+    On a DGX-1V GPUs 0 and 1 share a PCIe switch; everything beyond it is a dead end for them.
+
+    >>> import topoplan
+    >>> from topoplan.fabric.labelled_graph import machine_wiring
+    >>> wiring = machine_wiring(topoplan.load("dgx-1v"), ("pcie",))
+    >>> pairs = [wiring.part(np.array([*pair, *range(8, wiring.size)])) for pair in ((0, 1), (0, 7))]
+    >>> [int(useful_nodes(pair).sum()) for pair in pairs]
+    [3, 6]
+    """
     low = np.minimum(wiring.tails, wiring.heads)
     high = np.maximum(wiring.tails, wiring.heads)
     pairs = np.unique(low * wiring.size + high)
@@ -72,12 +84,20 @@ def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     present = np.ones(wiring.size, dtype=bool)
     while True:
         kept = present[low] & present[high]
-        degree = np.bincount(np.r_[low[kept], high[kept]], minlength=wiring.size)
+        degree = np.bincount(low[kept], minlength=wiring.size) + np.bincount(
+            high[kept], minlength=wiring.size
+        )
         ends = present & (degree < 2)
         ends[: wiring.ranks] = False
         if not ends.any():
-            return np.asarray(present[wiring.tails] & present[wiring.heads])
+            return present
         present[ends] = False
+
+
+def useful_links(wiring: Wiring) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Links that lie on a way between ranks: both ends are `useful_nodes`."""
+    present = useful_nodes(wiring)
+    return np.asarray(present[wiring.tails] & present[wiring.heads])
 
 
 def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, largest: int) -> Part:

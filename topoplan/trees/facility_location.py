@@ -111,7 +111,14 @@ def _open_greedily(serve: Costs, fee: Costs, opened: NDArray[np.bool_], served: 
 
 
 def _swap(serve: Costs, fee: Costs, opened: NDArray[np.bool_], roots: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Open, close or swap where it saves most in every tree, in place; True where something was done."""
+    """Open, close or swap where it saves most in every tree, in place; True where something was done.
+
+    The root 0 serves the others at 9 each; 1 (open, fee 5) and 2 (fee 2) serve each other and rank 3 at 1 each.
+    Now 1 serves itself at 0, 2 and 3 at 1: the ``nearest``. Without it each pays 9: a ``spread`` of 9, 8 and 8.
+    Opening 2 saves 1 at 2 itself, less the fee: -1. Closing 1 gives its fee back, less all spreads: 5 - 25 = -20.
+    Both at once: those of 1 hang on 2 where that is nearer than 9, so only 1 itself pays ``more``, namely 1:
+    -1 + (5 - 1) = 3, which is the difference of the fees.
+    """
     count, size = opened.shape
     trees = np.arange(count)
     places = np.flatnonzero(opened.any(axis=0))

@@ -1,8 +1,12 @@
 """Shortest routes between all ranks under lengths that a group of symmetries keeps, from a few ranks alone.
 
 Lengths that are equal on every orbit of links look the same from every rank of an orbit of ranks. So one search from
-one rank of each orbit (`topoplan.trees.shortest_paths`) gives the distances and routes of all: those of
-rank g(r) are the images under g of those of rank r. Without symmetries that is one search from every rank.
+one rank of each orbit gives the distances and routes of all: those of rank g(r) are the
+images under g of those of rank r. Without symmetries that is one search from every rank.
+
+All searches relax all links together (Bellman 1958) until nothing changes, which takes as many steps as the longest
+route has links: few, since other ranks pass nothing on. Among equally long routes the one of fewest links is taken,
+then the one whose last device is nearest, then the one whose last device comes first: what Dijkstra's search finds.
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ from topoplan.symmetry.permutation_groups import (
     orbits,
 )
 from topoplan.trees.hop_constrained_exact import UNREACHABLE
-from topoplan.trees.shortest_paths import ShortestRoutes
 from topoplan.units import format_size
 
 BYTES_PER_PAIR = 60
@@ -234,3 +237,80 @@ class RouteTable:
                 return
             yield routes, links
             nodes = ends[links, 0]
+
+
+LONGEST = 1 << 31
+"""Largest length of a link."""
+
+_FAR = np.int64(1) << 61
+_HOPS = 16
+"""Bits in which links are counted below the length."""
+
+
+class ShortestRoutes:
+    """Searches for routes over one set of links.
+
+    Parameters
+    ----------
+    ends : (links, 2) int64
+        Source and destination of every link; no two links join the same nodes.
+    ranks, nodes : int
+        Nodes below ``ranks`` are ranks; a route passes only through the others.
+
+    Examples
+    --------
+    Ranks 0 and 1, and a switch; the direct link is longer than the way round.
+
+    >>> search = ShortestRoutes(np.array([[0, 1], [0, 2], [2, 1]]), ranks=2, nodes=3)
+    >>> found = search(np.array([5, 2, 2]), np.array([0]))
+    >>> found[0].tolist(), found[1].tolist()
+    ([[0, 4, 2]], [[-1, 2, 1]])
+    """
+
+    def __init__(self, ends: NDArray[np.int64], *, ranks: int, nodes: int) -> None:
+        self._nodes = nodes
+        self._order = np.lexsort((ends[:, 0], ends[:, 1]))
+        self._tails, self._heads = ends[self._order].T
+        self._entered, self._first = np.unique(self._heads, return_index=True)
+        self._forwards = self._tails >= ranks
+        self._keys = self._heads * nodes + self._tails
+
+    def __call__(
+        self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Distances from some ranks to all nodes, and the last links of the routes there.
+
+        Parameters
+        ----------
+        lengths : (links,) int64
+            Zero or more, up to `LONGEST`.
+        starts : (starts,) int64
+            Ranks to search from.
+
+        Returns
+        -------
+        distance : (starts, nodes) int64
+            -1 where no route leads.
+        via : (starts, nodes) int32
+            Number of the link that ends the route to each node; -1 where there is none.
+        """
+        nodes, tails, heads = self._nodes, self._tails, self._heads
+        entered, first = self._entered, self._first
+        weights = (lengths[self._order] << _HOPS) + 1
+        passes = self._forwards | (tails == starts[:, None])
+        reach = np.full((len(starts), nodes), _FAR)
+        reach[np.arange(len(starts)), starts] = 0
+        while True:
+            through = np.where(passes, reach[:, tails], _FAR) + weights
+            nearest = np.minimum.reduceat(through, first, axis=1)
+            if not (nearest < reach[:, entered]).any():
+                break
+            reach[:, entered] = np.minimum(reach[:, entered], nearest)
+        none = np.iinfo(np.int64).max
+        last = np.where(through == reach[:, heads], reach[:, tails] * nodes + tails, none)
+        chosen = np.minimum.reduceat(last, first, axis=1)
+        place = np.searchsorted(self._keys, entered * nodes + chosen % nodes)
+        number = self._order[np.minimum(place, len(self._order) - 1)]
+        via = np.full(reach.shape, -1, dtype=np.int32)
+        via[:, entered] = np.where(chosen < none, number, -1)
+        return np.where(reach < _FAR, reach >> _HOPS, -1), via

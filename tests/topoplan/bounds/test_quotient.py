@@ -25,8 +25,7 @@ from tests.support.small_fabrics import (
     switched_machines,
 )
 from topoplan.bounds.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
-from topoplan.bounds.maximum_flow import FlowNetwork
-from topoplan.bounds.quotient_flow import Quotient, look_alikes
+from topoplan.bounds.maximum_flow import FlowNetwork, Quotient, look_alikes
 from topoplan.clusters import nvswitch_cluster
 from topoplan.plans import Fabric
 from topoplan.plans.certificates.forest_length import (

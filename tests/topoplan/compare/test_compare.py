@@ -33,11 +33,11 @@ from topoplan.compare import (
     summary,
     to_object,
 )
-from topoplan.compare.isomorphism import find_isomorphism, refine
-from topoplan.compare.labelled_graph import labelled_graph
-from topoplan.compare.twins import count_vectors, vectors_by_size
+from topoplan.compare.allocations import allocation_wiring, count_vectors, fingerprint, vectors_by_size
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.fabric.labelled_graph import machine_wiring
+from topoplan.symmetry.stabiliser_chain import NodeSearch
 from topoplan.topology import Device, Link, Topology
 
 LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}
@@ -89,11 +89,13 @@ def test_nvlink_classes_are_as_many_as_blink_counts(machine: str) -> None:
 def test_equal_fingerprints_do_not_make_a_class() -> None:
     """Colour refinement cannot tell these six GPUs of a DGX-1V from those; their allreduce optima differ."""
     machine = topoplan.load("dgx-1v")
-    graph = labelled_graph(machine, ("nvlink",))
-    first, second = refine(graph, [0, 1, 3, 4, 5, 6]), refine(graph, [1, 2, 3, 4, 6, 7])
-    assert first.fingerprint == second.fingerprint
-    assert find_isomorphism(graph, first, second) is None
-    assert [topoplan.plan(machine, gpus=one.vertices).rate for one in (first, second)] == [60.0, 50.0]
+    wiring = machine_wiring(machine, ("nvlink",))
+    both = [0, 1, 3, 4, 5, 6], [1, 2, 3, 4, 6, 7]
+    first, second = (allocation_wiring(wiring, gpus) for gpus in both)
+    colours = [part.refined(part.node_labels) for part in (first, second)]
+    assert fingerprint(first, colours[0]) == fingerprint(second, colours[1])
+    assert NodeSearch(first, colours[0]).image_in(second, colours[1]) is None
+    assert [topoplan.plan(machine, gpus=gpus).rate for gpus in both] == [60.0, 50.0]
 
 
 @pytest.mark.parametrize("machine", BOTH)

@@ -20,8 +20,7 @@ from topoplan.cli import main
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.formats.topology_json import dump_topology_json, parse_topology_json
 from topoplan.hosts.link_rates import PEER_ACCESS
-from topoplan.packing.channel_plans import hybrid_plan
-from topoplan.packing.channel_split import GRAIN, channel_split, split_shares
+from topoplan.packing.channel_plans import GRAIN, channel_split, hybrid_plan, split_shares
 from topoplan.plans import Channels, Cut, Edge, Fabric, Plan, Shard, Stage
 from topoplan.plans.certificates import explain_certificate
 from topoplan.simulation.events import chrome_trace, run_events

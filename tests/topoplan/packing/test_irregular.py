@@ -25,7 +25,7 @@ from topoplan.plans.build import build_plan
 from topoplan.simplex.float_guided import GuidedSimplex
 from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Device, Link, Topology
-from topoplan.trees.shortest_paths import ShortestRoutes
+from topoplan.trees.route_table import ShortestRoutes
 
 
 def scaled(topology: Topology, factor: Callable[[random.Random], float], seed: int) -> Topology:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from topoplan.simplex.dixon_lifting import PRIMES, WholeSystem, inverse_modulo
-from topoplan.simplex.rational_basis import ExactBasis
+from topoplan.simplex.rational_basis import PRIMES, ExactBasis, WholeSystem, inverse_modulo
 from topoplan.trees.blocked_matmul import product
 
 Rows = list[list[int]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from topoplan.simplex.exact_simplex import PackingSimplex
 from topoplan.simplex.float_guided import GuidedSimplex
-from topoplan.simplex.float_primal import FloatSimplex
+from topoplan.simplex.float_simplex import FloatSimplex
 
 Columns = list[list[int]]
 
@@ -169,7 +169,7 @@ def test_a_program_without_columns_is_worth_nothing() -> None:
 
 WALK = """
 import numpy as np
-from topoplan.simplex.float_primal import FloatSimplex
+from topoplan.simplex.float_simplex import FloatSimplex
 rng = np.random.Generator(np.random.PCG64(3))
 guide = FloatSimplex(rng.integers(50, 99, 60).astype(float))
 for _ in range(3):

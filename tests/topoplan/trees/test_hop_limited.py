@@ -16,9 +16,8 @@ from topoplan.columns.pricing import Pricing, length_of
 from topoplan.columns.problem import Packing
 from topoplan.plans import Fabric
 from topoplan.plans.certificates.forest_length import arborescence_length
-from topoplan.trees.arborescence import cheapest_arborescence
+from topoplan.trees.arborescence import cheapest_arborescence, cheapest_spanning_tree
 from topoplan.trees.hop_constrained_exact import UNREACHABLE, HopLimitedTrees
-from topoplan.trees.spanning_tree import cheapest_spanning_tree
 
 Matrix = list[list[int]]
 

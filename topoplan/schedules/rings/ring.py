@@ -15,14 +15,15 @@ from fractions import Fraction
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, trivial_plan
-from topoplan.plans.plan import Plan, check_collective, root_rank
+from topoplan.plans.plan import Plan
 from topoplan.schedules.relay import relay_rings
 from topoplan.schedules.rings.forest import LogicalRing, ring_forest
 from topoplan.schedules.rings.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, disjoint_rings, ring_limit
 from topoplan.schedules.rings.order import order_is_exact, server_rings, single_ring, switched_rings
 from topoplan.schedules.rings.routes import Routes
-from topoplan.topology import Topology, TopologyLike, as_topology
+from topoplan.topology import Topology, TopologyLike
 
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
@@ -86,25 +87,22 @@ def ring(
     33.333
     """
     started = time.perf_counter()
-    topology = as_topology(topology)
-    collective = check_collective(collective)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    collective = asked.collective
     if kind not in RING_KINDS:
         raise UsageError(f"ring kind {kind!r} is unknown; use one of {', '.join(RING_KINDS)}")
-    chosen = topology.select(gpus)
-    rank_of_root = root_rank(chosen, collective, root)
-    allocation = topology.subset(chosen)
-    if len(chosen) == 1:
-        fabric = Fabric(allocation, ("nvlink",))
-        made = trivial_plan(fabric, collective, root=rank_of_root, method="ring")
+    if len(asked.gpus) == 1:
+        fabric = Fabric(asked.topology, ("nvlink",))
+        made = trivial_plan(fabric, collective, root=asked.root, method="ring")
     else:
         find = {"auto": _automatic, "nvlink": _over_nvlink, "pcie": _over_pcie, "relay": _relayed}[kind]
-        found = find(allocation)
+        found = find(asked.topology)
         made = build_plan(
             found.fabric,
             collective,
-            root=rank_of_root,
-            shards=ring_forest(found.rings, found.fabric, collective=collective, root=rank_of_root),
-            certificate=best_bound(found.fabric, collective, rank_of_root),
+            root=asked.root,
+            shards=ring_forest(found.rings, found.fabric, collective=collective, root=asked.root),
+            certificate=best_bound(found.fabric, collective, asked.root),
             schedule=found.schedule,
             method="ring",
             notes=found.notes,
