@@ -20,7 +20,7 @@ from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.backend import program_of as loopback_program
-from collectives.backends.nccl.program import program_of as nccl_program
+from collectives.backends.stepped.program import program_of as nccl_program
 from collectives.lowering.edge_streams import streams
 from topoplan.plans.plan import COLLECTIVES, Plan
 
