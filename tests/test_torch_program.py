@@ -56,11 +56,10 @@ class Rank:
         for turn in self.made.turns:
             for message in turn.ended:
                 assert np.array_equal(self.of(message), self.sent.pop(message.row))
-            self.join(turn.before)
+            self.join(turn.joins)
             self.start(turn.receives, open_)
             for message in turn.sends:
                 self.mail[message.row] = self.sent[message.row] = self.of(message).copy()
-            self.join(turn.beside)
             self.start(turn.ahead, open_)
             for message in turn.arrivals:
                 while message.row not in self.mail:

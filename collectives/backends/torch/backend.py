@@ -190,10 +190,9 @@ def _execute(
         for turn in steps.turns:
             for one in turn.ended:
                 wires.sent(one.peer, one.row)
-            join(turn.before)
+            join(turn.joins)
             if turn.receives or turn.sends:
                 wires.start(messages(turn.receives), messages(turn.sends))
-            join(turn.beside)
             if turn.ahead:
                 wires.start(messages(turn.ahead), [])
             for one in turn.arrivals:

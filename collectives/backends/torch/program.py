@@ -1,8 +1,7 @@
 """What one rank does in each step over a process group: the steps of `stepped.program`, some of it earlier or later.
 
-A step's arrivals are joined while the next step is under way. A receive may be started one step ahead, so that data is
-under way before the rank comes to wait for it; a send is waited for two steps later. Both only where nothing else uses
-their memory meanwhile: scratch is laid out for that, so what counts is what the result's own places are used for.
+What a step brings is joined before the next one starts. A receive may be started one step ahead, so that data is under
+way meanwhile; a send is waited for two steps later. Both only where nothing else uses their memory in between:
 
     step 4   send a from P, receive b           a is waited for before step 6 ...
     step 5   receive c into P, which a reads    ... but here before step 5, and c cannot be started in step 4
@@ -45,12 +44,10 @@ class Turn:
     ----------
     ended : tuple of Message
         Sends of earlier steps that must have left.
-    before : tuple of Join
-        What the step needs joined.
+    joins : tuple of Join
+        Of what the step before has brought.
     receives, sends : tuple of Message
         What is started.
-    beside : tuple of Join
-        What is joined while that moves.
     ahead : tuple of Message
         Receives of the next step that can be started.
     arrivals : tuple of Message
@@ -58,10 +55,9 @@ class Turn:
     """
 
     ended: tuple[Message, ...]
-    before: tuple[Join, ...]
+    joins: tuple[Join, ...]
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
-    beside: tuple[Join, ...]
     ahead: tuple[Message, ...]
     arrivals: tuple[Message, ...]
 
@@ -115,55 +111,48 @@ def program(
     True
     """
     one = RankArrays(rank, given, None, block, None)
-    found = program_of(table, one, itemsize, step_bytes=step_bytes)
+    found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
     (lane,) = found.lanes
     return Program(tuple(_turns(lane, ahead)), found.scratch)
 
 
 def _turns(lane: Lane, ahead: bool) -> list[Turn]:
     steps, joins = lane.steps, _joins(lane.joins)
-    early = [_early(steps, place) if ahead else () for place in range(len(steps))]
     turns: list[Turn] = []
     leaving: list[tuple[int, Message]] = []
+    started: tuple[Message, ...] = ()
     waiting: tuple[Join, ...] = ()
     for place, step in enumerate(steps):
-        started = early[place - 1] if place else ()
         receives = tuple(one for one in step.receives if one not in started)
-        writes = {_place(one) for one in (*receives, *early[place])}
+        brought = joins.get(step.number, ())
+        started = _early(step, brought, steps[place + 1]) if ahead and place + 1 < len(steps) else ()
+        writes = {_place(one) for one in (*receives, *started)}
         ended = [one for at, one in leaving if at <= place - SEND_STEPS or _place(one) in writes]
+        turns.append(Turn(tuple(ended), waiting, receives, step.sends, started, step.receives))
         leaving = [(at, one) for at, one in leaving if one not in ended]
         leaving += [(place, one) for one in step.sends]
-        needed = step.joined == place - 1
-        turns.append(
-            Turn(
-                ended=tuple(ended),
-                before=waiting if needed else (),
-                receives=receives,
-                sends=step.sends,
-                beside=() if needed else waiting,
-                ahead=early[place],
-                arrivals=step.receives,
-            )
-        )
-        waiting = joins.get(step.number, ())
+        waiting = brought
     if steps:
-        turns.append(Turn(tuple(one for _, one in leaving), waiting, (), (), (), (), ()))
+        turns.append(Turn(tuple(one for _, one in leaving), waiting, (), (), (), ()))
     return turns
 
 
-def _early(steps: tuple[Step, ...], place: int) -> tuple[Message, ...]:
+def _early(step: Step, joins: tuple[Join, ...], following: Step) -> tuple[Message, ...]:
     """The receives of the next step that can be started in this one."""
-    step, *following = steps[place : place + 2]
-    if not following or following[0].number != step.number + 1:
+    if following.number != step.number + 1:
         return ()
     used = {_place(one) for one in (*step.sends, *step.receives)}
-    return tuple(one for one in following[0].receives if _place(one) not in used)
+    used |= {_slot(*part) for one in joins for part in (one.own, one.target)}
+    return tuple(one for one in following.receives if _place(one) not in used)
 
 
 def _place(message: Message) -> Part:
-    """Where a message lies; in scratch the slot, in which elements are aligned as they are in the buffer."""
-    shift = message.offset % VECTOR if message.buffer == SCRATCH else 0
-    return message.buffer, message.offset - shift
+    return _slot(message.buffer, message.offset)
+
+
+def _slot(buffer: int, offset: int) -> Part:
+    """Where chunks lie; in scratch the slot, in which elements are aligned as they are in the buffer."""
+    return buffer, offset - (offset % VECTOR if buffer == SCRATCH else 0)
 
 
 def _joins(chunks: Chunks) -> dict[int, tuple[Join, ...]]:
