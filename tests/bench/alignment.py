@@ -15,8 +15,8 @@ import topoplan
 from collectives import TransferTable, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.nccl.backend import NcclBackend
-from collectives.backends.nccl.program import Message, program_of
-from collectives.backends.torch.program import Part, program
+from collectives.backends.stepped.program import Message, program_of
+from collectives.backends.torch.program import program
 from collectives.execution.chunk_size import ChunkSizes
 from topoplan.plans.plan import Plan
 
@@ -85,17 +85,14 @@ def nccl_crossings(
 
 def torch_crossings(plan: Plan, table: TransferTable, itemsize: int) -> list[Crossing]:
     """The messages of the torch back end on GPUs, where receives are not posted ahead."""
-    sends: dict[int, Part] = {}
-    receives: dict[int, Part] = {}
+    sends: dict[int, Message] = {}
+    receives: dict[int, Message] = {}
     for one in memory_of(plan, table.count):
-        for step in program(table, one.rank, one.given, one.block, ahead=0).steps:
-            sends.update((transfer.row, transfer.part) for transfer in step.sends)
-            receives.update((transfer.row, transfer.part) for transfer in step.receives)
+        for turn in program(table, one.rank, one.given, one.block, itemsize, ahead=False).turns:
+            sends.update((message.row, message) for message in turn.sends)
+            receives.update((message.row, message) for message in turn.receives)
     return [
-        Crossing(
-            row, (sent.stop - sent.start) * itemsize, sent.start * itemsize, receives[row].start * itemsize
-        )
-        for row, sent in sorted(sends.items())
+        Crossing(row, sent.nbytes, sent.offset, receives[row].offset) for row, sent in sorted(sends.items())
     ]
 
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.backend import Call
-from collectives.backends.loopback.pieces import Piece, PieceRunner, cut
-from collectives.backends.loopback.shard_program import shard_programs
+from collectives.backends.loopback.pieces import Piece, PieceRunner, cut, shard_programs
 from collectives.backends.loopback.workers import MOST_THREADS, Workers, usable_cores
 from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.signature import Signature

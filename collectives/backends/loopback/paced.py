@@ -5,30 +5,43 @@ watch trees beat rings on a laptop. A link with a stated latency makes every chu
 that `topoplan.simulate` takes; neither is scaled. PCIe beside NVLink starts when peer access would be switched. So a
 collective of D bytes takes about what ``topoplan.simulate(plan, nbytes=D / scale)`` says; choose a scale at which that
 is a second or more.
+
+With k chunks on H edges one after another a collective takes H / k of the time T to fill the pipeline, and k latencies;
+the best k is sqrt(H T / latency). The largest shard is cut into so many, up to `MOST_CHUNKS`, and no finer than leaves
+`SECONDS_PER_TRANSFER` for each transfer, since that is work for the process.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.backends.backend import Call
-from collectives.backends.loopback.chunk_mover import ChunkMover
-from collectives.backends.loopback.clock import Clock, WallClock
-from collectives.backends.loopback.paced_chunks import recut
-from collectives.backends.loopback.pacing import LinkPlayer
+from collectives.backends.backend import Call, RankArrays
+from collectives.backends.loopback.pacing import Clock, LinkPlayer, WallClock
 from collectives.backends.loopback.wires import wires_of
 from collectives.lowering.dependencies import PlanKey
+from collectives.lowering.edge_streams import Stream, streams
+from collectives.lowering.lower import lower
+from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
 from topoplan.errors import UsageError
+from topoplan.plans.plan import Plan
 
 AHEAD = 8
 """Chunks, beyond the stream's own window, by which data may be ahead of a rank that only passes it on."""
+
+MOST_CHUNKS = 1024
+"""Chunks of the largest shard; where the smallest one has a tenth of them, its pipeline is still short."""
+
+SECONDS_PER_TRANSFER = 60e-6
+"""Seconds for each chunk transfer that have to be there; it takes about a third of that on one core."""
 
 
 class PacedLoopback:
@@ -107,3 +120,134 @@ class PacedLoopback:
 
     def close(self) -> None:
         """See `Backend.close`."""
+
+
+class ChunkMover:
+    """Moves single chunks between the memories of all ranks, in any order that the table allows.
+
+    Where a rank gets no result for a chunk, what passes through it is kept in scratch memory from the first transfer
+    that writes it to the last one that needs it; then the next such chunk takes the place.
+
+    Parameters
+    ----------
+    parts : tuple of Stream
+        All streams of the table.
+    memory : sequence of RankArrays
+        One for each rank.
+    combine : numpy ufunc
+        Joins what a rank has with what arrives.
+    chunk_elements : int
+    """
+
+    def __init__(
+        self,
+        parts: tuple[Stream, ...],
+        memory: Sequence[RankArrays[NDArray[Any]]],
+        combine: np.ufunc,
+        *,
+        chunk_elements: int,
+    ) -> None:
+        self._memory = memory
+        self._combine = combine
+        self._chunk = chunk_elements
+        self._uses: Counter[tuple[int, int]] = Counter()
+        for part in parts:
+            self._uses[part.destination, part.shard] += 1
+            if not part.source_fresh:
+                self._uses[part.source, part.shard] += 1
+        self._held: dict[tuple[int, int], NDArray[Any]] = {}
+        self._left: dict[tuple[int, int], int] = {}
+        self._free: list[NDArray[Any]] = []
+
+    def passing(self, part: Stream) -> bool:
+        """Whether what a stream brings is kept in scratch memory."""
+        return not self._memory[part.destination].holds(part.start, part.stop)
+
+    def move(self, part: Stream, start: int, stop: int) -> None:
+        """Do the transfer of elements ``start`` to ``stop``, one chunk of a stream."""
+        arriving = self._elements(part.source, part.source_fresh, start, stop, part.shard)
+        target = self._elements(part.destination, False, start, stop, part.shard)
+        if part.add:
+            own = (
+                self._elements(part.destination, True, start, stop, part.shard)
+                if part.destination_fresh
+                else target
+            )
+            with np.errstate(all="ignore"):
+                self._combine(own, arriving, out=target)
+        else:
+            target[...] = arriving
+        self._used(part.destination, start)
+        if not part.source_fresh:
+            self._used(part.source, start)
+
+    def _elements(self, rank: int, fresh: bool, start: int, stop: int, shard: int) -> NDArray[Any]:
+        one = self._memory[rank]
+        if fresh:
+            return one.source[start - one.given[0] : stop - one.given[0]]
+        if one.holds(start, stop):
+            return one.result[start - one.block[0] : stop - one.block[0]]
+        if (rank, start) not in self._held:
+            place = self._free.pop() if self._free else np.empty(self._chunk, one.source.dtype)
+            self._held[rank, start] = place
+            self._left[rank, start] = self._uses[rank, shard]
+        return self._held[rank, start][: stop - start]
+
+    def _used(self, rank: int, start: int) -> None:
+        """Note that one of the transfers that need a chunk is done."""
+        if (rank, start) in self._held:
+            self._left[rank, start] -= 1
+            if not self._left[rank, start]:
+                del self._left[rank, start]
+                self._free.append(self._held.pop((rank, start)))
+
+
+def recut(key: PlanKey, table: TransferTable, *, itemsize: int, scale: float) -> TransferTable:
+    """The same collective in chunks with which it runs well paced: its table, or a finer one.
+
+    Parameters
+    ----------
+    key : PlanKey
+    table : TransferTable
+        Of this plan, with at least one row.
+    itemsize : int
+    scale : float
+        Of every bandwidth.
+    """
+    latency = max(wires_of(key, table).latency)
+    elements = chunk_elements(key.plan, table, itemsize=itemsize, scale=scale, latency=latency)
+    if elements == table.chunk_elements:
+        return table
+    return lower(key.plan, table.count, chunk_elements=elements, digest=key.digest)
+
+
+def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float, latency: float) -> int:
+    """Elements of the longest chunk when a collective runs paced; never more than in its table.
+
+    Parameters
+    ----------
+    plan : Plan
+    table : TransferTable
+        Of the plan, with at least one row.
+    itemsize : int
+    scale : float
+        Of every bandwidth.
+    latency : float
+        Seconds before a chunk on the slowest route to start.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+    >>> table = lower(plan, 16 << 20, chunk_elements=1 << 20)
+    >>> [chunk_elements(plan, table, itemsize=4, scale=scale, latency=1e-5) for scale in (1.0, 0.01, 1e-3)]
+    [1048576, 45243, 11449]
+    """
+    seconds = table.count * itemsize / (plan.rate * 1e9 * scale)
+    best = math.sqrt(plan.depth * seconds / latency) if latency else MOST_CHUNKS
+    largest = int(np.diff(table.bounds).max())
+    finest = math.ceil(largest / max(1.0, min(best, MOST_CHUNKS)))
+    transfers = seconds / SECONDS_PER_TRANSFER - len(streams(table))
+    moved = int((table.stop - table.start).sum())
+    affordable = math.ceil(moved / transfers) if transfers > 0 else largest
+    return min(table.chunk_elements, max(finest, affordable))

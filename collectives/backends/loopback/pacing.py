@@ -19,11 +19,11 @@ reaches 99 %.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
-from collectives.backends.loopback.clock import Clock
-from collectives.backends.loopback.crossings import Crossings
+from collectives.backends.loopback.wires import Crossings, Paces
 from collectives.lowering.edge_streams import Stream
 
 BURST = 20e-3
@@ -32,26 +32,28 @@ BURST = 20e-3
 _ARRIVE, _LEAVE, _SERVE = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class Paces:
-    """How fast everything goes.
+class Clock(Protocol):
+    """Paces links: tells the time and waits, in seconds from any beginning."""
 
-    Parameters
-    ----------
-    link : sequence of float
-        Seconds for each element on every link of the fabric.
-    latency : sequence of float
-        Seconds before every chunk of a stream.
-    start : sequence of float
-        Seconds from the call before which a stream sends nothing.
-    window : sequence of (int or None)
-        Chunks by which a stream may be ahead of all that its destination passes on; None where there is no limit.
-    """
+    def now(self) -> float:
+        """The time."""
 
-    link: Sequence[float]
-    latency: Sequence[float]
-    start: Sequence[float]
-    window: Sequence[int | None]
+    def wait_until(self, moment: float) -> None:
+        """Return at this moment or somewhat later, at once if it is over."""
+
+
+class WallClock:
+    """Real time, which runs evenly whatever happens to the date."""
+
+    def now(self) -> float:
+        """See `Clock.now`."""
+        return time.monotonic()
+
+    def wait_until(self, moment: float) -> None:
+        """See `Clock.wait_until`."""
+        left = moment - time.monotonic()
+        if left > 0:
+            time.sleep(left)
 
 
 class LinkPlayer:

@@ -31,7 +31,7 @@ from collectives.backends.nccl.connections import (
 )
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.library import NcclFailed
-from collectives.backends.nccl.program import program_of, waits_for
+from collectives.backends.stepped.program import program_of, waits_for
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
@@ -322,7 +322,10 @@ class NcclBackend:
                 by_tree=self._by_tree,
                 overlap=self._overlap,
             )
-            self._programs[layout] = (place(program, self.arrays.kernels, self._cupy), Replays())
+            self._programs[layout] = (
+                place(program, self.arrays.kernels, self._cupy, call.itemsize),
+                Replays(),
+            )
             while len(self._programs) > KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(layout)

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from collectives.backends.nccl.connections import Connections
 from collectives.backends.nccl.library import Link
-from collectives.backends.nccl.program import Program, Step
+from collectives.backends.stepped.program import Program, Step
 from collectives.kernels.launching import DeviceWork, Kernels
+from collectives.kernels.work import work_of
 
 REMEMBERED = 8
 """Sets of addresses that a rank remembers for a program."""
@@ -51,12 +52,12 @@ class PlacedProgram:
     steps: Any
 
 
-def place(program: Program, kernels: Kernels, cupy: ModuleType) -> PlacedProgram:
+def place(program: Program, kernels: Kernels, cupy: ModuleType, itemsize: int) -> PlacedProgram:
     """Put a program's tables into the memory of the current GPU."""
     longest = max((len(lane.steps) for lane in program.lanes), default=0)
     return PlacedProgram(
         program,
-        tuple(kernels.upload(lane.work, 3) for lane in program.lanes),
+        tuple(kernels.upload(work_of(lane.joins, itemsize), 3) for lane in program.lanes),
         cupy.empty(program.scratch, dtype=np.uint8) if program.scratch else None,
         cupy.asarray(np.arange(longest + 1, dtype=np.int32)),
     )

@@ -18,8 +18,7 @@ from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
-from collectives.backends.tcp.pacing import link_rates
-from collectives.backends.tcp.wires import Queue, base_queue, lane_of, read_wires
+from collectives.backends.tcp.wires import Queue, base_queue, lane_of, link_rates, read_wires
 from collectives.lowering.edge_streams import Stream
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import waits_for_nothing
@@ -43,7 +42,7 @@ class TcpBackend:
         address from which the rendezvous is reached, which for a Unix path is 127.0.0.1.
     pace : float, optional
         Let each link run no faster than this times the bandwidth in the plan (see
-        `collectives.backends.tcp.pacing`).
+        `collectives.backends.tcp.wires.link_rates`).
     timeout : float
         Seconds to wait for the next step of a collective.
     meeting_timeout : float, optional

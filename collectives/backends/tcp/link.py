@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable
 
 from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.pacing import Bucket
-from collectives.backends.tcp.sockets import read, send, set_pace
+from collectives.backends.tcp.sockets import Bucket, read, send, set_pace
 from collectives.backends.tcp.wires import Queue
 
 HEADER = struct.Struct("!IIIQ")

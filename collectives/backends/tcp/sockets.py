@@ -11,6 +11,7 @@ import contextlib
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 
 UNSENT_BYTES = 128 << 10
@@ -66,6 +67,27 @@ def set_pace(connection: socket.socket, rate: float | None) -> bool:
     except OSError:
         return rate is None
     return True
+
+
+class Bucket:
+    """Holds a sender back to a rate, where the system cannot: a chunk may go when the one before would be over.
+
+    Parameters
+    ----------
+    rate : float
+        Bytes per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._over = 0.0
+
+    def wait(self, count: int) -> None:
+        """Wait until this many bytes may go."""
+        now = time.monotonic()
+        if self._over > now:
+            time.sleep(self._over - now)
+        self._over = max(self._over, now) + count / self._rate
 
 
 def send(connection: socket.socket, header: bytes, data: memoryview) -> None:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import CHANNEL_LINKS
+from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import Plan
 
 FORMAT = "topoplan.wires/1"
@@ -143,6 +146,39 @@ def _route(stream: Stream, plan: Plan) -> tuple[str, ...]:
     edges = plan.shards[stream.shard].stages[stream.stage].edges
     route = next(edge.route for edge in edges if (edge.parent, edge.child) == ends)
     return route[::-1] if stream.add else route
+
+
+def link_rates(plan: Plan) -> dict[Queue, float]:
+    """Bytes per second of every directed link between ranks that a plan uses, for connections that are to be no faster.
+
+    A link's connection gets the narrowest part of its route. A physical link that several routes cross is divided among
+    them in proportion to what the plan sends there, so that all of them end together; a connection that is alone on it
+    for a while is not faster for that, as it would be on the wire. Switches that copy or add are not modelled.
+
+    Examples
+    --------
+    On a DGX-2 every GPU has 150 GB/s to its switches, for 15 others:
+
+    >>> import topoplan
+    >>> rates = link_rates(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
+    >>> len(rates), rates[3, 5, "nvlink"]
+    (240, 10000000000.0)
+    """
+    fabric = Fabric(plan.topology, plan.channels)
+    weight: dict[tuple[Queue, tuple[int, ...]], Fraction] = defaultdict(Fraction)
+    for shard in plan.shards:
+        for stage in shard.stages:
+            for edge in stage.edges:
+                ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+                weight[(*ends, edge.channel), edge_links(edge, stage.op, fabric)] += shard.share
+    load: dict[int, Fraction] = defaultdict(Fraction)
+    for (_, links), share in weight.items():
+        for link in links:
+            load[link] += share
+    rates: dict[Queue, float] = defaultdict(float)
+    for (queue, links), share in weight.items():
+        rates[queue] += float(min(fabric.capacity[link] * share / load[link] for link in links) * 10**9)
+    return dict(rates)
 
 
 def _wire(entry: Any, where: str) -> Wire:

@@ -7,19 +7,17 @@ timeout: that is how ranks learn of it which wait for others. Such a group must 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
-from collectives.backends.backend import Call, RankArrays
-from collectives.backends.torch.exchange import BLOCK, exchange
+from collectives.backends.backend import Call
+from collectives.backends.stepped.program import Message as Move
 from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.group_world import GroupWorld
 from collectives.backends.torch.open_group import (
     asked_for,
     carrier_of,
@@ -27,13 +25,10 @@ from collectives.backends.torch.open_group import (
     existing_group,
     make_group,
 )
-from collectives.backends.torch.program import Part, Program, Transfer, program
-from collectives.backends.torch.roll_call import Contact, Notice, RollCall
-from collectives.backends.torch.wires import LANES, GlooWires, LostPeer, Message, NcclWires, Wires
-from collectives.peers.signature import LENGTH, Signature
+from collectives.backends.torch.program import Join, Part, Program, program
+from collectives.backends.torch.wires import LANES, GlooWires, Message, NcclWires, Wires
+from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
-
-Result = TypeVar("Result")
 
 
 class TorchBackend:
@@ -78,15 +73,20 @@ class TorchBackend:
         if "cuda" in served:
             gpu = next(device for device in self.arrays.devices if device.type == "cuda")
             self._wires["cuda"] = NcclWires(carrier_of(self._group), gpu, timeout=timeout)
-        self._small = self.arrays.devices[0]
         self._scratch: dict[str, torch.Tensor] = {}
+        self._timeout = timeout
         self._owned = False
-        self._roll_call = RollCall(self.ranks[0])
-        try:
-            self._meet()
-        except BackendError:
-            self.close()
-            raise
+        self._world = GroupWorld(
+            self.ranks[0],
+            self.size,
+            [self._wires[device.type] for device in self.arrays.devices],
+            self.arrays.devices[0],
+            lane=TorchBackend._lanes,
+            timeout=timeout,
+        )
+        for wires in self._wires.values():
+            wires.lane = 1 + (self._world.lane - 1) % (LANES - 1)
+        TorchBackend._lanes = self._world.lane + 1
 
     @classmethod
     def open(cls, *, timeout: float) -> TorchBackend:
@@ -109,32 +109,21 @@ class TorchBackend:
         kind = memory.source.device.type
         self._agree(call.signature, kind)
         wires = self._wires[kind]
-        steps = program(call.table, memory.rank, memory.given, memory.block, ahead=wires.ahead)
+        steps = program(call.table, memory.rank, memory.given, memory.block, call.itemsize, ahead=wires.ahead)
         joined = None if call.op is None else joining(call.op, memory.source)
-        lines = self._lines(steps, memory)
-        self._guarded(lambda: _execute(steps, lines, wires, joined))
+        lines = (memory.source, memory.result, self._room(steps.scratch, memory.source))
+        self._world.guarded(lambda: _execute(steps, lines, wires, joined))
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
         try:
-            self._exchange(self._block(signature, ""))
+            self._world.agree(signature, timeout=self._timeout)
         except BackendError:
             return  # the caller has an error of his own to hear of
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
-        blocks = self._exchange(value.hex().encode())
-        values = []
-        for peer, block in enumerate(blocks):
-            try:
-                values.append(float.fromhex(block.decode().strip()))
-            except ValueError:
-                raise BackendError(
-                    "the peer runs a collective while this rank compares times; make the same calls on all ranks",
-                    rank=self.ranks[0],
-                    peer=peer,
-                ) from None
-        return max(values)
+        return self._world.largest(value, timeout=self._timeout)
 
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
@@ -142,86 +131,35 @@ class TorchBackend:
 
     def gather_texts(self, text: str) -> list[str]:
         """See `GathersTexts.gather_texts`."""
-        data = text.encode()
-        lengths = []
-        for peer, block in enumerate(self._exchange(str(len(data)).encode())):
-            if not block.strip().isdigit():
-                raise BackendError(
-                    "the peer is at something else than this rank, which waits for a plan; make the same calls on all "
-                    "ranks",
-                    rank=self.ranks[0],
-                    peer=peer,
-                )
-            lengths.append(int(block))
-        found = self._exchange(data, length=max(1, *lengths))
-        return [one[:length].decode() for one, length in zip(found, lengths, strict=True)]
+        return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._roll_call.close()
+        self._world.close()
         self._scratch.clear()
         if self._owned:
             self._owned = False
             let_go()
             dist.destroy_process_group()
 
-    def _meet(self) -> None:
-        """Tell all ranks where this one listens, and agree on a lane for the messages of this back end."""
-        for wires in self._wires.values():
-            self._guarded(wires.meet)
-        mine = {"lane": TorchBackend._lanes, "contact": asdict(self._roll_call.contact)}
-        theirs = [json.loads(block) for block in self._exchange(json.dumps(mine).encode())]
-        lane = max(one["lane"] for one in theirs)
-        self._roll_call.meet([Contact(**one["contact"]) for one in theirs])
-        for wires in self._wires.values():
-            wires.lane = 1 + (lane - 1) % (LANES - 1)
-        TorchBackend._lanes = lane + 1
-
     def _agree(self, mine: Signature, kind: str) -> None:
         """Compare with all ranks, so that all of them fail where two differ."""
-        (rank,) = self.ranks
-        blocks = self._exchange(self._block(mine, kind))
-        theirs = [(_signature(block, rank=rank, peer=peer), peer) for peer, block in enumerate(blocks)]
-        for other, peer in sorted(theirs, key=lambda one: not one[0].refusal):
-            mine.check(other, rank=rank, peer=peer)
-        for peer, block in enumerate(blocks):
-            where = block[LENGTH:].decode().strip()
+        kinds = self._world.compare(mine, kind, timeout=self._timeout)
+        for peer, where in enumerate(kinds):
             if where != kind:
                 raise BackendError(
                     f"the peer has its tensors on {where} and this rank on {kind}; move them to the same kind",
-                    rank=rank,
+                    rank=self.ranks[0],
                     peer=peer,
                 )
 
-    def _block(self, signature: Signature, kind: str) -> bytes:
-        return signature.pack() + kind.encode()
-
-    def _exchange(self, block: bytes, length: int = BLOCK) -> list[bytes]:
-        wires = self._wires[self._small.type]
-        place = {"rank": self.ranks[0], "size": self.size}
-        return self._guarded(lambda: exchange(block, wires, **place, device=self._small, length=length))
-
-    def _lines(self, steps: Program, memory: RankArrays[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The rank's contribution, its result, and scratch memory, as the parts of a program count them."""
-        device = memory.source.device
-        elements = steps.slots * steps.slot
-        nbytes = elements * memory.source.element_size()
+    def _room(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """Scratch memory of so many bytes, kept between calls."""
+        device = like.device
         kept = self._scratch.get(str(device))
         if kept is None or kept.nbytes < nbytes:
             kept = self._scratch[str(device)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return memory.source, memory.result, kept[:nbytes].view(memory.source.dtype)
-
-    def _guarded(self, task: Callable[[], Result]) -> Result:
-        """A task's result; where a peer is lost, all ranks are told and the culprit is named."""
-        try:
-            return task()
-        except LostPeer as lost:
-            (rank,) = self.ranks
-            mine = Notice(rank, lost.peer, lost.step, lost.fault)
-            for wires in self._wires.values():
-                wires.cut()
-            found = self._roll_call.blame(mine)
-            raise _error(found, rank) from lost
+        return kept[:nbytes].view(like.dtype)
 
 
 def _execute(
@@ -232,54 +170,36 @@ def _execute(
     raw = [line.view(torch.uint8) for line in lines]
     values = [operands(line) for line in lines]
 
-    def message(transfer: Transfer) -> Message:
-        part = transfer.part
-        data = raw[part.line][part.start * itemsize : part.stop * itemsize]
-        return Message(transfer.peer, data, transfer.row)
+    def messages(listed: Sequence[Move]) -> list[Message]:
+        return [
+            Message(one.peer, raw[one.buffer][one.offset : one.offset + one.nbytes], one.row)
+            for one in listed
+        ]
 
-    def elements(part: Part) -> object:
-        return values[part.line][part.start : part.stop]
+    def elements(part: Part, count: int) -> object:
+        first = part[1] // itemsize
+        return values[part[0]][first : first + count]
+
+    def join(listed: Sequence[Join]) -> None:
+        for one in listed:
+            assert joined is not None, "only reductions join"
+            own, arrived, target = (elements(part, one.count) for part in (one.own, one.arrived, one.target))
+            joined(own, arrived, out=target)
 
     with np.errstate(all="ignore"):
-        for step in steps.steps:
-            for transfer in step.ended:
-                wires.sent(transfer.peer, transfer.row)
-            wires.start([message(one) for one in step.receives], [message(one) for one in step.sends])
-            for arrival in step.arrivals:
-                wires.received(arrival.peer, arrival.row)
-                if arrival.own is not None:
-                    assert joined is not None, "only reductions join"
-                    joined(elements(arrival.own), elements(arrival.arrived), out=elements(arrival.target))
+        for turn in steps.turns:
+            for one in turn.ended:
+                wires.sent(one.peer, one.row)
+            join(turn.joins)
+            if turn.receives or turn.sends:
+                wires.start(messages(turn.receives), messages(turn.sends))
+            if turn.ahead:
+                wires.start(messages(turn.ahead), [])
+            for one in turn.arrivals:
+                wires.received(one.peer, one.row)
         wires.settle()
     if lines[0].is_cuda:
         torch.cuda.current_stream(lines[0].device).synchronize()
-
-
-def _signature(block: bytes, *, rank: int, peer: int) -> Signature:
-    try:
-        return Signature.unpack(block[:LENGTH])
-    except ValueError as error:
-        raise BackendError(
-            "the peer compares times while this rank runs a collective; make the same calls on all ranks",
-            rank=rank,
-            peer=peer,
-        ) from error
-
-
-def _error(found: Notice, rank: int) -> BackendError:
-    """What this rank raises when a notice, its own or another's, names the culprit."""
-    if found.peer == rank:
-        message = f"the other ranks gave up on this one: rank {found.rank} says that it {found.fault}"
-    elif found.rank == rank:
-        message = f"the peer {found.fault}"
-    else:
-        message = f"the peer {found.fault}, as rank {found.rank} found"
-    return BackendError(
-        f"{message}; see what its process did and whether it had fewer batches, and make a new process group",
-        rank=rank,
-        peer=found.peer,
-        step=found.step,
-    )
 
 
 def _device(kind: str) -> torch.device:

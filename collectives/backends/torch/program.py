@@ -1,93 +1,85 @@
-"""What one rank does in each global step: which rows it sends, where it puts those that arrive, what it joins.
+"""What one rank does in each step over a process group: the steps of `stepped.program`, some of it earlier or later.
 
-The rows' steps are those of `wavefront`. A chunk has a *home* at a rank: its place in the result, or a slot of
-scratch memory where the rank passes a chunk on that is none of its result. What is stored, and what is the first
-to be joined with the rank's own contribution, arrives at home; everything else that is joined arrives in a slot.
+What a step brings is joined before the next one starts. A receive may be started one step ahead, so that data is under
+way meanwhile; a send is waited for two steps later. Both only where nothing else uses their memory in between:
 
-Receives may be posted some steps ahead, as soon as their memory is free, so that data is under way while earlier
-steps are joined; sends are waited for two steps later, or before their memory is written to.
+    step 4   send a from P, receive b           a is waited for before step 6 ...
+    step 5   receive c into P, which a reads    ... but here before step 5, and c cannot be started in step 4
+    step 6   receive d into Q                   d is started in step 5, once b has been joined
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
-from collectives.lowering.edge_streams import wavefront
+from collectives.backends.backend import RankArrays
+from collectives.backends.stepped.places import VECTOR
+from collectives.backends.stepped.program import SCRATCH, Lane, Message, Step, program_of
+from collectives.kernels.work import Chunks
 from collectives.lowering.transfer_table import TransferTable
-from topoplan.plans.tree import ALIGNMENT
-
-SOURCE, RESULT, SCRATCH = range(3)
-"""The three lines of memory that a part can lie in."""
 
 SEND_STEPS = 2
 """Steps after which a send is waited for."""
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements of one of the lines of memory."""
-
-    line: int
-    start: int
-    stop: int
+Part = tuple[int, int]
+"""A buffer and a byte in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A row that leaves or reaches this rank."""
+class Join:
+    """So many elements: ``target = own joined with arrived``."""
 
-    row: int
-    peer: int
-    part: Part
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A row that is there at the end of a step: ``target = own joined with arrived``, or nothing to do."""
-
-    row: int
-    peer: int
-    own: Part | None
+    own: Part
     arrived: Part
     target: Part
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """In this order: sends of earlier steps that must have ended, what is posted, and what is waited for."""
+class Turn:
+    """One step of one rank, in this order.
 
-    ended: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
-    arrivals: tuple[Arrival, ...]
+    Parameters
+    ----------
+    ended : tuple of Message
+        Sends of earlier steps that must have left.
+    joins : tuple of Join
+        Of what the step before has brought.
+    receives, sends : tuple of Message
+        What is started.
+    ahead : tuple of Message
+        Receives of the next step that can be started.
+    arrivals : tuple of Message
+        What is waited for.
+    """
+
+    ended: tuple[Message, ...]
+    joins: tuple[Join, ...]
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+    ahead: tuple[Message, ...]
+    arrivals: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The steps of one rank.
+    """The turns of one rank, and the bytes of scratch that they need."""
 
-    Parameters
-    ----------
-    steps : tuple of Step
-        Those in which this rank takes no part are left out.
-    slot : int
-        Elements of a slot of scratch memory, which holds the longest row; a multiple of `ALIGNMENT`.
-    slots : int
-        How many slots there must be.
-    """
-
-    steps: tuple[Step, ...]
-    slot: int
-    slots: int
+    turns: tuple[Turn, ...]
+    scratch: int
 
 
 @lru_cache(maxsize=64)
 def program(
-    table: TransferTable, rank: int, given: tuple[int, int], block: tuple[int, int], *, ahead: int
+    table: TransferTable,
+    rank: int,
+    given: tuple[int, int],
+    block: tuple[int, int],
+    itemsize: int,
+    *,
+    ahead: bool,
+    step_bytes: int = 1,
 ) -> Program:
     """The program of a rank; the last 64 are kept.
 
@@ -97,180 +89,79 @@ def program(
     rank : int
     given, block : (int, int)
         As in `RankArrays`.
-    ahead : int
-        Steps by which a receive may be posted before its data is sent; 0 for back ends that match the sends and
-        receives of one step.
+    itemsize : int
+        Bytes of an element.
+    ahead : bool
+        Whether receives may be started before their step; not where the sends and receives of a step are matched.
+    step_bytes : int
+        As in `program_of`.
 
     Notes
     -----
-    No deadlock: what a rank waits for in a step was posted by its peer in that step or before, and posting waits
-    only for what ended in earlier steps.
+    No deadlock: what a rank waits for in a step was started by its peer in that step or before, and starting waits
+    only for what was started in earlier steps.
 
     Examples
     --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 80000, chunk_elements=100)
-    >>> made = program(table, 3, (0, 80000), (0, 80000), ahead=1)
-    >>> sum(len(step.sends) for step in made.steps) == int((table.source == 3).sum())
+    >>> made = program(table, 3, (0, 80000), (0, 80000), 4, ahead=True)
+    >>> sum(len(turn.sends) for turn in made.turns) == int((table.source == 3).sum())
     True
     """
-    rows = np.flatnonzero((table.source == rank) | (table.destination == rank))
-    plan = _Places(given[0], block, ahead)
-    columns = (wavefront(table), table.source, table.destination, table.start, table.stop, table.shard)
-    flags = (table.chunk, table.add, table.source_fresh, table.destination_fresh)
-    listed = (column[rows].tolist() for column in (*columns, *flags))
-    for row, step, source, destination, start, stop, *rest in zip(rows.tolist(), *listed, strict=True):
-        shard, chunk, add, source_fresh, destination_fresh = rest
-        if source == rank:
-            plan.send(step, row, destination, (start, stop), (shard, chunk), source_fresh)
-        else:
-            fresh = destination_fresh if add else None
-            plan.receive(step, row, source, (start, stop), (shard, chunk), fresh)
-    longest = int((table.stop - table.start).max(initial=0))
-    return plan.program(-(-longest // ALIGNMENT) * ALIGNMENT)
+    one = RankArrays(rank, given, None, block, None)
+    found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
+    (lane,) = found.lanes
+    return Program(tuple(_turns(lane, ahead)), found.scratch)
 
 
-@dataclass(slots=True)
-class _Send:
-    step: int
-    ended: int
-    transfer: Transfer
+def _turns(lane: Lane, ahead: bool) -> list[Turn]:
+    steps, joins = lane.steps, _joins(lane.joins)
+    turns: list[Turn] = []
+    leaving: list[tuple[int, Message]] = []
+    started: tuple[Message, ...] = ()
+    waiting: tuple[Join, ...] = ()
+    for place, step in enumerate(steps):
+        receives = tuple(one for one in step.receives if one not in started)
+        brought = joins.get(step.number, ())
+        started = _early(step, brought, steps[place + 1]) if ahead and place + 1 < len(steps) else ()
+        writes = {_place(one) for one in (*receives, *started)}
+        ended = [one for at, one in leaving if at <= place - SEND_STEPS or _place(one) in writes]
+        turns.append(Turn(tuple(ended), waiting, receives, step.sends, started, step.receives))
+        leaving = [(at, one) for at, one in leaving if one not in ended]
+        leaving += [(place, one) for one in step.sends]
+        waiting = brought
+    if steps:
+        turns.append(Turn(tuple(one for _, one in leaving), waiting, (), (), (), ()))
+    return turns
 
 
-@dataclass(slots=True)
-class _Home:
-    """The life of a chunk's home: when it is first posted to, free again, and which sends read it."""
-
-    part: Part
-    first: int
-    free: int
-    reads: list[_Send]
-
-
-class _Places:
-    """Gives every row its memory and its steps; rows must come in the order of the table.
-
-    Until `program` numbers the slots, a part in scratch memory is (number of its life, elements).
-    """
-
-    def __init__(self, given: int, block: tuple[int, int], ahead: int) -> None:
-        self.given = given
-        self.block = block
-        self.ahead = ahead
-        self.sends: list[_Send] = []
-        self.receives: list[tuple[int, Transfer]] = []
-        self.arrivals: list[tuple[int, Arrival]] = []
-        self.homes: dict[tuple[int, int], _Home] = {}
-        self.lives: list[tuple[int, int]] = []
-
-    def send(
-        self, step: int, row: int, peer: int, elements: tuple[int, int], chunk: tuple[int, int], fresh: bool
-    ) -> None:
-        """A row that leaves; ``fresh`` if it is this rank's own contribution."""
-        part = self._own(elements) if fresh else self.homes[chunk].part
-        sent = _Send(step, step + SEND_STEPS, Transfer(row, peer, part))
-        self.sends.append(sent)
-        if not fresh:
-            self.homes[chunk].reads.append(sent)
-            self.homes[chunk].free = max(self.homes[chunk].free, step + 1)
-
-    def receive(
-        self,
-        step: int,
-        row: int,
-        peer: int,
-        elements: tuple[int, int],
-        chunk: tuple[int, int],
-        fresh: bool | None,
-    ) -> None:
-        """A row that arrives; ``fresh`` if it is the first that is joined here, None if it is stored."""
-        early = max(step - self.ahead, 0)
-        home = self.homes.get(chunk)
-        if home is None:
-            home = self.homes[chunk] = _Home(self._new_home(elements), early, 0, [])
-        if fresh is False:
-            arrived = self._life(early, step + 1, elements)
-            post = early
-            written = step
-        else:
-            arrived = home.part
-            post = written = max(early, home.free)
-        for sent in home.reads:
-            sent.ended = min(sent.ended, written)
-        home.free = max(home.free, step + 1)
-        own = None if fresh is None else self._own(elements) if fresh else home.part
-        self.receives.append((post, Transfer(row, peer, arrived)))
-        self.arrivals.append((step, Arrival(row, peer, own, arrived, home.part)))
-
-    def program(self, slot: int) -> Program:
-        """Everything in its steps, with slots of so many elements."""
-        for home in self.homes.values():
-            if home.part.line == SCRATCH:
-                used = max((sent.ended for sent in home.reads), default=0)
-                self.lives[home.part.start] = (home.first, max(home.free, used))
-        numbers = _slots(self.lives)
-
-        def placed(part: Part) -> Part:
-            if part.line != SCRATCH:
-                return part
-            return Part(SCRATCH, numbers[part.start] * slot, numbers[part.start] * slot + part.stop)
-
-        def moved(transfer: Transfer) -> Transfer:
-            return Transfer(transfer.row, transfer.peer, placed(transfer.part))
-
-        length = 1 + max(
-            [sent.ended for sent in self.sends] + [step for step, _ in self.arrivals], default=-1
-        )
-        ended, receives, sends = ([list[Transfer]() for _ in range(length)] for _ in range(3))
-        arrivals = [list[Arrival]() for _ in range(length)]
-        for sent in self.sends:
-            sends[sent.step].append(moved(sent.transfer))
-            ended[sent.ended].append(moved(sent.transfer))
-        for step, transfer in self.receives:
-            receives[step].append(moved(transfer))
-        for step, arrival in self.arrivals:
-            own = None if arrival.own is None else placed(arrival.own)
-            parts = (own, placed(arrival.arrived), placed(arrival.target))
-            arrivals[step].append(Arrival(arrival.row, arrival.peer, *parts))
-        columns = zip(ended, receives, sends, arrivals, strict=True)
-        steps = (Step(tuple(a), tuple(b), tuple(c), tuple(d)) for a, b, c, d in columns)
-        busy = tuple(step for step in steps if any((step.ended, step.receives, step.sends, step.arrivals)))
-        return Program(busy, slot, 1 + max(numbers, default=-1))
-
-    def _own(self, elements: tuple[int, int]) -> Part:
-        return Part(SOURCE, elements[0] - self.given, elements[1] - self.given)
-
-    def _new_home(self, elements: tuple[int, int]) -> Part:
-        if self.block[0] <= elements[0] and elements[1] <= self.block[1]:
-            return Part(RESULT, elements[0] - self.block[0], elements[1] - self.block[0])
-        return self._life(0, 0, elements)
-
-    def _life(self, first: int, free: int, elements: tuple[int, int]) -> Part:
-        self.lives.append((first, free))
-        return Part(SCRATCH, len(self.lives) - 1, elements[1] - elements[0])
+def _early(step: Step, joins: tuple[Join, ...], following: Step) -> tuple[Message, ...]:
+    """The receives of the next step that can be started in this one."""
+    if following.number != step.number + 1:
+        return ()
+    used = {_place(one) for one in (*step.sends, *step.receives)}
+    used |= {_slot(*part) for one in joins for part in (one.own, one.target)}
+    return tuple(one for one in following.receives if _place(one) not in used)
 
 
-def _slots(lives: list[tuple[int, int]]) -> list[int]:
-    """A slot for every life, given as (first step, first step after), so that no two share one at a time.
+def _place(message: Message) -> Part:
+    return _slot(message.buffer, message.offset)
 
-    Examples
-    --------
-    >>> _slots([(0, 2), (1, 3), (2, 4)])
-    [0, 1, 0]
-    """
-    numbers = [0] * len(lives)
-    taken: list[tuple[int, int]] = []
-    idle: list[int] = []
-    count = 0
-    for life in sorted(range(len(lives)), key=lambda life: lives[life]):
-        first, free = lives[life]
-        while taken and taken[0][0] <= first:
-            heapq.heappush(idle, heapq.heappop(taken)[1])
-        if idle:
-            numbers[life] = heapq.heappop(idle)
-        else:
-            numbers[life] = count
-            count += 1
-        heapq.heappush(taken, (free, numbers[life]))
-    return numbers
+
+def _slot(buffer: int, offset: int) -> Part:
+    """Where chunks lie; in scratch the slot, in which elements are aligned as they are in the buffer."""
+    return buffer, offset - (offset % VECTOR if buffer == SCRATCH else 0)
+
+
+def _joins(chunks: Chunks) -> dict[int, tuple[Join, ...]]:
+    """The joins of each step, in their order."""
+    columns = (chunks.count, *chunks.own, *chunks.arriving, *chunks.destination)
+    found: dict[int, list[Join]] = {}
+    for step, count, *parts in zip(
+        chunks.step.tolist(), *(column.tolist() for column in columns), strict=True
+    ):
+        own, arrived, target = zip(parts[::2], parts[1::2], strict=True)
+        found.setdefault(step, []).append(Join(own, arrived, target, count))
+    return {step: tuple(listed) for step, listed in found.items()}

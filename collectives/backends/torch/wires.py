@@ -60,8 +60,8 @@ class LostPeer(Exception):
 class Wires(Protocol):
     """Messages between this rank and its peers."""
 
-    ahead: int
-    """Steps by which receives may be posted before their sends."""
+    ahead: bool
+    """Whether receives may be posted before the step of their sends."""
 
     lane: int
     """Number of the back end, the same on all ranks, below `LANES`; 0 until they have agreed on one."""
@@ -95,7 +95,7 @@ class GlooWires:
         Seconds.
     """
 
-    ahead = 1
+    ahead = True
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
         self.lane = 0
@@ -179,7 +179,7 @@ class NcclWires:
         Seconds.
     """
 
-    ahead = 0
+    ahead = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout: float) -> None:
         self.lane = 0

@@ -14,7 +14,7 @@ from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback_gpu.backend import LoopbackGpu
 from collectives.backends.loopback_gpu.backend import program_of as loopback_program
-from collectives.backends.nccl.program import program_of as nccl_program
+from collectives.backends.stepped.program import program_of as nccl_program
 from collectives.lowering.edge_streams import streams
 from tests.collectives.backends.test_loopback import run
 from tests.support.fake_streams import Machine

@@ -19,12 +19,9 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback.backend import Loopback
-from collectives.backends.loopback.chunk_mover import ChunkMover
-from collectives.backends.loopback.crossings import crossings
-from collectives.backends.loopback.paced import AHEAD, PacedLoopback
-from collectives.backends.loopback.paced_chunks import recut
+from collectives.backends.loopback.paced import AHEAD, ChunkMover, PacedLoopback, recut
 from collectives.backends.loopback.pacing import BURST, LinkPlayer
-from collectives.backends.loopback.wires import wires_of
+from collectives.backends.loopback.wires import crossings, wires_of
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.edge_streams import Stream, streams
 from collectives.lowering.transfer_table import TransferTable

@@ -21,8 +21,8 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.backends.tcp.order import orders
-from collectives.backends.tcp.pacing import link_rates
 from collectives.backends.tcp.sockets import PACING
+from collectives.backends.tcp.wires import link_rates
 from collectives.peers.rendezvous import Rendezvous
 from collectives.reduction import DTYPE_KINDS
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from collectives import TransferTable, lower
 from collectives.backends.loopback.backend import execute
-from collectives.backends.torch.program import RESULT, SCRATCH, SOURCE, Part, Program, program
+from collectives.backends.stepped.program import Message
+from collectives.backends.torch.program import Join, Part, Program, program
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 Line = NDArray[np.float64]
 GARBAGE = -1e300
+ITEMSIZE = 8
 
 
 class Rank:
@@ -23,34 +25,48 @@ class Rank:
 
     def __init__(self, made: Program, source: Line, result: Line, mail: dict[int, Line]) -> None:
         self.made = made
-        self.lines = {SOURCE: source, RESULT: result, SCRATCH: np.zeros(made.slots * made.slot)}
+        self.lines = [source, result, np.zeros(made.scratch // ITEMSIZE)]
         self.mail = mail
         self.sent: dict[int, Line] = {}
 
-    def at(self, part: Part) -> Line:
-        found = self.lines[part.line][part.start : part.stop]
-        assert len(found) == part.stop - part.start > 0
+    def at(self, part: Part, count: int) -> Line:
+        buffer, offset = part
+        assert offset % ITEMSIZE == 0
+        found = self.lines[buffer][offset // ITEMSIZE :][:count]
+        assert len(found) == count > 0
         return found
+
+    def of(self, message: Message) -> Line:
+        return self.at((message.buffer, message.offset), message.nbytes // ITEMSIZE)
+
+    def join(self, joins: tuple[Join, ...]) -> None:
+        for one in joins:
+            own, arrived, target = (self.at(part, one.count) for part in (one.own, one.arrived, one.target))
+            target[:] = own + arrived
+
+    def start(self, receives: tuple[Message, ...], open_: dict[int, Message]) -> None:
+        """Receives spoil their memory at once."""
+        for message in receives:
+            self.of(message)[:] = GARBAGE
+            open_[message.row] = message
 
     def run(self) -> Iterator[None]:
         """Yields while it waits. Data lands as late as it may, in memory that is spoilt as early as it may be."""
-        for step in self.made.steps:
-            for transfer in step.ended:
-                assert np.array_equal(self.at(transfer.part), self.sent.pop(transfer.row))
-            for transfer in step.receives:
-                self.at(transfer.part)[:] = GARBAGE
-            for transfer in step.sends:
-                self.mail[transfer.row] = self.sent[transfer.row] = self.at(transfer.part).copy()
-            for arrival in step.arrivals:
-                while arrival.row not in self.mail:
+        open_: dict[int, Message] = {}
+        for turn in self.made.turns:
+            for message in turn.ended:
+                assert np.array_equal(self.of(message), self.sent.pop(message.row))
+            self.join(turn.joins)
+            self.start(turn.receives, open_)
+            for message in turn.sends:
+                self.mail[message.row] = self.sent[message.row] = self.of(message).copy()
+            self.start(turn.ahead, open_)
+            for message in turn.arrivals:
+                while message.row not in self.mail:
                     yield
-                arrived = self.at(arrival.arrived)
-                arrived[:] = self.mail.pop(arrival.row)
-                if arrival.own is not None:
-                    self.at(arrival.target)[:] = self.at(arrival.own) + arrived
-                else:
-                    assert arrival.target == arrival.arrived
+                self.of(open_.pop(message.row))[:] = self.mail.pop(message.row)
         assert not self.sent
+        assert not open_
 
 
 def block_of(plan: Plan, rank: int, count: int) -> tuple[int, int]:
@@ -69,9 +85,17 @@ def given_of(plan: Plan, rank: int, count: int) -> tuple[int, int]:
     )
 
 
-def programs(plan: Plan, table: TransferTable, ahead: int) -> list[Program]:
+def programs(plan: Plan, table: TransferTable, *, ahead: bool, step_bytes: int = 1) -> list[Program]:
     return [
-        program(table, r, given_of(plan, r, table.count), block_of(plan, r, table.count), ahead=ahead)
+        program(
+            table,
+            r,
+            given_of(plan, r, table.count),
+            block_of(plan, r, table.count),
+            ITEMSIZE,
+            ahead=ahead,
+            step_bytes=step_bytes,
+        )
         for r in range(len(plan.ranks))
     ]
 
@@ -80,9 +104,11 @@ PLANS = [forest_plan(6, collective, shape) for collective in COLLECTIVES for sha
 PLANS.append(three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+@pytest.mark.parametrize(("ahead", "step_bytes"), [(False, 1), (True, 1), (False, 4000), (True, 4000)])
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
-def test_programs_give_what_the_table_says_however_late_data_lands(plan: Plan, ahead: int) -> None:
+def test_programs_give_what_the_table_says_however_late_data_lands(
+    plan: Plan, ahead: bool, step_bytes: int
+) -> None:
     size = len(plan.ranks)
     count = 965 * size
     table = lower(plan, count, chunk_elements=112)
@@ -98,7 +124,7 @@ def test_programs_give_what_the_table_says_however_late_data_lands(plan: Plan, a
             inputs[r][slice(*block_of(plan, r, count))].copy(),
             mail,
         )
-        for r, made in enumerate(programs(plan, table, ahead))
+        for r, made in enumerate(programs(plan, table, ahead=ahead, step_bytes=step_bytes))
     ]
     running = [rank.run() for rank in ranks]
     for _ in range(10 * len(table)):
@@ -107,17 +133,17 @@ def test_programs_give_what_the_table_says_however_late_data_lands(plan: Plan, a
     assert not mail
     for r, rank in enumerate(ranks):
         block = slice(*block_of(plan, r, count))
-        assert np.array_equal(rank.lines[RESULT], wanted[r][block])
+        assert np.array_equal(rank.lines[1], wanted[r][block])
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_without_posting_ahead_both_ends_put_the_same_rows_into_one_step(plan: Plan) -> None:
     table = lower(plan, 965 * len(plan.ranks), chunk_elements=112)
-    made = programs(plan, table, 0)
+    made = programs(plan, table, ahead=False)
     for a, sender in enumerate(made):
         for b, receiver in enumerate(made):
-            sends = [[one.row for one in step.sends if one.peer == b] for step in sender.steps]
-            receives = [[one.row for one in step.receives if one.peer == a] for step in receiver.steps]
+            sends = [[one.row for one in step.sends if one.peer == b] for step in sender.turns]
+            receives = [[one.row for one in step.receives if one.peer == a] for step in receiver.turns]
             assert [rows for rows in sends if rows] == [rows for rows in receives if rows]
 
 
@@ -126,7 +152,9 @@ def test_without_posting_ahead_both_ends_put_the_same_rows_into_one_step(plan: P
 def test_scratch_memory_does_not_grow_with_the_number_of_chunks(plan: Plan) -> None:
     size = len(plan.ranks)
     few, many = (lower(plan, n * 960 * size, chunk_elements=112) for n in (2, 8))
-    for short, long in zip(programs(plan, few, 1), programs(plan, many, 1), strict=True):
-        assert long.slots <= short.slots + size
+    slot = 112 * ITEMSIZE + 32
+    for short, long in zip(programs(plan, few, ahead=True), programs(plan, many, ahead=True), strict=True):
+        # two areas for what a step brings, of which the short one has not seen the largest
+        assert long.scratch <= short.scratch + 2 * size * slot
     if plan.collective in ("broadcast", "allgather"):
-        assert all(made.slots == 0 for made in programs(plan, many, 1))
+        assert all(made.scratch == 0 for made in programs(plan, many, ahead=True))

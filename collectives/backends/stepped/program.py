@@ -1,7 +1,7 @@
-"""What one rank sends, receives and joins in each step of a collective, and where.
+"""What one rank sends, receives and joins in each step of a collective, and where: of NCCL, and of torch's groups.
 
 The rows of a table are dealt out to *lanes*: all to one, or each tree (shard) to a lane of its own, with streams and an
-NCCL communicator of its own. In a lane, what a step receives is joined while the next step moves, so what a step sends
+communicator of its own. In a lane, what a step receives is joined while the next step moves, so what a step sends
 was joined two steps before. Chunks that are to be joined arrive in slots of scratch, in one of two areas by turns.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.backends.backend import RankArrays
 from collectives.backends.stepped.moves import Moves, Numbers, chunks_together, moves_of
 from collectives.backends.stepped.places import VECTOR, Places, places_of, slot_bytes
-from collectives.kernels.work import Chunks, Work, work_of
+from collectives.kernels.work import Chunks
 from collectives.lowering.transfer_table import TransferTable
 
 SCRATCH = 2
@@ -54,7 +54,7 @@ class Step:
     sends, receives : tuple of Message
         Between two ranks, in the same order on both.
     join : int or None
-        Launch of the lane's work.
+        Number of its joins among those of the lane's steps.
     joined : int or None
         Position of the last step whose joins must be done before this one begins to move.
     """
@@ -68,10 +68,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """Steps one after another, and the tables of their joins."""
+    """Steps one after another, and what they join: launch by launch, in the order of the steps."""
 
     steps: tuple[Step, ...]
-    work: Work
+    joins: Chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,8 +164,7 @@ def _lane(
     order = chosen[np.argsort(steps, kind="stable")]
     arriving = order[(moves.destination[order] == rank) & moves.add[order]]
     slots, after = _slots(moves, arriving, scratch, itemsize)
-    work = work_of(_chunks(moves, places, arriving, slots), itemsize)
-    launch = {step: number for number, step in enumerate(work.steps)}
+    launch = {step: number for number, step in enumerate(np.unique(moves.step[arriving]).tolist())}
     slot = dict(zip(arriving.tolist(), slots.tolist(), strict=True))
     sends: dict[int, list[Message]] = {}
     receives: dict[int, list[Message]] = {}
@@ -199,7 +198,7 @@ def _lane(
                 before[-1] if before else None,
             )
         )
-    return Lane(tuple(made), work), after
+    return Lane(tuple(made), _chunks(moves, places, arriving, slots)), after
 
 
 def _slots(moves: Moves, arriving: Numbers, scratch: int, itemsize: int) -> tuple[Numbers, int]:
