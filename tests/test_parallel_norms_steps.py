@@ -13,8 +13,7 @@ from hand_plans import forest_plan
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.optimisers.lamb import Lamb
-from collectives.optimisers.lars import Lars
+from collectives.optimisers import Lamb, Lars
 from topoplan.errors import UsageError
 
 Array = NDArray[Any]
