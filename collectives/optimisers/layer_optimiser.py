@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ from collectives.optimisers.layer_arrays import (
 from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
 from collectives.optimisers.trust_ratio import lamb_rate, lars_rate, norm
 from topoplan.errors import UsageError
+
+BLOCK = 1 << 15
+"""Elements that are computed with at a time: few enough to stay in the cache."""
 
 Replica = tuple[Sequence[Array], Sequence[Array]]
 """Weights and gradients of one rank."""
@@ -300,13 +303,13 @@ class Lars(LayerOptimiser):
         return lars_rate(weight_norm, update_norm, coefficient=self.coefficient, weight_decay=decay)
 
     def _move(self, layer: Layer, update: Array, speed: float) -> None:
-        velocity = layer.kept["velocity"]
-        step = layer.weights * layer.decay
-        step += update
-        step *= speed
-        velocity *= self.momentum
-        velocity += step
-        np.subtract(layer.weights, velocity, out=layer.weights)
+        for weights, gradient, velocity in _blocks(layer.weights, update, layer.kept["velocity"]):
+            step = weights * layer.decay
+            step += gradient
+            step *= speed
+            velocity *= self.momentum
+            velocity += step
+            weights -= velocity
 
 
 class Lamb(LayerOptimiser):
@@ -362,24 +365,33 @@ class Lamb(LayerOptimiser):
         return f"betas {self.betas!r}, epsilon {self.epsilon!r}"
 
     def _update(self, layer: Layer) -> Array:
-        (b1, b2), g = self.betas, layer.gradient
-        first, second = layer.kept["first"], layer.kept["second"]
-        first *= b1
-        first += (1 - b1) * g
-        second *= b2
-        second += (1 - b2) * g * g
-        scale = np.sqrt(second)
-        scale *= 1 / math.sqrt(1 - b2**self.steps)
-        scale += self.epsilon
-        update: Array = np.divide(first, scale, out=scale)
-        update *= 1 / (1 - b1**self.steps)
-        if layer.decay:
-            update += layer.decay * layer.weights
-        return update
+        b1, b2 = self.betas
+        unbiased = 1 / (1 - b1**self.steps), 1 / math.sqrt(1 - b2**self.steps)
+        whole = np.empty_like(layer.weights)
+        lines = layer.weights, layer.gradient, layer.kept["first"], layer.kept["second"], whole
+        for weights, gradient, first, second, update in _blocks(*lines):
+            first *= b1
+            first += (1 - b1) * gradient
+            second *= b2
+            second += (1 - b2) * gradient * gradient
+            scale = np.sqrt(second)
+            scale *= unbiased[1]
+            scale += self.epsilon
+            np.divide(first, scale, out=update)
+            update *= unbiased[0]
+            if layer.decay:
+                update += layer.decay * weights
+        return whole
 
     def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
         return lamb_rate(weight_norm, update_norm)
 
     def _move(self, layer: Layer, update: Array, speed: float) -> None:
-        update *= speed
-        np.subtract(layer.weights, update, out=layer.weights)
+        for weights, step in _blocks(layer.weights, update):
+            weights -= step * speed
+
+
+def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
+    """Lines of one length, piece by piece."""
+    for start in range(0, lines[0].size, BLOCK):
+        yield tuple(line[start : start + BLOCK] for line in lines)
