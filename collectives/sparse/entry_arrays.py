@@ -105,13 +105,13 @@ class EntryArrays(Protocol):
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
     ) -> Encoded:
-        """Entries of so many elements as a message; see `collectives.sparse.pairs`."""
+        """Entries of so many elements as a message; see `collectives.sparse.entry_messages`."""
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         """The entries of a message."""
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
-        """Add entries up in their order; the k largest of them and the others (`collectives.sparse.merging`)."""
+        """Add entries up in their order; the k largest of them and the others."""
 
 
 def entry_arrays(library: ArrayLibrary[Any], gpu: int | None) -> EntryArrays:

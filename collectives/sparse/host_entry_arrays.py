@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.selection.error_feedback import ErrorFeedback
+from collectives.selection.topk import topk
 from collectives.sparse.entry_arrays import Encoded, Entries
-from collectives.sparse.merging import largest_entries, merged
-from collectives.sparse.pairs import decode_entries, encode_entries, within
+from collectives.sparse.entry_messages import decode_entries, encode_entries, within
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -125,3 +125,41 @@ class HostEntryArrays:
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
         """See `EntryArrays.merge`."""
         return largest_entries(*merged(parts), k)
+
+
+def merged(parts: Sequence[Entries]) -> Entries:
+    """Entries of several ranks in ascending order, the values of one index added up in the order of the ranks.
+
+    Examples
+    --------
+    >>> indices, values = merged([(np.array([1, 4]), np.float32([1, 2])), (np.array([4, 5]), np.float32([3, 4]))])
+    >>> indices.tolist(), values.tolist()
+    ([1, 4, 5], [1.0, 5.0, 4.0])
+    """
+    indices = np.concatenate([part[0] for part in parts])
+    indices.sort()  # np.unique would hash them, which takes much longer
+    first = np.ones(len(indices), dtype=np.bool_)
+    np.not_equal(indices[1:], indices[:-1], out=first[1:])
+    indices = indices[first]
+    values = np.zeros(len(indices), parts[0][1].dtype)
+    for own, added in parts:
+        values[np.searchsorted(indices, own)] += added
+    return indices, values
+
+
+def largest_entries(indices: Array, values: Array, k: int) -> tuple[Entries, Entries]:
+    """Of entries in ascending order the k of largest magnitude, ties by lowest index, and the others.
+
+    Examples
+    --------
+    >>> kept, left = largest_entries(np.array([1, 4, 6]), np.float32([2, -3, 2]), 2)
+    >>> kept[0].tolist(), left[0].tolist()
+    ([1, 4], [6])
+    """
+    if k >= len(indices):
+        return (indices, values), (indices[:0], values[:0])
+    # a NaN, as infinities of both signs make, goes to everybody
+    chosen, _ = topk(values, k, nan="largest")
+    rest = np.ones(len(indices), dtype=np.bool_)
+    rest[chosen] = False
+    return (indices[chosen], values[chosen]), (indices[rest], values[rest])

@@ -12,7 +12,7 @@ from typing import Any
 
 from collectives.execution.execution import Execution
 from collectives.sparse.entry_arrays import EntryArrays
-from collectives.sparse.pairs import place_bytes
+from collectives.sparse.entry_messages import place_bytes
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import Round, rounds
 

@@ -1,4 +1,8 @@
-"""The sparse allreduce that gathers the entries of all ranks everywhere, by the allgather plan of the allocation."""
+"""The sparse allreduces that dense collectives carry: of everything, or of the gathered entries of all ranks.
+
+Where choosing entries does not pay, gradient and residual are added up as a whole, after which nothing is kept. Else
+the entries of all ranks are gathered everywhere, by the allgather plan of the allocation.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,56 @@ from typing import Any
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays
-from collectives.sparse.entry_messages import EntryMessages
-from collectives.sparse.pairs import place_bytes
+from collectives.sparse.entry_messages import EntryMessages, place_bytes
 from collectives.sparse.residuals import Residuals
 
 Gather = Callable[[list[Any]], list[Any]]
 """From messages of one length, one for each rank of this process, to all messages one after another, for each rank."""
+
+
+class DenseExchange:
+    """The allreduce of the whole gradient and the residual, after which nothing is kept.
+
+    Parameters
+    ----------
+    add_up : callable
+        From lines, one for each rank of this process, to the sums; lines stay as they are.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    """
+
+    def __init__(
+        self, add_up: Callable[[list[Any]], list[Any]], library: ArrayLibrary[Any], arrays: EntryArrays
+    ) -> None:
+        self._add_up = add_up
+        self._library = library
+        self._arrays = arrays
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+        """Add up everything; parameters and result as `ServerExchange.run`."""
+        given: dict[int, Any] = {}
+        try:
+            for rank, line in gradients.items():
+                given[rank] = line if residuals[rank].empty else self._with_residual(residuals[rank], line)
+            return self._add_up(list(given.values()))
+        except BaseException:
+            for rank, line in given.items():
+                residuals[rank].changed()
+                residuals[rank].whole.residual[...] = self._arrays.values(line)
+            raise
+
+    def _with_residual(self, residuals: Residuals, line: Any) -> Any:
+        """A line with the gradient and all that was kept."""
+        whole = residuals.whole
+        residuals.changed()
+        whole.feed(self._arrays.values(line), 0)
+        everything = self._library.empty(self._library.shape(line), line)
+        self._arrays.store(everything, whole.residual)
+        whole.residual[...] = 0
+        if whole.velocity is not None:
+            whole.velocity[...] = 0
+        residuals.emptied()
+        return everything
 
 
 class PairExchange:
