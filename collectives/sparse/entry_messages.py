@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.selection.topk import index_type
-from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays
+from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Line
 from collectives.sparse.explanation import entries_of
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALIGNMENT
@@ -38,7 +38,7 @@ LARGEST = {
 """The largest magnitude that a format does not turn into infinity."""
 
 
-class EntryMessages:
+class EntryMessages(Generic[Line]):
     """Messages with entries of the shards of a gradient; all of one shard have one length.
 
     Parameters
@@ -62,10 +62,10 @@ class EntryMessages:
 
     def __init__(
         self,
-        arrays: EntryArrays,
+        arrays: EntryArrays[Line],
         borders: Sequence[int],
-        dtype: str,
         *,
+        dtype: str,
         density: float,
         wire: WireFormat | None,
     ) -> None:
