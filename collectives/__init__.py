@@ -1,6 +1,6 @@
 """collectives: runs a topoplan plan on arrays.
 
-What training loops use is loaded when it is first asked for.
+What training loops use, and what is compiled, is loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collectives.communicator.handle import Handle
 from collectives.lowering.lower import lower
 from collectives.lowering.table_check import check_table
 from collectives.lowering.transfer_table import TransferTable
-from collectives.selection.error_feedback import ErrorFeedback
-from collectives.selection.mstopk import mstopk
+from collectives.selection.error_feedback import ErrorFeedback, warm_up_density
 from collectives.selection.topk import topk
-from collectives.selection.warm_up import warm_up_density
 
 if TYPE_CHECKING:
+    from collectives.selection.mstopk import mstopk
     from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD
     from collectives.training.gradient_synchronizer import GradientSynchronizer
     from collectives.training.report import report
@@ -29,6 +28,7 @@ _HOME = {
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
     "LocalSGD": "collectives.staleness.modes",
     "SSP": "collectives.staleness.modes",
+    "mstopk": "collectives.selection.mstopk",
     "report": "collectives.training.report",
 }
 

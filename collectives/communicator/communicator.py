@@ -398,21 +398,31 @@ class Communicator:
         """
         execution, sparse = self._open(), self._sparse_collective()
         try:
-            asked = sparse_request(execution.backend, gradients, out=out, op=op)
-            chosen = self._explained(asked, density, exchange, wire)
-            residuals = sparse.prepare(asked, key=key, momentum=momentum)
+            asked = sparse_request(
+                execution.backend,
+                gradients,
+                density=density,
+                exchange=exchange,
+                wire=wire,
+                out=out,
+                op=op,
+                key=key,
+                momentum=momentum,
+            )
+            chosen = self._explained(asked)
+            residuals = sparse.prepare(asked)
         except UsageError as error:
             self._refuse(str(error))
             raise
         except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
             with suppress(UsageError):
-                residuals = sparse.prepare(asked, key=key, momentum=momentum)
+                residuals = sparse.prepare(asked)
                 self._in_order.run(lambda: sparse.keep(asked, residuals))
             raise
 
         def run() -> Any:
             try:
-                return sparse.run(asked, residuals, chosen, density, wire)
+                return sparse.run(asked, residuals, chosen)
             except UsageError as error:
                 if execution.backend.one_rank:
                     execution.refuse(str(error))
@@ -427,8 +437,10 @@ class Communicator:
 
         All ranks must call it, since one of them makes the plans for all.
         """
-        asked = sparse_request(self._open().backend, gradients, out=None, op="sum")
-        return self._explained(asked, density, exchange, wire)
+        backend = self._open().backend
+        return self._explained(
+            sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire)
+        )
 
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
         """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint."""
@@ -548,17 +560,11 @@ class Communicator:
         if execution.backend.one_rank:
             self._in_order.run(lambda: execution.refuse(reason))
 
-    def _explained(
-        self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None
-    ) -> Explanation:
+    def _explained(self, asked: SparseRequest) -> Explanation:
         """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
         sparse = self._sparse_collective()
-        known = sparse.known(asked, density=density, exchange=exchange, wire=wire)
-        if known is not None:
-            return known
-        return self._in_order.run(
-            lambda: sparse.explain(asked, density=density, exchange=exchange, wire=wire)
-        )
+        known = sparse.known(asked)
+        return self._in_order.run(lambda: sparse.explain(asked)) if known is None else known
 
     def _sparse_collective(self) -> SparseCollective:
         if self._sparse is None:

@@ -13,7 +13,7 @@ from typing import Any
 import topoplan
 from collectives.backends.backend import Backend, GathersTexts
 from collectives.backends.open_backend import check_backend, open_backend
-from collectives.peers.error_rounds import Gather, say_all
+from collectives.peers.error_rounds import Gather, say_all, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import UsageError
 from topoplan.formats.load import library
@@ -116,7 +116,7 @@ def plan_for_all(gather: Gather, meant: Meant | None, *, rank: int, size: int) -
         return job_plan(gather, rank=rank, size=size)
     if isinstance(meant, Topology):
         machine = meant
-        return plan_by_one(gather, lambda: topoplan.plan(machine), rank=rank)
+        return plan_by_one(gather, lambda: topoplan.plan(machine, progress=still_wanted), rank=rank)
     return meant
 
 

@@ -17,7 +17,7 @@ import os
 import topoplan
 from collectives.job.hosts import JobHost, job_topology, read_host
 from collectives.job.members import Gpu, Member, by_host, check_members, this_member
-from collectives.peers.error_rounds import Gather, say_all, say_when_done
+from collectives.peers.error_rounds import Gather, say_all, say_when_done, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.topology_json import parse_topology_json
@@ -158,7 +158,7 @@ def _planned(hosts: list[JobHost], collective: str, channels: str) -> Plan:
     if channels == "auto" and len(hosts) > 1 and not any(link.channel == "nvlink" for link in topology.links):
         # Network links alone may join all ranks; those of one host had better use what is inside it.
         channels = "pcie+network"
-    return topoplan.plan(topology, collective, channels=channels)
+    return topoplan.plan(topology, collective, channels=channels, progress=still_wanted)
 
 
 def _check(plan: Plans, hosts: list[JobHost], collective: str) -> None:

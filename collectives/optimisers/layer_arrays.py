@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,27 +29,13 @@ class Layer:
     weights, gradient : (size,) arrays
     kept : dict of (size,) arrays
         What the optimiser keeps for it between steps.
-    room : (size,) array or None
-        For what is measured before it is used; None where the rate is not computed here.
     decay : float
     """
 
     weights: Array
     gradient: Array
     kept: dict[str, Array]
-    room: Array | None
     decay: float
-
-
-def working(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What weights of a dtype are computed in.
-
-    Examples
-    --------
-    >>> working(np.dtype(np.float16))
-    dtype('float32')
-    """
-    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> Layout:
@@ -117,30 +102,24 @@ def difference(one: Sequence[tuple[object, object]], other: Sequence[tuple[objec
     return f"layer {first} is {here} and was {before}"
 
 
-def kept_for(layers: Layout, names: Sequence[str]) -> list[dict[str, Array]]:
-    """Zeros for each layer, by name."""
-    lines = [(math.prod(shape), working(dtype)) for shape, dtype in layers]
-    return [{name: np.zeros(size, dtype) for name in names} for size, dtype in lines]
-
-
-def check_kept(kept: Sequence[Sequence[dict[str, Array]]], layers: Layout, *, ranks: int) -> None:
-    """Whether what was kept is of these layers, on so many ranks in this process.
-
-    Raises
-    ------
-    UsageError
-        Names the layer.
-    """
+def check_kept(
+    kept: Sequence[Sequence[dict[str, Array]]], lines: list[tuple[int, np.dtype[Any]]], *, ranks: int
+) -> None:
+    """Raise `UsageError` where what was kept is not of these layers, on so many ranks in this process."""
     if len(kept) != ranks:
         raise UsageError(f"the state is of {len(kept)} ranks in a process, not of {ranks}; take another one")
-    fitting = [(math.prod(shape), working(dtype)) for shape, dtype in layers]
     for each in kept:
         for name in each[0] if each else ():
             found = [(one[name].size, one[name].dtype) for one in each]
-            if found != fitting:
+            if found != lines:
                 raise UsageError(
-                    f"the state was saved with other layers: in its {name}, {difference(fitting, found)}; "
+                    f"the state was saved with other layers: in its {name}, {difference(lines, found)}; "
                     "take one that was saved with these"
                 )
-        if len(each) != len(layers):
-            raise UsageError(f"the state is of {len(each)} layers, not of {len(layers)}; take another one")
+        if len(each) != len(lines):
+            raise UsageError(f"the state is of {len(each)} layers, not of {len(lines)}; take another one")
+
+
+def working(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What weights of a dtype are computed in."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype

@@ -1,15 +1,22 @@
-"""What LARS and LAMB have in common in a plain loop: replicated weights, a rate for each layer, all of it in place.
+"""LARS and LAMB for plain loops: replicated weights in numpy arrays, a rate for each layer, all of it in place.
+
+    LARS: v = momentum v + learning rate x rate x (g + weight decay x w);  w = w - v
+    LAMB: m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+          u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon) + weight decay x w;  w = w - learning rate x rate x u
+
+Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1: the learning rate
+is inside the velocity v, where torch's SGD has it outside. Y. You et al., "Large Batch Optimization for Deep Learning:
+Training BERT in 76 minutes", ICLR 2020, algorithm 2. For torch there is `collectives.torch.optimizers`.
 
 A step measures the layers that this rank owns, gathers the rates of all, and then moves every layer; alone it does so
-layer by layer, while each is in the cache. Weights of 16 bits are computed with in float32, and what is kept for them
-is float32 too.
+layer by layer. Weights of 16 bits are computed with in float32, and what is kept for them is float32 too.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +28,15 @@ from collectives.optimisers.layer_arrays import (
     Layout,
     check_kept,
     difference,
-    kept_for,
     layers_of,
+    working,
 )
 from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
+from collectives.optimisers.trust_ratio import lamb_rate, lars_rate, norm
 from topoplan.errors import UsageError
+
+BLOCK = 1 << 15
+"""Elements that are computed with at a time: few enough to stay in the cache."""
 
 Replica = tuple[Sequence[Array], Sequence[Array]]
 """Weights and gradients of one rank."""
@@ -59,9 +70,6 @@ class LayerOptimiser(ABC):
     names: tuple[str, ...]
     """Of the lines that are kept for each layer."""
 
-    keeps_update = False
-    """Whether measuring leaves an update behind, for which there must be room."""
-
     def __init__(
         self,
         *,
@@ -84,7 +92,6 @@ class LayerOptimiser(ABC):
         self._decays: list[float] = []
         self._parallel: ParallelRates | None = None
         self._kept: list[list[dict[str, Array]]] = []
-        self._rooms: list[dict[int, Array]] = []
 
     def step(self, weights: Any, gradients: Any) -> None:
         """Move all layers, in place.
@@ -117,10 +124,15 @@ class LayerOptimiser(ABC):
                     "make another optimiser for other layers"
                 )
         self.steps += 1
-        if self._parallel is None:
-            self._alone(*replicas[0])
-        else:
+        if self._parallel is not None:
             self._together(replicas, self._parallel)
+            return
+        rated = frozenset(self._rated)
+        for layer in range(len(weights)):
+            one = self._layer(0, replicas[0], layer)
+            update = self._update(one)
+            rate = self._rate(norm(one.weights), norm(update), one.decay) if layer in rated else 1.0
+            self._finish(one, update, rate, weights[layer])
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, learning rate, and copies of what each rank of this process keeps: for a checkpoint."""
@@ -154,12 +166,16 @@ class LayerOptimiser(ABC):
         """What must be the same on all ranks."""
 
     @abstractmethod
-    def _measure(self, layer: Layer) -> float:
-        """The rate of a layer."""
+    def _update(self, layer: Layer) -> Array:
+        """What is measured beside the weights; what is kept of moments has then taken the gradient in."""
 
     @abstractmethod
-    def _move(self, layer: Layer, speed: float) -> None:
-        """Move a layer by its rate times the learning rate; where it has room it has been measured here."""
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        """The rate of a layer, from norms."""
+
+    @abstractmethod
+    def _move(self, layer: Layer, update: Array, speed: float) -> None:
+        """Move a layer by its rate times the learning rate."""
 
     def _begin(self, layers: list[Layout]) -> None:
         """Agree with all ranks on layers and settings, share the layers out, and make what is kept for them."""
@@ -180,55 +196,37 @@ class LayerOptimiser(ABC):
             raise UsageError(
                 f"layer {missing[0]} is excluded, and there are {len(first)}; name those that exist"
             )
-        kept = self._kept or [kept_for(first, self.names) for _ in layers]
-        check_kept(kept, first, ranks=len(layers))
+        lines = [(math.prod(shape), working(dtype)) for shape, dtype in first]
+        kept = self._kept or [
+            [{name: np.zeros(size, dtype) for name in self.names} for size, dtype in lines] for _ in layers
+        ]
+        check_kept(kept, lines, ranks=len(layers))
         rated = [layer for layer in range(len(first)) if layer not in self.excluded]
         parallel = None
         if self.communicator is not None:
             about = f"{type(self).__name__} {self._settings()} {decays} {rated} {[str(dtype) for _, dtype in first]}"
-            sizes = [math.prod(first[layer][0]) for layer in rated]
-            parallel = ParallelRates(self.communicator, sizes, about=about)
+            parallel = ParallelRates(self.communicator, [lines[layer][0] for layer in rated], about=about)
         self._layers, self._decays, self._kept = first, decays, kept
         self._rated, self._parallel = rated, parallel
-        self._rooms = [
-            self._room(rank) for rank in ((0,) if parallel is None else parallel.communicator.ranks)
-        ]
-
-    def _room(self, rank: int) -> dict[int, Array]:
-        """Where the updates of the layers that a rank measures are put: one place for all where each moves at once."""
-        if not self.keeps_update:
-            return {}
-        lines = {layer: self._kept[0][layer][self.names[0]] for layer in self._owned(rank)}
-        if self._parallel is not None:
-            return {layer: np.empty_like(line) for layer, line in lines.items()}
-        place = np.empty(max((line.nbytes for line in lines.values()), default=0), np.uint8)
-        return {layer: place[: line.nbytes].view(line.dtype) for layer, line in lines.items()}
-
-    def _owned(self, rank: int) -> list[int]:
-        """The layers whose rates a rank computes."""
-        if self._parallel is None:
-            return self._rated
-        return [self._rated[place] for place in self._parallel.owned(rank)]
-
-    def _alone(self, weights: Sequence[Array], gradients: Sequence[Array]) -> None:
-        rated = frozenset(self._rated)
-        for layer in range(len(weights)):
-            one = self._layer(0, (weights, gradients), layer)
-            rate = self._measure(one) if layer in rated else 1.0
-            self._finish(one, rate, weights[layer])
 
     def _together(self, replicas: list[Replica], parallel: ParallelRates) -> None:
+        """Owners keep the updates of their layers until the rates are there; others compute them as they move."""
         comm = parallel.communicator
-        owned = [self._owned(rank) for rank in comm.ranks]
-        measured = [
-            [self._measure(self._layer(number, replica, layer)) for layer in layers]
-            for number, (replica, layers) in enumerate(zip(replicas, owned, strict=True))
-        ]
-        gathered = [parallel.gather(measured[0])] if comm.one_rank else parallel.gather(measured)
+        updates: list[dict[int, Array]] = [{} for _ in replicas]
+        rates: list[list[float]] = [[] for _ in replicas]
+        for number, (rank, replica) in enumerate(zip(comm.ranks, replicas, strict=True)):
+            for place in parallel.owned(rank):
+                one = self._layer(number, replica, self._rated[place])
+                updates[number][self._rated[place]] = update = self._update(one)
+                rates[number].append(self._rate(norm(one.weights), norm(update), one.decay))
+        gathered = [parallel.gather(rates[0])] if comm.one_rank else parallel.gather(rates)
         for number, (replica, found) in enumerate(zip(replicas, gathered, strict=True)):
-            rates = dict(zip(self._rated, found.tolist(), strict=True))
+            rate_of = dict(zip(self._rated, found.tolist(), strict=True))
             for layer, weights in enumerate(replica[0]):
-                self._finish(self._layer(number, replica, layer), rates.get(layer, 1.0), weights)
+                one = self._layer(number, replica, layer)
+                kept = updates[number].pop(layer, None)
+                update = self._update(one) if kept is None else kept
+                self._finish(one, update, rate_of.get(layer, 1.0), weights)
 
     def _layer(self, number: int, replica: Replica, layer: int) -> Layer:
         """A layer of one of this process's ranks."""
@@ -239,12 +237,161 @@ class LayerOptimiser(ABC):
             weights[layer].reshape(-1).astype(dtype, copy=False),
             np.ascontiguousarray(gradients[layer], dtype).reshape(-1),
             kept,
-            self._rooms[number].get(layer),
             self._decays[layer],
         )
 
-    def _finish(self, layer: Layer, rate: float, weights: Array) -> None:
+    def _finish(self, layer: Layer, update: Array, rate: float, weights: Array) -> None:
         """Move a layer, and round it to what the caller's weights are."""
-        self._move(layer, rate * self.learning_rate)
+        self._move(layer, update, rate * self.learning_rate)
         if weights.dtype != layer.weights.dtype:
             weights.reshape(-1)[:] = layer.weights
+
+
+class Lars(LayerOptimiser):
+    """Moves each layer by a rate of `lars_rate`.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, excluded, communicator
+        As in `LayerOptimiser`.
+    momentum : float
+    coefficient : float
+        How far a layer trusts its gradient.
+
+    Examples
+    --------
+    The rate is 0.01 x 5 / 0.5 = 0.1.
+
+    >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
+    >>> Lars(2.0, momentum=0.9, coefficient=0.01).step([weights], [gradient])
+    >>> weights.round(12).tolist()
+    [2.94, 3.92]
+    """
+
+    names = ("velocity",)
+
+    def __init__(
+        self,
+        learning_rate: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float | Sequence[float] = 0.0,
+        coefficient: float = 0.001,
+        excluded: Collection[int] = (),
+        communicator: Communicator | Averaging | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            excluded=excluded,
+            communicator=communicator,
+        )
+        if not 0 <= momentum < 1:
+            raise UsageError(f"a momentum of {momentum} is not in [0, 1); give for example 0.9")
+        if not coefficient > 0:
+            raise UsageError(f"a coefficient of {coefficient} moves nothing; give for example 0.001")
+        self.momentum = momentum
+        self.coefficient = coefficient
+
+    def _settings(self) -> str:
+        return f"momentum {self.momentum!r}, coefficient {self.coefficient!r}"
+
+    def _update(self, layer: Layer) -> Array:
+        return layer.gradient
+
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        return lars_rate(weight_norm, update_norm, coefficient=self.coefficient, weight_decay=decay)
+
+    def _move(self, layer: Layer, update: Array, speed: float) -> None:
+        for weights, gradient, velocity in _blocks(layer.weights, update, layer.kept["velocity"]):
+            step = weights * layer.decay
+            step += gradient
+            step *= speed
+            velocity *= self.momentum
+            velocity += step
+            weights -= velocity
+
+
+class Lamb(LayerOptimiser):
+    """Moves each layer by a rate of `lamb_rate`.
+
+    Owners keep the updates of their layers until the rates are gathered: memory for a share of the weights.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay, excluded, communicator
+        As in `LayerOptimiser`.
+    betas : (float, float)
+        b1 and b2.
+    epsilon : float
+
+    Examples
+    --------
+    The first direction of Adam is (1, 1), of length sqrt(2), and the rate is 5 / sqrt(2).
+
+    >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
+    >>> Lamb(0.1, epsilon=1e-12).step([weights], [gradient])
+    >>> weights.round(6).tolist()
+    [2.646447, 3.646447]
+    """
+
+    names = ("first", "second")
+
+    def __init__(
+        self,
+        learning_rate: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-6,
+        weight_decay: float | Sequence[float] = 0.0,
+        excluded: Collection[int] = (),
+        communicator: Communicator | Averaging | None = None,
+    ) -> None:
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            excluded=excluded,
+            communicator=communicator,
+        )
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise UsageError(f"a beta of {beta} is not in [0, 1); give for example 0.9 and 0.999")
+        if not epsilon > 0:
+            raise UsageError(f"an epsilon of {epsilon} divides by zero; give for example 1e-6")
+        self.betas = betas
+        self.epsilon = epsilon
+
+    def _settings(self) -> str:
+        return f"betas {self.betas!r}, epsilon {self.epsilon!r}"
+
+    def _update(self, layer: Layer) -> Array:
+        b1, b2 = self.betas
+        unbiased = 1 / (1 - b1**self.steps), 1 / math.sqrt(1 - b2**self.steps)
+        whole = np.empty_like(layer.weights)
+        lines = layer.weights, layer.gradient, layer.kept["first"], layer.kept["second"], whole
+        for weights, gradient, first, second, update in _blocks(*lines):
+            first *= b1
+            first += (1 - b1) * gradient
+            second *= b2
+            second += (1 - b2) * gradient * gradient
+            scale = np.sqrt(second)
+            scale *= unbiased[1]
+            scale += self.epsilon
+            np.divide(first, scale, out=update)
+            update *= unbiased[0]
+            if layer.decay:
+                update += layer.decay * weights
+        return whole
+
+    def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
+        return lamb_rate(weight_norm, update_norm)
+
+    def _move(self, layer: Layer, update: Array, speed: float) -> None:
+        for weights, step in _blocks(layer.weights, update):
+            weights -= step * speed
+
+
+def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
+    """Lines of one length, piece by piece."""
+    for start in range(0, lines[0].size, BLOCK):
+        yield tuple(line[start : start + BLOCK] for line in lines)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from topoplan.errors import (
+    BackendError,
     InfeasibleError,
     PlanError,
     ProbeError,
@@ -66,36 +67,60 @@ def say_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
 
     It runs in a thread of its own, and until it has ended on all ranks they go on telling each other that they are
     there: so a rank that waits for a busy one waits as long as that takes, and still no longer than the timeout of the
-    gather for one that is dead or stopped.
+    gather for one that is dead or stopped. Where the rounds end with an error, ``what`` ends when it next calls
+    `still_wanted`.
 
     Examples
     --------
     >>> say_when_done(lambda text: [text, text], lambda: "made")
     ['made', 'made']
     """
-    said: list[str] = []
-    failures: list[BaseException] = []
-    ended = threading.Event()
+    work = _Work(what)
+    work.start()
+    try:
+        while True:
+            try:
+                work.ended.wait(BEAT_SECONDS)
+            except BaseException as error:  # an interrupt: what the thread finds is of no use any more
+                work.failures.insert(0, error)
+            failure = work.failures[0] if work.failures else None
+            mine = _failed(failure) if failure else {"said": work.said[0]} if work.said else {"busy": "yes"}
+            answers = _round(gather, mine, failure)
+            if all("said" in answer for answer in answers):
+                return [answer["said"] for answer in answers]
+    finally:
+        work.given_up.set()
 
-    def work() -> None:
+
+def still_wanted(report: str = "") -> None:
+    """End what a rank does in `say_when_done` where an error has ended the rounds; anywhere else nothing is done.
+
+    It can be given as ``progress`` to `topoplan.plan`, so that a thread does not go on planning for nobody.
+    """
+    work = threading.current_thread()
+    if isinstance(work, _Work) and work.given_up.is_set():
+        raise BackendError("an error of another rank has ended what this was for")
+
+
+class _Work(threading.Thread):
+    """The thread in which a rank does what all wait for."""
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        super().__init__(name="what all ranks wait for", daemon=True)
+        self.said: list[str] = []
+        self.failures: list[BaseException] = []
+        self.ended = threading.Event()
+        self.given_up = threading.Event()
+        self._what = what
+
+    def run(self) -> None:
+        """Do it."""
         try:
-            said.append(what())
+            self.said.append(self._what())
         except BaseException as error:
-            failures.append(error)
+            self.failures.append(error)
         finally:
-            ended.set()
-
-    threading.Thread(target=work, name="what all ranks wait for", daemon=True).start()
-    while True:
-        try:
-            ended.wait(BEAT_SECONDS)
-        except BaseException as error:  # an interrupt: what the thread finds is of no use any more
-            failures.insert(0, error)
-        failure = failures[0] if failures else None
-        mine = _failed(failure) if failure else {"said": said[0]} if said else {"busy": "yes"}
-        answers = _round(gather, mine, failure)
-        if all("said" in answer for answer in answers):
-            return [answer["said"] for answer in answers]
+            self.ended.set()
 
 
 def _failed(error: BaseException) -> dict[str, str]:

@@ -5,7 +5,8 @@
 So nothing is lost: what was sent and what is kept sum up to what was given. With momentum correction (Lin et al.,
 "Deep Gradient Compression", ICLR 2018, section 3.1 and 3.2) a velocity takes the gradient's place, and entries that
 are sent lose theirs too. All of it happens in the read that the selection needs anyway: 12 bytes are moved for each
-float32 element where the sampled threshold certifies itself, 16 otherwise, 20 and 24 with momentum.
+float32 element where the sampled threshold certifies itself, 16 otherwise, 20 and 24 with momentum. In the first epochs
+more entries are sent (section 3.3).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from topoplan.errors import UsageError
 Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
+
+FIRST = 0.25
+"""Density of the first epoch, and the factor from each to the next."""
 
 
 class ErrorFeedback:
@@ -198,3 +202,29 @@ class ErrorFeedback:
         if self.velocity is not None:
             self.velocity[...] = velocity
         self.step = int(state["step"])
+
+
+def warm_up_density(epoch: int, density: float = 0.001) -> float:
+    """The density of an epoch, counted from 0: from a quarter of the entries down to the one that is wanted.
+
+    Parameters
+    ----------
+    epoch : int
+    density : float
+        What is wanted in the end, above 0 and at most 1.
+
+    Raises
+    ------
+    UsageError
+        An argument is out of range.
+
+    Examples
+    --------
+    >>> [round(warm_up_density(epoch), 4) for epoch in range(6)]
+    [0.25, 0.0625, 0.0156, 0.0039, 0.001, 0.001]
+    """
+    if epoch < 0:
+        raise UsageError(f"epoch {epoch} is before the first one; count from 0")
+    if not 0 < density <= 1:
+        raise UsageError(f"a density of {density} is not above 0 and at most 1; give for example 0.01")
+    return max(density, FIRST ** (epoch + 1))

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+
+Line = TypeVar("Line")
 
 Entries = tuple[Any, Any]
 """Indices, ascending, and values."""
@@ -60,7 +62,7 @@ class Feedback(Protocol):
         """Go on from a state, whose arrays are numpy's or as the residual is."""
 
 
-class EntryArrays(Protocol):
+class EntryArrays(Protocol[Line]):
     """Computes with gradients and entries; everything but `feedback` inside ``with here()``."""
 
     def here(self) -> AbstractContextManager[object]:
@@ -69,25 +71,25 @@ class EntryArrays(Protocol):
     def feedback(self, size: int, dtype: str, *, momentum: float) -> Feedback:
         """A new residual, all zero."""
 
-    def area(self, nbytes: int) -> Any:
+    def area(self, nbytes: int) -> Line:
         """A new line of so many bytes, contents undefined: for messages."""
 
-    def values(self, line: Any) -> Any:
+    def values(self, line: Line) -> Any:
         """The values of a line, only to be read."""
 
-    def line(self, values: Any) -> Any:
+    def line(self, values: Any) -> Line:
         """A line with these values, which may be the same memory."""
 
-    def zeroed(self, line: Any) -> Any:
+    def zeroed(self, line: Line) -> Any:
         """Values of zero, to be put into a line by `store`: the same memory where that can be."""
 
-    def store(self, line: Any, values: Any) -> None:
+    def store(self, line: Line, values: Any) -> None:
         """Put values into a line; nothing is done where they are its own memory."""
 
-    def widened(self, array: Any, dtype: str) -> Any:
+    def widened(self, array: Line, dtype: str) -> Line:
         """A gradient as one line of a dtype that holds all its values; the same memory where it is one already."""
 
-    def rounded(self, target: Any, result: Any) -> None:
+    def rounded(self, target: Line, result: Line) -> None:
         """Put a result into an array of the same shape with fewer bits, each value rounded to the nearest, or even."""
 
     def first_nan(self, values: Any) -> int | None:
@@ -105,16 +107,16 @@ class EntryArrays(Protocol):
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
     ) -> Encoded:
-        """Entries of so many elements as a message; see `collectives.sparse.pairs`."""
+        """Entries of so many elements as a message; see `collectives.sparse.entry_messages`."""
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         """The entries of a message."""
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
-        """Add entries up in their order; the k largest of them and the others (`collectives.sparse.merging`)."""
+        """Add entries up in their order; the k largest of them and the others."""
 
 
-def entry_arrays(library: ArrayLibrary[Any], gpu: int | None) -> EntryArrays:
+def entry_arrays(library: ArrayLibrary[Line], gpu: int | None) -> EntryArrays[Line]:
     """Those that suit a back end's arrays.
 
     Parameters

@@ -8,6 +8,7 @@ exchanges have left elsewhere, `hand_over` puts into the sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from collectives.sparse.entry_arrays import Entries, EntryArrays, Feedback
 
@@ -21,8 +22,6 @@ class Residuals:
 
     Parameters
     ----------
-    name : str
-        Of the gradient.
     whole : Feedback
     arrays : EntryArrays
         Of which it is.
@@ -36,7 +35,7 @@ class Residuals:
     >>> from collectives.selection.error_feedback import ErrorFeedback
     >>> from collectives.sparse.entry_arrays import entry_arrays
     >>> arrays = entry_arrays(NumpyArrays(), None)
-    >>> kept = Residuals("", ErrorFeedback(4), arrays, fresh=True)
+    >>> kept = Residuals(ErrorFeedback(4), arrays, fresh=True)
     >>> kept.hand_over([(0, 2)], arrays)
     []
     >>> kept.part(0, 2).feed(np.float32([7, 5]), 1)[0].tolist(), kept.whole.residual.tolist()
@@ -45,14 +44,13 @@ class Residuals:
     [((0, 2), [1], [5.0])]
     """
 
-    def __init__(self, name: str, whole: Feedback, arrays: EntryArrays, *, fresh: bool) -> None:
-        self.name = name
+    def __init__(self, whole: Feedback, arrays: EntryArrays[Any], *, fresh: bool) -> None:
         self.whole = whole
         self.arrays = arrays
         self._parts: dict[Range, Feedback] = {}
         self._owned: frozenset[Range] | None = frozenset() if fresh else None
 
-    def follow(self, arrays: EntryArrays) -> None:
+    def follow(self, arrays: EntryArrays[Any]) -> None:
         """Move to where the gradient is now; called inside ``with arrays.here()``."""
         if self.arrays is arrays:
             return
@@ -83,7 +81,7 @@ class Residuals:
         """Residuals may lie anywhere from now on."""
         self._owned = None
 
-    def hand_over(self, owned: Sequence[Range], arrays: EntryArrays) -> Handed:
+    def hand_over(self, owned: Sequence[Range], arrays: EntryArrays[Any]) -> Handed:
         """What the residual holds outside the parts that this rank owns, and gives up here.
 
         The velocities there are given up as well: owners have their own.
@@ -103,7 +101,7 @@ class Residuals:
                 residual[...] = 0
         return handed
 
-    def take_back(self, handed: Handed, arrays: EntryArrays) -> None:
+    def take_back(self, handed: Handed, arrays: EntryArrays[Any]) -> None:
         """Keep again what was handed over, since nobody has got it."""
         if handed:
             self.changed()

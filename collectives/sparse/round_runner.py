@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic
 
 from collectives.execution.execution import Execution
-from collectives.sparse.entry_arrays import EntryArrays
-from collectives.sparse.pairs import place_bytes
+from collectives.sparse.entry_arrays import EntryArrays, Line
+from collectives.sparse.entry_messages import place_bytes
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import Round, rounds
 
 
-class RoundRunner:
+class RoundRunner(Generic[Line]):
     """The rounds of one sparse plan for one communicator.
 
     Parameters
@@ -31,7 +31,7 @@ class RoundRunner:
     rounds : tuple of Round
     """
 
-    def __init__(self, execution: Execution[Any], plan: Plan) -> None:
+    def __init__(self, execution: Execution[Line], plan: Plan) -> None:
         self.plan = plan
         self.rounds = rounds(plan)
         self._execution = execution
@@ -43,8 +43,8 @@ class RoundRunner:
         borders: Sequence[int],
         *,
         op: str | None,
-        given: Sequence[Any],
-        results: Sequence[Any],
+        given: Sequence[Line],
+        results: Sequence[Line],
         about: str,
     ) -> None:
         """Run a round on elements, as `Execution.run_round`; shard s ends at ``borders[s]``."""
@@ -56,7 +56,7 @@ class RoundRunner:
         number: int,
         lengths: Sequence[int],
         sent: Mapping[tuple[int, int], Any],
-        arrays: EntryArrays,
+        arrays: EntryArrays[Line],
         *,
         about: str,
     ) -> dict[int, list[tuple[int, int, Any]]]:

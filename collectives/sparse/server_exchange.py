@@ -9,10 +9,10 @@ have the same owners are one part: their trees differ, their entries are chosen 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Generic
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedback
+from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Feedback, Line
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.residuals import Handed, Residuals
 from collectives.sparse.round_runner import RoundRunner
@@ -23,7 +23,7 @@ IN, BETWEEN, OUT = range(3)
 """The rounds of such a plan."""
 
 
-class ServerExchange:
+class ServerExchange(Generic[Line]):
     """One sparse allreduce over servers.
 
     Parameters
@@ -42,11 +42,11 @@ class ServerExchange:
 
     def __init__(
         self,
-        runner: RoundRunner,
-        library: ArrayLibrary[Any],
-        arrays: EntryArrays,
+        runner: RoundRunner[Line],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
         borders: Sequence[int],
-        messages: EntryMessages,
+        messages: EntryMessages[Line],
         about: str,
     ) -> None:
         self._runner = runner
@@ -65,7 +65,7 @@ class ServerExchange:
         lengths = dict(zip(self._first, messages.lengths, strict=True))
         self._lengths = [lengths.get(shard, 0) for shard in range(len(shards))]
 
-    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Add up chosen entries of all servers.
 
         Parameters
@@ -109,7 +109,7 @@ class ServerExchange:
                 self._arrays.add(self._feedback(residuals[rank], part).residual, one.lost)
         return lines
 
-    def _given(self, residuals: Residuals, rank: int, line: Any, handed: dict[int, Handed]) -> Any:
+    def _given(self, residuals: Residuals, rank: int, line: Line, handed: dict[int, Handed]) -> Line:
         """The gradient, and what the rank no longer keeps itself, which is noted."""
         handed[rank] = residuals.hand_over(self._owned(rank), self._arrays)
         if not handed[rank]:
@@ -136,8 +136,8 @@ class ServerExchange:
     def _choose(
         self,
         residuals: Mapping[int, Residuals],
-        given: Mapping[int, Any],
-        totals: Mapping[int, Any],
+        given: Mapping[int, Line],
+        totals: Mapping[int, Line],
         chosen: dict[tuple[int, int], Entries],
     ) -> None:
         """Take the largest entries of the sums of this process's servers and what is kept of earlier ones."""
@@ -153,7 +153,7 @@ class ServerExchange:
         self,
         residuals: Mapping[int, Residuals],
         chosen: Mapping[tuple[int, int], Entries],
-        totals: Mapping[int, Any],
+        totals: Mapping[int, Line],
     ) -> dict[tuple[int, int], Encoded]:
         """Put the sums of all servers' entries into the owners' totals; what these ranks have sent for that."""
         arrays, messages = self._arrays, self._messages

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from hashlib import sha256
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from collectives.execution.execution import Execution
 from collectives.execution.request import request
-from collectives.sparse.dense_exchange import DenseExchange
-from collectives.sparse.entry_arrays import EntryArrays, entry_arrays
-from collectives.sparse.entry_messages import EntryMessages
+from collectives.sparse.dense_and_pairs import DenseExchange, PairExchange
+from collectives.sparse.entry_arrays import EntryArrays, Line, entry_arrays
+from collectives.sparse.entry_messages import EntryMessages, message_bytes, place_bytes
 from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
-from collectives.sparse.pair_exchange import PairExchange
-from collectives.sparse.pairs import message_bytes, place_bytes
 from collectives.sparse.residuals import Residuals
 from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
@@ -30,23 +27,18 @@ from collectives.sparse.sparse_request import SparseRequest
 from collectives.sparse.tree_exchange import TreeExchange
 from topoplan.errors import UsageError
 from topoplan.plans.tree import shard_bounds
-from topoplan.units import exact
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
-
-NOMINAL = 1 << 20
-"""Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
-
 
 LINES = ("residual", "velocity")
 """What of a residual's state are arrays."""
 
 
-class Exchange(Protocol):
+class Exchange(Protocol[Line]):
     """Adds up chosen entries of all ranks, or everything."""
 
-    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """See `ServerExchange.run`."""
 
 
@@ -61,13 +53,11 @@ class SparseCollective:
     def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
         self._plans = SparsePlans(execution)
-        self._arrays: dict[int | None, EntryArrays] = {}
+        self._arrays: dict[int | None, EntryArrays[Any]] = {}
         self._residuals: dict[str, list[Residuals]] = {}
         self._explained: dict[tuple[object, ...], Explanation] = {}
 
-    def explain(
-        self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
-    ) -> Explanation:
+    def explain(self, asked: SparseRequest) -> Explanation:
         """What would be exchanged for a gradient, and why.
 
         Raises
@@ -75,20 +65,16 @@ class SparseCollective:
         UsageError
             The density is not above 0 and at most 1, or the exchange unknown or not there on this machine.
         """
-        known = self.known(asked, density=density, exchange=exchange, wire=wire)
-        if known is not None:
-            return known
-        told = self._explain(asked, density, exchange, wire)
-        self._explained[asked.size, asked.dtype, density, exchange, wire] = told
-        return told
+        known = self.known(asked)
+        if known is None:
+            known = self._explained[asked.kind] = self._explain(asked)
+        return known
 
-    def known(
-        self, asked: SparseRequest, *, density: float, exchange: str, wire: WireFormat | None
-    ) -> Explanation | None:
+    def known(self, asked: SparseRequest) -> Explanation | None:
         """What `explain` has said of such a gradient before; None if it was never asked."""
-        return self._explained.get((asked.size, asked.dtype, density, exchange, wire))
+        return self._explained.get(asked.kind)
 
-    def prepare(self, asked: SparseRequest, *, key: str, momentum: float) -> list[Residuals]:
+    def prepare(self, asked: SparseRequest) -> list[Residuals]:
         """The residuals of a key, made when it is first used.
 
         Raises
@@ -96,12 +82,11 @@ class SparseCollective:
         UsageError
             It was used for gradients of another size or dtype, or with another momentum.
         """
+        key, momentum = asked.key, asked.momentum
         if key not in self._residuals:
             arrays = self._arrays_of(asked.inputs[0])
             self._residuals[key] = [
-                Residuals(
-                    key, arrays.feedback(asked.size, asked.dtype, momentum=momentum), arrays, fresh=True
-                )
+                Residuals(arrays.feedback(asked.size, asked.dtype, momentum=momentum), arrays, fresh=True)
                 for _ in asked.inputs
             ]
         kept = self._residuals[key][0].whole
@@ -130,29 +115,16 @@ class SparseCollective:
                 one.changed()
                 one.whole.feed(arrays.values(line), 0)
 
-    def run(
-        self,
-        asked: SparseRequest,
-        residuals: list[Residuals],
-        chosen: Explanation,
-        density: float,
-        wire: WireFormat | None,
-    ) -> Any:
+    def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: Explanation) -> Any:
         """Run to the end; the result, or a list with one for each rank of this process."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here():
             for one in residuals:
                 one.follow(arrays)
-            return self._run(asked, arrays, residuals, chosen, density, wire)
+            return self._run(asked, arrays, residuals, chosen)
 
     def _run(
-        self,
-        asked: SparseRequest,
-        arrays: EntryArrays,
-        residuals: list[Residuals],
-        chosen: Explanation,
-        density: float,
-        wire: WireFormat | None,
+        self, asked: SparseRequest, arrays: EntryArrays[Any], residuals: list[Residuals], chosen: Explanation
     ) -> Any:
         backend = self._execution.backend
         lines = [arrays.widened(one, asked.dtype) for one in asked.inputs]
@@ -161,14 +133,9 @@ class SparseCollective:
             len(lines) > 1 or chosen.exchange != "pairs"
         ):  # else the rank notices it before anything has happened
             _refuse_nan(arrays, gradients)
-        if wire is not None and wire.values.startswith("fixed"):
-            _refuse_infinite(arrays, gradients, wire)
-        about = f"sparse {asked.op} of {asked.size} {asked.dtype}, {float(density)} by {chosen.exchange}"
-        if wire is not None:
-            about += f", {wire.values} {wire.indices}"
-        if residuals[0].name:
-            about += f", key {_in_short(residuals[0].name)}"
-        exchange = self._exchange(asked, arrays, chosen, density, wire, about)
+        if asked.wire is not None and asked.wire.values.startswith("fixed"):
+            _refuse_infinite(arrays, gradients, asked.wire)
+        exchange = self._exchange(asked, arrays, chosen.exchange)
         kept = dict(zip(backend.ranks, residuals, strict=True))
         steps = {rank: one.whole.step for rank, one in kept.items()}
         totals = exchange.run(kept, gradients)
@@ -190,7 +157,7 @@ class SparseCollective:
             It is of another number of ranks; nothing has changed.
         """
         arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
-        self._residuals = {key: self._made(arrays, key, listed) for key, listed in state.items()}
+        self._residuals = {key: self._made(arrays, listed) for key, listed in state.items()}
 
     def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """The residuals of some keys, which are then no longer kept: as `state`, but as lines where they lie."""
@@ -207,10 +174,10 @@ class SparseCollective:
                     {**one, **{name: arrays.values(one[name]) for name in LINES if one[name] is not None}}
                     for one in listed
                 ]
-                made[key] = self._made(arrays, key, values)
+                made[key] = self._made(arrays, values)
         self._residuals.update(made)
 
-    def _arrays_of(self, array: Any) -> EntryArrays:
+    def _arrays_of(self, array: Any) -> EntryArrays[Any]:
         """What computes where an array lies."""
         library = self._execution.backend.arrays
         gpu = library.gpu(array)
@@ -218,7 +185,7 @@ class SparseCollective:
             self._arrays[gpu] = entry_arrays(library, gpu)
         return self._arrays[gpu]
 
-    def _made(self, arrays: EntryArrays, key: str, listed: Sequence[Mapping[str, Any]]) -> list[Residuals]:
+    def _made(self, arrays: EntryArrays[Any], listed: Sequence[Mapping[str, Any]]) -> list[Residuals]:
         ranks = len(self._execution.backend.ranks)
         if len(listed) != ranks:
             raise UsageError(
@@ -231,18 +198,16 @@ class SparseCollective:
             feedback = arrays.feedback(residual.size, residual.dtype.name, momentum=one["momentum"])
             with arrays.here():
                 feedback.restore(one)
-            made.append(Residuals(key, feedback, arrays, fresh=False))
+            made.append(Residuals(feedback, arrays, fresh=False))
         return made
 
-    def _explain(
-        self, asked: SparseRequest, density: float, exchange: str, wire: WireFormat | None
-    ) -> Explanation:
-        entries = entries_of(asked.size, density)
+    def _explain(self, asked: SparseRequest) -> Explanation:
+        exchange, entries = asked.exchange, entries_of(asked.size, asked.density)
         ranks = self._execution.backend.size
         nbytes = asked.size * np.dtype(asked.dtype).itemsize
-        message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=wire)
+        message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
         gathered = ranks * place_bytes(message)
-        share = _entry_share(asked.dtype, density, wire)
+        share = asked.entry_share
         times: dict[str, Callable[[], float]] = {
             "dense": lambda: self._execution.model_seconds("allreduce", nbytes),
             "pairs": lambda: self._execution.model_seconds("allgather", gathered),
@@ -273,36 +238,30 @@ class SparseCollective:
         )
         return Explanation(chosen, entries, gathered, told, seconds, plan)
 
-    def _exchange(
-        self,
-        asked: SparseRequest,
-        arrays: EntryArrays,
-        chosen: Explanation,
-        density: float,
-        wire: WireFormat | None,
-        about: str,
-    ) -> Exchange:
+    def _exchange(self, asked: SparseRequest, arrays: EntryArrays[Any], exchange: str) -> Exchange[Any]:
         backend = self._execution.backend
-        library = backend.arrays
-        if chosen.exchange == "dense":
+        library, about = backend.arrays, asked.about(exchange)
+        messages = partial(EntryMessages, arrays, dtype=asked.dtype, density=asked.density, wire=asked.wire)
+        if exchange == "dense":
             return DenseExchange(
                 lambda lines: self._collective("allreduce", lines, "sum", about), library, arrays
             )
-        if chosen.exchange == "pairs":
-            messages = EntryMessages(arrays, (0, asked.size), asked.dtype, density=density, wire=wire)
+        if exchange == "pairs":
             return PairExchange(
-                lambda sent: self._gathered(sent, arrays, about), backend.size, library, arrays, messages
+                lambda sent: self._gathered(sent, arrays, about),
+                backend.size,
+                library,
+                arrays,
+                messages((0, asked.size)),
             )
-        runner = self._plans.runner(chosen.exchange, _entry_share(asked.dtype, density, wire))
+        runner = self._plans.runner(exchange, asked.entry_share)
         borders = shard_bounds((shard.share for shard in runner.plan.shards), asked.size)
-        if chosen.exchange == "servers":
-            parts = part_borders(runner.plan, borders)
-            messages = EntryMessages(arrays, parts, asked.dtype, density=density, wire=wire)
-            return ServerExchange(runner, library, arrays, borders, messages, about)
-        messages = EntryMessages(arrays, borders, asked.dtype, density=density, wire=wire)
-        return TreeExchange(runner, library, arrays, messages, about)
+        if exchange == "servers":
+            parts = messages(part_borders(runner.plan, borders))
+            return ServerExchange(runner, library, arrays, borders, parts, about)
+        return TreeExchange(runner, library, arrays, messages(borders), about)
 
-    def _gathered(self, messages: list[Any], arrays: EntryArrays, about: str) -> list[Any]:
+    def _gathered(self, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
         """The messages of all ranks one after another, for each rank of this process."""
         lines = [arrays.line(message) for message in messages]
         return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
@@ -314,7 +273,7 @@ class SparseCollective:
         results = self._execution.run(replace(checked, about=about))
         return [results] if backend.one_rank else list(results)
 
-    def _finished(self, asked: SparseRequest, arrays: EntryArrays, place: int, total: Any) -> Any:
+    def _finished(self, asked: SparseRequest, arrays: EntryArrays[Any], place: int, total: Any) -> Any:
         """A result in its shape and dtype, in the caller's array where he gave one."""
         backend = self._execution.backend
         library = backend.arrays
@@ -332,7 +291,7 @@ class SparseCollective:
         return output
 
 
-def _refuse_nan(arrays: EntryArrays, gradients: Mapping[int, Any]) -> None:
+def _refuse_nan(arrays: EntryArrays[Any], gradients: Mapping[int, Any]) -> None:
     for rank, line in gradients.items():
         place = arrays.first_nan(arrays.values(line))
         if place is not None:
@@ -341,7 +300,7 @@ def _refuse_nan(arrays: EntryArrays, gradients: Mapping[int, Any]) -> None:
             )
 
 
-def _refuse_infinite(arrays: EntryArrays, gradients: Mapping[int, Any], wire: WireFormat) -> None:
+def _refuse_infinite(arrays: EntryArrays[Any], gradients: Mapping[int, Any], wire: WireFormat) -> None:
     for rank, line in gradients.items():
         place = arrays.first_infinite(arrays.values(line))
         if place is not None:
@@ -366,16 +325,3 @@ def _lines(residuals: Residuals) -> dict[str, Any]:
             "momentum": whole.momentum,
             "step": whole.step,
         }
-
-
-def _entry_share(dtype: str, density: float, wire: WireFormat | None) -> Fraction:
-    """Bytes of entries for a byte of a large gradient."""
-    entries = entries_of(NOMINAL, density)
-    nbytes = message_bytes(entries, size=NOMINAL, dtype=dtype, wire=wire)
-    return exact(density) * Fraction(nbytes, entries * np.dtype(dtype).itemsize)
-
-
-def _in_short(name: str) -> str:
-    """A key in the few letters that all ranks compare; of a long one its beginning and a digest."""
-    shown = name.encode("ascii", "replace").decode()[:32]
-    return shown if shown == name else f"{shown} {sha256(name.encode()).hexdigest()[:8]}"

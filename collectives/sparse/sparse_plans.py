@@ -40,7 +40,7 @@ class SparsePlans:
 
     def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
-        self._runners: dict[tuple[str, Fraction], RoundRunner] = {}
+        self._runners: dict[tuple[str, Fraction], RoundRunner[Any]] = {}
         self._seconds: dict[tuple[str, Fraction, int], float] = {}
         self._elements: dict[str, Plan] = {}
         self._absent: dict[str, str] = {}
@@ -49,7 +49,7 @@ class SparsePlans:
         """The exchanges that have a plan on this machine: servers, tree, balanced; ``entries`` as in `runner`."""
         return tuple(name for name in KINDS if not self._missing(name, entries))
 
-    def runner(self, exchange: str, entries: Fraction) -> RoundRunner:
+    def runner(self, exchange: str, entries: Fraction) -> RoundRunner[Any]:
         """The rounds of a verified sparse plan.
 
         Parameters

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from collectives.backends.backend import Backend
 from collectives.execution.request import check_inputs, check_outputs
+from collectives.sparse.entry_messages import message_bytes
+from collectives.sparse.explanation import entries_of
 from topoplan.errors import UsageError
+from topoplan.units import exact
+
+if TYPE_CHECKING:
+    from collectives.wire.filters import WireFormat
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Of gradients; those of 16 bits are kept, selected and sent in float32."""
 
 OPERATIONS = ("sum", "avg")
+
+NOMINAL = 1 << 20
+"""Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,8 @@ class SparseRequest:
         Elements of a gradient.
     dtype : str
         In which entries are kept and sent.
+    density, exchange, wire, key, momentum
+        As `Communicator.sparse_all_reduce` takes them.
     """
 
     inputs: list[Any]
@@ -39,10 +54,45 @@ class SparseRequest:
     shape: tuple[int, ...]
     size: int
     dtype: str
+    density: float
+    exchange: str
+    wire: WireFormat | None
+    key: str
+    momentum: float
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides how it is exchanged."""
+        return self.size, self.dtype, self.density, self.exchange, self.wire
+
+    @property
+    def entry_share(self) -> Fraction:
+        """Bytes of entries for a byte of the gradient by which plans and models go: those of a large one."""
+        entries = entries_of(NOMINAL, self.density)
+        nbytes = message_bytes(entries, size=NOMINAL, dtype=self.dtype, wire=self.wire)
+        return exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
+
+    def about(self, exchange: str) -> str:
+        """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
+        told = f"sparse {self.op} of {self.size} {self.dtype}, {float(self.density)} by {exchange}"
+        if self.wire is not None:
+            told += f", {self.wire.values} {self.wire.indices}"
+        return told + (f", key {_in_short(self.key)}" if self.key else "")
 
 
-def sparse_request(backend: Backend[Any], arrays: Any, *, out: Any, op: str) -> SparseRequest:
-    """Check the arguments of a sparse allreduce.
+def sparse_request(
+    backend: Backend[Any],
+    arrays: Any,
+    *,
+    density: float,
+    exchange: str,
+    wire: WireFormat | None,
+    out: Any = None,
+    op: str = "sum",
+    key: str = "",
+    momentum: float = 0.0,
+) -> SparseRequest:
+    """Check the arrays of a sparse allreduce.
 
     Raises
     ------
@@ -68,4 +118,11 @@ def sparse_request(backend: Backend[Any], arrays: Any, *, out: Any, op: str) -> 
     size = 1
     for length in shape:
         size *= length
-    return SparseRequest(inputs, outputs, op, shape, size, "float64" if dtype == "float64" else "float32")
+    kept = "float64" if dtype == "float64" else "float32"
+    return SparseRequest(inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum)
+
+
+def _in_short(name: str) -> str:
+    """A key in the few letters that all ranks compare; of a long one its beginning and a digest."""
+    shown = name.encode("ascii", "replace").decode()[:32]
+    return shown if shown == name else f"{shown} {sha256(name.encode()).hexdigest()[:8]}"

@@ -109,7 +109,7 @@ def gpu_device(gpu: int) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays:
+def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays[Any]:
     """Those of tensors on a GPU; on the processor, after a warning, where there is no CuPy for it."""
     try:
         return TorchEntryArrays(library, gpu)

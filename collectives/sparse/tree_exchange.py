@@ -8,10 +8,10 @@ when all has gone well, so that nothing is lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Generic
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.sparse.entry_arrays import Entries, EntryArrays
+from collectives.sparse.entry_arrays import Entries, EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages
 from collectives.sparse.residuals import Residuals
 from collectives.sparse.round_runner import RoundRunner
@@ -20,7 +20,7 @@ Left = tuple[int, int, Entries]
 """Rank, shard, and entries that the rank leaves out."""
 
 
-class TreeExchange:
+class TreeExchange(Generic[Line]):
     """One sparse allreduce over trees.
 
     Parameters
@@ -37,10 +37,10 @@ class TreeExchange:
 
     def __init__(
         self,
-        runner: RoundRunner,
-        library: ArrayLibrary[Any],
-        arrays: EntryArrays,
-        messages: EntryMessages,
+        runner: RoundRunner[Line],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+        messages: EntryMessages[Line],
         about: str,
     ) -> None:
         self._runner = runner
@@ -49,7 +49,7 @@ class TreeExchange:
         self._messages = messages
         self._about = about
 
-    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Add up chosen entries of all ranks; parameters and result as `ServerExchange.run`."""
         arrays, messages = self._arrays, self._messages
         fed: dict[tuple[int, int], Entries] = {}

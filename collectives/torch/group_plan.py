@@ -22,7 +22,7 @@ from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.torch.backend import TorchBackend
 from collectives.backends.torch.open_group import devices_of
 from collectives.job.given_plan import GivenPlan, given_alike, plan_for_all
-from collectives.peers.error_rounds import Gather, say_all
+from collectives.peers.error_rounds import Gather, say_all, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.training.averaging import ExchangeSettings
 from topoplan.errors import InfeasibleError, TopoplanError, UsageError
@@ -111,7 +111,7 @@ def _for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
     gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
     numbers = [gpus.index(plan.ranks[member]) for member in members]
     make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan
-    return lambda: make(plan.topology, "allreduce", gpus=numbers)
+    return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=still_wanted)
 
 
 def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> ExchangeSettings:

@@ -2,7 +2,7 @@
 
 Parameters are replicated. A step measures those that this rank owns, gathers one float64 for each, and moves all of
 them. Parameters of 16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the
-CPU as in `collectives.optimisers.layer_norms`, on other devices by torch, from where one transfer brings all of them.
+CPU by `collectives.optimisers.trust_ratio`, on other devices by torch, from where one transfer brings all of them.
 
 The formulas are those of `collectives.optimisers.layer_optimiser`; where torch's arithmetic rounds otherwise than
 numpy's, so do they.
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from collectives.communicator.communicator import Communicator
-from collectives.optimisers.layer_norms import norm
 from collectives.optimisers.parallel_trust_ratios import Averaging, ParallelRates, sharing
-from collectives.optimisers.trust_ratio import lamb_rate, lars_rate
+from collectives.optimisers.trust_ratio import lamb_rate, lars_rate, norm
 from topoplan.errors import UsageError
 
 Group = dict[str, Any]

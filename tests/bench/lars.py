@@ -23,11 +23,9 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator
 from collectives.launching.mpiexec import run_mpi
-from collectives.optimisers.lamb import Lamb
-from collectives.optimisers.lars import Lars
-from collectives.optimisers.layer_norms import norm
+from collectives.optimisers import Lamb, Lars
 from collectives.optimisers.parallel_trust_ratios import ParallelRates
-from collectives.optimisers.trust_ratio import lars_rate
+from collectives.optimisers.trust_ratio import lars_rate, norm
 from topoplan.errors import UsageError
 
 PROCESSES = (2, 4)

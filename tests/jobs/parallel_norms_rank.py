@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives import Communicator
-from collectives.optimisers import lamb, lars
+from collectives import Communicator, optimisers
 from collectives.torch.optimizers import Lamb, Lars
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -100,7 +99,7 @@ def restored(comm: Communicator) -> dict[str, bool]:
 def plain(comm: Communicator) -> dict[str, bool]:
     """Whether the plain-loop optimisers, numpy arrays over this back end, do as one alone."""
     found = {}
-    for kind in (lars.Lars, lamb.Lamb):
+    for kind in (optimisers.Lars, optimisers.Lamb):
         ends = []
         for communicator in (None, comm):
             generator = np.random.default_rng(1)

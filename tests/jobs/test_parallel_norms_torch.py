@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import Communicator
-from collectives.optimisers import lamb, lars
+from collectives import Communicator, optimisers
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -100,11 +99,11 @@ def test_a_rank_whose_layers_change_later_ends_all_of_them_before_parameters_mov
 SHAPES = ((8, 3, 3, 3), (8,), (), (0, 4), (50, 7))
 PAIRS: dict[str, Any] = {
     "lars": (
-        lambda: lars.Lars(0.5, coefficient=0.01, weight_decay=[1e-3] * 4 + [0.0], excluded=[1]),
+        lambda: optimisers.Lars(0.5, coefficient=0.01, weight_decay=[1e-3] * 4 + [0.0], excluded=[1]),
         {"lr": 0.5, "coefficient": 0.01, "weight_decay": 1e-3},
     ),
     "lamb": (
-        lambda: lamb.Lamb(0.01, weight_decay=[0.02] * 4 + [0.0], excluded=[1]),
+        lambda: optimisers.Lamb(0.01, weight_decay=[0.02] * 4 + [0.0], excluded=[1]),
         {"lr": 0.01, "weight_decay": 0.02},
     ),
 }

@@ -17,7 +17,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.peers.error_rounds import say_when_done
+from collectives.peers.error_rounds import say_when_done, still_wanted
 from collectives.peers.plan_by_one import LONG, packed, plan_by_one, unpacked
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
@@ -178,6 +178,30 @@ def test_an_interrupted_planner_tells_the_others() -> None:
         say_when_done(lambda text: gather(0, text), interrupted)
     thread.join(20)
     assert "rank 0: KeyboardInterrupt" in str(found[0])
+
+
+def test_a_planner_does_not_go_on_for_nobody() -> None:
+    """Where a rank is lost meanwhile, its thread ends at its next report; elsewhere a report is only a report."""
+    reports, ended = [], threading.Event()
+
+    def planner() -> str:
+        try:
+            while True:
+                reports.append(threading.current_thread())
+                still_wanted("round 7")
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    def gather(text: str) -> list[str]:
+        raise BackendError("the peer died", rank=0, peer=1)
+
+    with pytest.raises(BackendError, match="the peer died"):
+        say_when_done(gather, planner)
+    assert ended.wait(20)
+    reports[0].join(20)
+    assert not reports[0].is_alive()
+    still_wanted("no such thread")
 
 
 def test_long_plans_travel_compressed() -> None:

@@ -20,8 +20,8 @@ from collectives.kernels.work import TILE_BYTES
 from collectives.selection.gpu import feed_gpu, topk_gpu
 from collectives.selection.gpu_entries import add_entries_gpu
 from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.selection.gpu_pairs import decode_entries_gpu, encode_entries_gpu
-from collectives.sparse.pairs import encode_entries
+from collectives.sparse.entry_messages import encode_entries
+from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
 from tests.support.feedback_steps import compare_steps
 from tests.support.kernel_data import (
     COMPLEX,

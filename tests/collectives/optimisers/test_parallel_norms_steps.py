@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.optimisers.lamb import Lamb
-from collectives.optimisers.lars import Lars
+from collectives.optimisers import Lamb, Lars
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 

@@ -16,8 +16,8 @@ from collectives.kernels.work import THREADS
 from collectives.selection import gpu_passes
 from collectives.selection.gpu_entries import add_entries_gpu
 from collectives.selection.gpu_error_feedback import GpuErrorFeedback
-from collectives.selection.gpu_pairs import decode_entries_gpu, encode_entries_gpu
-from collectives.sparse.pairs import decode_entries, encode_entries
+from collectives.sparse.entry_messages import decode_entries, encode_entries
+from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
 from tests.support.fake_streams import Machine
 from tests.support.feedback_steps import CASES, compare_steps, equal_states, widened
 from tests.support.nvrtc import built, compilers

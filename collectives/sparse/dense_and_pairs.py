@@ -1,21 +1,72 @@
-"""The sparse allreduce that gathers the entries of all ranks everywhere, by the allgather plan of the allocation."""
+"""The sparse allreduces that dense collectives carry: of everything, or of the gathered entries of all ranks.
+
+Where choosing entries does not pay, gradient and residual are added up as a whole, after which nothing is kept. Else
+the entries of all ranks are gathered everywhere, by the allgather plan of the allocation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays
-from collectives.sparse.entry_messages import EntryMessages
-from collectives.sparse.pairs import place_bytes
+from collectives.sparse.entry_arrays import Encoded, Entries, EntryArrays, Line
+from collectives.sparse.entry_messages import EntryMessages, place_bytes
 from collectives.sparse.residuals import Residuals
 
 Gather = Callable[[list[Any]], list[Any]]
 """From messages of one length, one for each rank of this process, to all messages one after another, for each rank."""
 
 
-class PairExchange:
+class DenseExchange(Generic[Line]):
+    """The allreduce of the whole gradient and the residual, after which nothing is kept.
+
+    Parameters
+    ----------
+    add_up : callable
+        From lines, one for each rank of this process, to the sums; lines stay as they are.
+    library : ArrayLibrary
+    arrays : EntryArrays
+    """
+
+    def __init__(
+        self,
+        add_up: Callable[[list[Line]], list[Line]],
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+    ) -> None:
+        self._add_up = add_up
+        self._library = library
+        self._arrays = arrays
+
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
+        """Add up everything; parameters and result as `ServerExchange.run`."""
+        given: dict[int, Line] = {}
+        try:
+            for rank, line in gradients.items():
+                given[rank] = line if residuals[rank].empty else self._with_residual(residuals[rank], line)
+            return self._add_up(list(given.values()))
+        except BaseException:
+            for rank, line in given.items():
+                residuals[rank].changed()
+                residuals[rank].whole.residual[...] = self._arrays.values(line)
+            raise
+
+    def _with_residual(self, residuals: Residuals, line: Line) -> Line:
+        """A line with the gradient and all that was kept."""
+        whole = residuals.whole
+        residuals.changed()
+        whole.feed(self._arrays.values(line), 0)
+        everything = self._library.empty(self._library.shape(line), line)
+        self._arrays.store(everything, whole.residual)
+        whole.residual[...] = 0
+        if whole.velocity is not None:
+            whole.velocity[...] = 0
+        residuals.emptied()
+        return everything
+
+
+class PairExchange(Generic[Line]):
     """One sparse allreduce over pairs of index and value.
 
     Parameters
@@ -33,9 +84,9 @@ class PairExchange:
         self,
         gather: Gather,
         ranks: int,
-        library: ArrayLibrary[Any],
-        arrays: EntryArrays,
-        messages: EntryMessages,
+        library: ArrayLibrary[Line],
+        arrays: EntryArrays[Line],
+        messages: EntryMessages[Line],
     ) -> None:
         self._gather = gather
         self._ranks = ranks
@@ -43,7 +94,7 @@ class PairExchange:
         self._arrays = arrays
         self._messages = messages
 
-    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Any]) -> list[Any]:
+    def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Add up chosen entries of all ranks, in their order; parameters and result as `ServerExchange.run`."""
         arrays, messages = self._arrays, self._messages
         chosen: dict[int, Entries] = {}
@@ -73,7 +124,7 @@ class PairExchange:
         self._arrays.store(self._library.part(line, 0, length), message)
         return self._arrays.values(line)
 
-    def _sum(self, like: Any, gathered: Any) -> Any:
+    def _sum(self, like: Line, gathered: Any) -> Line:
         messages = self._messages
         result = self._library.empty((messages.size,), like)
         total = self._arrays.zeroed(result)
