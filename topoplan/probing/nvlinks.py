@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from topoplan.hosts.host import NvlinkBundle
+from topoplan.hosts.link_rates import GA102, P100, generation_of
 from topoplan.hosts.notes import listed
 from topoplan.probing.access import without_refused_nvlinks
 from topoplan.probing.driver import Driver, DriverGpu
@@ -26,13 +27,8 @@ from topoplan.units import summed
 NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
 
-NOMINAL_BY_CAPABILITY = {60: 20.0, 70: 25.0, 86: 14.0625, 90: 25.0, 100: 50.0}
-"""The same from this compute capability on, for a driver that does not state the version."""
-
 WHOLE = 0.9
 """A link is whole if its stated speed is at least this share of the nominal one."""
-
-_GA102 = 86
 
 _HIDDEN = ""
 
@@ -126,13 +122,9 @@ def _far_end(
 def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
     if link.speed and link.version and link.version > max(NOMINAL):
         return link.speed
-    sm = gpu.sm or 80
+    made = generation_of(gpu.sm or 80) or P100
     # GA102 shares its version with A100, whose links are faster.
-    nominal = None if sm == _GA102 else NOMINAL.get(link.version or 0)
-    if nominal is None:
-        nominal = next(
-            (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
-        )
+    nominal = made.nvlink if made is GA102 else NOMINAL.get(link.version or 0, made.nvlink)
     return link.speed if link.speed and link.speed < WHOLE * nominal else nominal
 
 
