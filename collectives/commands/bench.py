@@ -20,6 +20,7 @@ from topoplan.cli import arguments
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
+from topoplan.clusters.memory import physical_memory
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans
@@ -211,7 +212,7 @@ def _report(options: argparse.Namespace, plan: Plan | SizePlans, rows: list[Row]
 def _check_memory(nbytes: int, ranks: int) -> None:
     """Refuse what this machine's memory cannot hold: asking for it may end the process without a word."""
     needed = BUFFERS * nbytes * ranks
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = physical_memory()
     if needed > memory:
         raise UsageError(
             f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
@@ -12,14 +11,13 @@ from typing import TypedDict
 from topoplan.cli.cluster_options import as_cluster
 from topoplan.cli.damage_options import Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import decode_text, library, load, load_text
+from topoplan.formats.load import library, load, load_text, read_text
 from topoplan.plans.plan import Plan
 from topoplan.plans.plan_file import parse_plan_file
 from topoplan.plans.size_plans import SizePlans, verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
-_CLOSED = "stdin is closed; give a file"
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
@@ -126,22 +124,12 @@ def _where(path: str) -> str:
 
 def _read_text(path: str) -> str:
     """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
-    where = _where(path)
     try:
-        content = _stdin() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        hint = f"; topoplan plan {path} -o F.json makes a plan" if path in library() else f"; {_REMEDY}"
-        raise UsageError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
-    try:
-        return decode_text(content)
+        return read_text(
+            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else _REMEDY
+        )
     except TopologyError:
-        raise UsageError(f"{where} is binary, not text; give another file") from None
-
-
-def _stdin() -> bytes:
-    if sys.stdin is None:
-        raise UsageError(_CLOSED)
-    return sys.stdin.buffer.read()
+        raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
 
 
 def _printable(topology: Topology) -> Topology:
