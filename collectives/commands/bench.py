@@ -61,7 +61,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--np",
-        type=arguments.process_count,
+        type=arguments.whole(1, 99_999, "number of processes such as 4"),
         metavar="N",
         help="processes to start (default: the plan's ranks)",
     )

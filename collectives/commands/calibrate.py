@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import topoplan
 from topoplan.calibration.apply import Calibration, Pair, calibrated
-from topoplan.cli.arguments import OneLineParser, add_allocation, add_json, add_machine, add_sizes
+from topoplan.cli.arguments import OneLineParser, add_allocation, add_json, add_machine, add_sizes, whole
 from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
@@ -38,7 +38,7 @@ def add_options(parser: OneLineParser) -> None:
     add_sizes(parser, "64KB:256MB")
     parser.add_argument(
         "--repeats",
-        type=_repeats,
+        type=whole(FEWEST, MOST, f"number of repeats from {FEWEST} to {MOST}"),
         default=REPEATS,
         metavar="N",
         help=f"copies of each size, of which the median counts, {FEWEST} to {MOST} (default: {REPEATS})",
@@ -76,12 +76,6 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         print(f"written: {options.output}")
     return 0
-
-
-def _repeats(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and FEWEST <= int(text) <= MOST):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of repeats from {FEWEST} to {MOST}")
-    return int(text)
 
 
 def _sizes(given: Sequence[int]) -> tuple[int, ...]:
