@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import topoplan
 from topoplan.calibration.apply import Calibration, Pair, calibrated
-from topoplan.cli.arguments import OneLineParser, add_allocation, add_json, add_machine, add_sizes, whole
+from topoplan.cli.arguments import (
+    OneLineParser,
+    add_allocation,
+    add_json,
+    add_machine,
+    add_sizes,
+    first_given,
+    whole,
+)
 from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
@@ -91,10 +99,9 @@ def _sizes(given: Sequence[int]) -> tuple[int, ...]:
 def _machine(options: argparse.Namespace) -> Topology:
     if options.topo is not None:
         return read_topology(options)
-    given = [name for name in _OF_A_DESCRIPTION if getattr(options, name) is not None]
+    given = first_given(options, dict.fromkeys(_OF_A_DESCRIPTION))
     if given:
-        option = f"--{given[0].replace('_', '-')}"
-        raise UsageError(f"{option} goes with a description of the machine; name it, or leave {option} out")
+        raise UsageError(f"{given} goes with a description of the machine; name it, or leave {given} out")
     return topoplan.probe()
 
 

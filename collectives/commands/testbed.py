@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
-from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
@@ -30,13 +30,6 @@ LINE = "run plans over shaped links, predicted and measured"
 
 KNOWN = (TREES, "ring", "pcie-ring", *(name for name in SCHEDULES if name != "ring"))
 """What ``--schedules`` takes: rings over the links of the trees or over PCIe, and all else that the registry knows."""
-
-OF_A_MACHINE = (
-    *("gpus", "collective", "root", "nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"),
-    *CLUSTER_OPTIONS,
-    *DAMAGE_OPTIONS,
-)
-"""Options that a plan file has settled already."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -160,10 +153,6 @@ def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) 
     if isinstance(source, SizePlans):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
     if isinstance(source, Plan):
-        given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
         machine, gpus, collective, root = source.topology, None, source.collective, source.root
     else:
         asked = as_asked(options, source)

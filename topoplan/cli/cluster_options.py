@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from topoplan.cli.arguments import TINY, OneLineParser, number, whole
+from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
 from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster
 from topoplan.errors import UsageError
 from topoplan.topology import Topology
@@ -83,11 +83,10 @@ def as_cluster(
     UsageError
         An option that does not go with the others, or as `topoplan.clusters.cluster`.
     """
-    given = [name for name in NETWORK_OPTIONS if getattr(options, name) is not None]
     if options.servers is None:
+        given = first_given(options, dict.fromkeys(NETWORK_OPTIONS))
         if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} belongs to a cluster; add --servers, or leave {option} out")
+            raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
         return machine
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:

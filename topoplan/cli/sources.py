@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from topoplan.cli.cluster_options import as_cluster
-from topoplan.cli.damage_options import Machine, damaged, overlaid
+from topoplan.cli.arguments import first_given
+from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
+from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import library, load, load_text, read_text
 from topoplan.plans.plan import Plan
@@ -18,6 +19,24 @@ from topoplan.plans.size_plans import SizePlans, verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
+SETTLED = (
+    *(
+        "gpus",
+        "server",
+        "collective",
+        "root",
+        "channels",
+        "size",
+        "nvlink_gbps",
+        "pcie_gbps",
+        "socket_gbps",
+        "merge",
+    ),
+    *CLUSTER_OPTIONS,
+    *DAMAGE_OPTIONS,
+)
+"""Options that a plan file has settled already; a command has some of them, None where they are not given."""
+
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
@@ -82,9 +101,10 @@ def read_plan(path: str) -> Plan | SizePlans:
 
 
 def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topology:
-    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content; no option is applied.
+    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
 
-    Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
+    Options of a machine are not applied here, and refused beside a plan. Pipes are read once: a plan may come from
+    stdin or from ``<(…)`` too.
     """
     _check_stdin(options)
     path = Path(options.topo)
@@ -92,6 +112,9 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plan | SizePlans | Topo
         return read_topology(options)
     text = _read_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
+        given = first_given(options, {name: None for name in SETTLED if hasattr(options, name)})
+        if given:
+            raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
         return _verified(_parse_plan(text, options.topo), options.topo)
     where = _where(options.topo)
     folder = "" if options.topo == "-" else str(path.parent)
