@@ -1,13 +1,12 @@
 """The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
 
-A link counts if it is up at both ends and may be used (`access`). Its bandwidth is the nominal one
-of its generation, as in the library, unless the driver states a tenth less or lower, or the generation is newer than
-those known here: then it is what the driver states.
-Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are line rates.
+A link counts if it is up at both ends and may be used (`access`). Its bandwidth is the nominal one of its generation,
+as in the library, unless the driver states a tenth less or lower, or the generation is newer than those known here:
+then it is what the driver states. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100),
+which are line rates.
 
-Two GPUs see a link between them each from its end.
-An end of which the driver failed to tell something takes the other's word; where both did, the fuller telling counts,
-since a failed answer hides links and never adds any.
+Two GPUs see a link between them each from its end. An end of which the driver failed to tell something takes the
+other's word; where both did, the fuller telling counts, since a failed answer hides links and never adds any.
 """
 
 from __future__ import annotations
