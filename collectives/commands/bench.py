@@ -145,7 +145,7 @@ def _run_here(options: argparse.Namespace, plan: Plan | SizePlans) -> int:
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
-            ring = _ring(plan, backend, notes)
+            ring = rival_ring(plan, backend, notes)
             rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
             own = own_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
@@ -167,7 +167,7 @@ def _pace(options: argparse.Namespace) -> float | None:
     return (options.scale or SCALE) if options.paced else None
 
 
-def _ring(plan: Plan | SizePlans, backend: Backend[Any], notes: list[str]) -> Plan | SizePlans | None:
+def rival_ring(plan: Plan | SizePlans, backend: Backend[Any], notes: list[str]) -> Plan | SizePlans | None:
     """The ring on the same GPUs, which one rank plans for all; or a note why there is none."""
     import topoplan
     from collectives.backends.backend import GathersTexts
