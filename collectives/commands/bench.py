@@ -20,6 +20,7 @@ from topoplan.cli import arguments
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
+from topoplan.clusters.memory import physical_memory
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import Plan, Plans
 from topoplan.units import format_size
@@ -59,7 +60,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--np",
-        type=arguments.process_count,
+        type=arguments.whole(1, 99_999, "number of processes such as 4"),
         metavar="N",
         help="processes to start (default: the plan's ranks)",
     )
@@ -143,7 +144,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
-            ring = _ring(plan, backend, notes)
+            ring = rival_ring(plan, backend, notes)
             rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
             own = own_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
@@ -165,7 +166,7 @@ def _pace(options: argparse.Namespace) -> float | None:
     return (options.scale or SCALE) if options.paced else None
 
 
-def _ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
+def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
     """The ring on the same GPUs, which one rank plans for all; or a note why there is none."""
     import topoplan
     from collectives.backends.backend import GathersTexts
@@ -210,7 +211,7 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
 def _check_memory(nbytes: int, ranks: int) -> None:
     """Refuse what this machine's memory cannot hold: asking for it may end the process without a word."""
     needed = BUFFERS * nbytes * ranks
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = physical_memory()
     if needed > memory:
         raise UsageError(
             f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import topoplan
 from topoplan.calibration.apply import Calibration, Pair, calibrated
-from topoplan.cli.arguments import OneLineParser, add_allocation, add_json, add_machine, add_sizes
+from topoplan.cli.arguments import (
+    OneLineParser,
+    add_allocation,
+    add_json,
+    add_machine,
+    add_sizes,
+    first_given,
+    whole,
+)
 from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
@@ -38,7 +46,7 @@ def add_options(parser: OneLineParser) -> None:
     add_sizes(parser, "64KB:256MB")
     parser.add_argument(
         "--repeats",
-        type=_repeats,
+        type=whole(FEWEST, MOST, f"number of repeats from {FEWEST} to {MOST}"),
         default=REPEATS,
         metavar="N",
         help=f"copies of each size, of which the median counts, {FEWEST} to {MOST} (default: {REPEATS})",
@@ -78,12 +86,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _repeats(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and FEWEST <= int(text) <= MOST):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of repeats from {FEWEST} to {MOST}")
-    return int(text)
-
-
 def _sizes(given: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(sorted(set(given)))
     if len(sizes) < 2 or sizes[0] < 1:
@@ -97,10 +99,9 @@ def _sizes(given: Sequence[int]) -> tuple[int, ...]:
 def _machine(options: argparse.Namespace) -> Topology:
     if options.topo is not None:
         return read_topology(options)
-    given = [name for name in _OF_A_DESCRIPTION if getattr(options, name) is not None]
+    given = first_given(options, dict.fromkeys(_OF_A_DESCRIPTION))
     if given:
-        option = f"--{given[0].replace('_', '-')}"
-        raise UsageError(f"{option} goes with a description of the machine; name it, or leave {option} out")
+        raise UsageError(f"{given} goes with a description of the machine; name it, or leave {given} out")
     return topoplan.probe()
 
 

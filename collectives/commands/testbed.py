@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
-from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import TREES, Plan
+from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
 from topoplan.units import format_size
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
 LINE = "run plans over shaped links, predicted and measured"
 """For ``topoplan --help``."""
 
-SCHEDULES = ("trees", "ring", "pcie-ring", "three-phase")
-
-OF_A_MACHINE = (
-    *("gpus", "collective", "root", "nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"),
-    *CLUSTER_OPTIONS,
-    *DAMAGE_OPTIONS,
-)
-"""Options that a plan file has settled already."""
+KNOWN = (TREES, "ring", "pcie-ring", *(name for name in SCHEDULES if name != "ring"))
+"""What ``--schedules`` takes: rings over the links of the trees or over PCIe, and all else that the registry knows."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -49,7 +44,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         default="trees,ring",
         metavar="LIST",
         help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
-        "three-phase (default: trees,ring)",
+        "three-phase, one-hop, double-tree, lowest-tree, relay-ring (default: trees,ring)",
     )
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument(
@@ -72,7 +67,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="longest piece that moves at once (default: 128KB)",
     )
     parser.add_argument(
-        "--runs", type=_count, default="3", metavar="N", help="runs of each schedule and size (default: 3)"
+        "--runs",
+        type=arguments.whole(1, 1000, "whole number from 1 to 1000"),
+        default="3",
+        metavar="N",
+        help="runs of each schedule and size (default: 3)",
     )
     arguments.add_json(parser)
     add_cluster(parser)
@@ -153,10 +152,6 @@ def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) 
     if not isinstance(source, Plan | Topology):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
     if isinstance(source, Plan):
-        given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
         machine, gpus, collective, root = source.topology, None, source.collective, source.root
     else:
         asked = as_asked(options, source)
@@ -164,15 +159,16 @@ def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) 
         collective, root = options.collective or "allreduce", options.root
     plans = {}
     for name in options.schedules:
-        if name == "trees" and isinstance(source, Plan):
+        if name == TREES and isinstance(source, Plan):
             made = source
-        elif name in ("trees", "three-phase"):
-            method = "exact" if name == "trees" else name
-            made = make_plan(machine, collective, gpus=gpus, root=root, method=method, progress=progress)
+        elif name == TREES:
+            made = make_plan(machine, collective, gpus=gpus, root=root, progress=progress)
+        elif name == "ring":
+            made = _ring(machine, collective, gpus, root)
         elif name == "pcie-ring":
             made = ring(machine, collective, gpus=gpus, root=root, kind="pcie")
         else:
-            made = _ring(machine, collective, gpus, root)
+            made = make_schedule(name, machine, collective, gpus=gpus, root=root)
         plans[made.schedule] = made
     return plans
 
@@ -194,14 +190,8 @@ def _ring(machine: Topology, collective: str, gpus: tuple[int, ...] | None, root
 def _schedules(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in SCHEDULES:
+        if name not in KNOWN:
             raise argparse.ArgumentTypeError(
-                f"schedule {name[:40]!r} is unknown; use some of {', '.join(SCHEDULES)}"
+                f"schedule {name[:40]!r} is unknown; use some of {', '.join(KNOWN)}"
             )
     return names
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 to 1000")
-    return int(text)

@@ -4,7 +4,7 @@
 ends everything it has started, and the kernel takes back mounts, namespaces and cables.
 
 A thread steps into a namespace and what it opens or starts there, a socket or a process, stays there. Needs rights over
-the process's namespaces, which `collectives.testbed.sandbox` gives without being root.
+the process's namespaces, which the sandbox gives without being root.
 """
 
 from __future__ import annotations

@@ -17,13 +17,14 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.commands.bench import rival_ring
 from collectives.peers.error_rounds import say_when_done, still_wanted
 from collectives.peers.plan_by_one import LONG, packed, plan_by_one, unpacked
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads, in_threads
 from topoplan.choice.alike import plan_alike
-from topoplan.errors import BackendError, PlanError, TopoplanError, UsageError
+from topoplan.errors import BackendError, InfeasibleError, PlanError, TopoplanError, UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 SCRIPT = Path(__file__).with_name("planning_ranks.py")
@@ -147,6 +148,34 @@ def test_a_planner_that_is_gone_is_named() -> None:
     found = backends_in_threads(3, body, timeout=2)
     assert all(isinstance(error, BackendError) for error in found)
     assert all("rank 0" in str(error) or "peer 0" in str(error) for error in found[1:])
+
+
+def test_one_rank_plans_the_ring_that_bench_times_beside_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all run the same; where there is no ring all do without, and rank 0 has the reason to print."""
+    plan = topoplan.plan(DGX, gpus=[0, 1, 2])
+    made: list[str] = []
+    ring = topoplan.ring
+
+    def counted(*given: Any, **options: Any) -> Plan:
+        made.append(threading.current_thread().name)
+        return ring(*given, **options)
+
+    def body(backend: Any, rank: int) -> tuple[str, list[str]]:
+        notes: list[str] = []
+        found = rival_ring(plan, backend, notes)
+        return "" if found is None else found.digest, notes
+
+    monkeypatch.setattr(topoplan, "ring", counted)
+    assert backends_in_threads(3, body) == [(ring(plan.topology).digest, [])] * 3
+    assert len(made) == 1
+
+    def none(*given: Any, **options: Any) -> Plan:
+        raise InfeasibleError("nothing joins them")
+
+    monkeypatch.setattr(topoplan, "ring", none)
+    found = backends_in_threads(3, body)
+    assert [digest for digest, _ in found] == [""] * 3
+    assert found[0][1] == ["no ring: nothing joins them"]
 
 
 def test_an_interrupted_planner_tells_the_others() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.units import format_size, parse_gpu_list, parse_sizes
+
+TINY = math.ulp(0.0)
+"""The least number above zero."""
 
 LARGEST_SIZE = 1 << 50
 """Largest buffer in bytes that is accepted, 1024 TB: beyond it a size is a slip of the keyboard."""
@@ -54,62 +58,48 @@ def gpu_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def gpu_number(text: str) -> int:
-    """One GPU number."""
-    if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no GPU number such as 0")
-    return int(text)
+def number(least: float, below: float, what: str) -> Callable[[str], float]:
+    """What reads a number of ``least`` or more and below ``below``; ``what`` says what it is, for the error.
+
+    Examples
+    --------
+    >>> number(1, 1e6, "bandwidth")("25.5")
+    25.5
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no {what}")
+        return value
+
+    return read
 
 
-def process_count(text: str) -> int:
-    """A number of processes, 1 or more."""
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes such as 4")
-    return int(text)
+def whole(least: int, most: int, what: str) -> Callable[[str], int]:
+    """What reads a whole number from ``least`` to ``most``, as `number`.
+
+    Examples
+    --------
+    >>> whole(1, 1000, "number of runs")("3")
+    3
+    """
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,30}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no {what}")
+        return int(text)
+
+    return read
 
 
-def factor(text: str) -> float:
-    """A number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero, such as 1e-3")
-    return value
-
-
-def bandwidth(text: str) -> float:
-    """A bandwidth in GB/s above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth in GB/s above zero, such as 25")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number from 0 up to but not including 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more and below 1, such as 0.05")
-    return value
-
-
-def seconds(text: str) -> float:
-    """Seconds, 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of 0 or more, such as 10")
-    return value
+factor = number(TINY, 1e9, "number above zero, such as 1e-3")
+bandwidth = number(TINY, 1e6, "bandwidth in GB/s above zero, such as 25")
+fraction = number(0, 1, "number of 0 or more and below 1, such as 0.05")
+seconds = number(0, 1e9, "number of seconds of 0 or more, such as 10")
 
 
 def size_list(text: str) -> tuple[int, ...]:
@@ -214,7 +204,7 @@ def add_root(parser: OneLineParser) -> None:
     """Which root."""
     parser.add_argument(
         "--root",
-        type=gpu_number,
+        type=whole(0, 999_999, "GPU number such as 0"),
         metavar="R",
         help="GPU number of the root of a broadcast or reduce (default: the first)",
     )

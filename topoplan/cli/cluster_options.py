@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
+import math
 from collections.abc import Sequence
 
-from topoplan.cli.arguments import OneLineParser
+from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
 from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster
 from topoplan.errors import UsageError
 from topoplan.topology import Topology
@@ -15,6 +15,9 @@ NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "
 
 CLUSTER_OPTIONS = ("servers", *NETWORK_OPTIONS)
 """All of them, as argparse stores them; None where an option was not given."""
+
+
+_count = whole(1, 10**15 - 1, "whole number of 1 or more")
 
 
 def add_cluster(parser: OneLineParser) -> None:
@@ -28,7 +31,7 @@ def add_cluster(parser: OneLineParser) -> None:
     )
     group.add_argument(
         "--nic-gbps",
-        type=_gigabits,
+        type=number(TINY, 1e6, "number of Gb/s above zero, such as 100"),
         metavar="Gb/s",
         help="Gb/s of one NIC in one direction, as NICs are sold (default: what the machine's NICs state)",
     )
@@ -47,7 +50,7 @@ def add_cluster(parser: OneLineParser) -> None:
     )
     group.add_argument(
         "--oversubscription",
-        type=_ratio,
+        type=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
         metavar="F",
         help="downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not joined)",
     )
@@ -80,11 +83,10 @@ def as_cluster(
     UsageError
         An option that does not go with the others, or as `topoplan.clusters.cluster`.
     """
-    given = [name for name in NETWORK_OPTIONS if getattr(options, name) is not None]
     if options.servers is None:
+        given = first_given(options, dict.fromkeys(NETWORK_OPTIONS))
         if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} belongs to a cluster; add --servers, or leave {option} out")
+            raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
         return machine
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
@@ -117,32 +119,3 @@ def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]
         servers.append(Server(machine, served=local))
         following = server + 1
     return [*servers, Server(machine, count=count - following)] if count > following else servers
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]{0,14}", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number of 1 or more")
-    return int(text)
-
-
-def _gigabits(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of Gb/s above zero, such as 100")
-    return value
-
-
-def _ratio(text: str) -> float:
-    value = _number(text)
-    if not value >= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no number of 1 (no oversubscription) or more, such as 2"
-        )
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0

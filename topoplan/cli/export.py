@@ -6,17 +6,13 @@ import argparse
 import sys
 
 from topoplan.cli import arguments
-from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage, damaged
+from topoplan.cli.damage_options import add_damage, damaged, overlaid
 from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan_or_machine
-from topoplan.errors import UsageError
 from topoplan.export.exported import Exported
 from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
 from topoplan.topology import Topology
-
-OF_A_MACHINE = ("gpus", "server", "nvlink_gbps", "pcie_gbps", "socket_gbps", "merge", *DAMAGE_OPTIONS)
-"""Options that a plan file has settled already."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -51,11 +47,7 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """The file, and what there is to say of what it was made from."""
     source = read_plan_or_machine(options)
     if isinstance(source, Topology):
-        machine = damaged(options, source)
+        machine = damaged(options, overlaid(options, source))
         allocation = machine.whole.subset(machine.allocation(options.gpus))
         return export_machine(allocation, options.to, server=options.server), allocation.notes
-    given = [name for name in OF_A_MACHINE if getattr(options, name, None) is not None]
-    if given:
-        option = f"--{given[0].replace('_', '-')}"
-        raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
     return export_plan(source, options.to), tuple(plan_notes(source))

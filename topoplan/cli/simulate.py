@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import CLUSTER_OPTIONS, add_cluster
-from topoplan.cli.damage_options import DAMAGE_OPTIONS, add_damage
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
     check_plot,
     check_target,
@@ -20,7 +20,7 @@ from topoplan.cli.output import (
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan, Plans
@@ -29,14 +29,6 @@ from topoplan.simulation.events import chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.topology import Topology
 from topoplan.units import format_size
-
-OF_A_MACHINE = (
-    *("gpus", "collective", "root", "channels", "size", "nvlink_gbps", "pcie_gbps", "socket_gbps"),
-    "merge",
-    *CLUSTER_OPTIONS,
-    *DAMAGE_OPTIONS,
-)
-"""Options that a plan file has settled already."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -117,10 +109,6 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
     """The plan, or the plans by size, in the file, or the plan of the machine that was named."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Topology):
-        given = [name for name in OF_A_MACHINE if getattr(options, name) is not None]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{option} does not go with a plan file, which has settled it; leave it out")
         return source
     machine = as_asked(options, source)
     return make_plan(

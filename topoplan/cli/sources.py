@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from topoplan.cli.cluster_options import as_cluster
-from topoplan.cli.damage_options import Machine, damaged, overlaid
+from topoplan.cli.arguments import first_given
+from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
+from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.formats.load import decode_text, library, load, load_text
+from topoplan.formats.load import library, load, load_text, read_text
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
-_CLOSED = "stdin is closed; give a file"
+SETTLED = (
+    *(
+        "gpus",
+        "server",
+        "collective",
+        "root",
+        "channels",
+        "size",
+        "nvlink_gbps",
+        "pcie_gbps",
+        "socket_gbps",
+        "merge",
+    ),
+    *CLUSTER_OPTIONS,
+    *DAMAGE_OPTIONS,
+)
+"""Options that a plan file has settled already; a command has some of them, None where they are not given."""
+
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
@@ -84,9 +101,10 @@ def read_plan(path: str) -> Plans:
 
 
 def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
-    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content; no option is applied.
+    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
 
-    Pipes are read once: a plan may come from stdin or from ``<(…)`` too.
+    Options of a machine are not applied here, and refused beside a plan. Pipes are read once: a plan may come from
+    stdin or from ``<(…)`` too.
     """
     _check_stdin(options)
     path = Path(options.topo)
@@ -94,6 +112,9 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
         return read_topology(options)
     text = _read_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
+        given = first_given(options, {name: None for name in SETTLED if hasattr(options, name)})
+        if given:
+            raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
         return _verified(_parse_plan(text, options.topo), options.topo)
     where = _where(options.topo)
     folder = "" if options.topo == "-" else str(path.parent)
@@ -126,22 +147,12 @@ def _where(path: str) -> str:
 
 def _read_text(path: str) -> str:
     """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
-    where = _where(path)
     try:
-        content = _stdin() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        hint = f"; topoplan plan {path} -o F.json makes a plan" if path in library() else f"; {_REMEDY}"
-        raise UsageError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
-    try:
-        return decode_text(content)
+        return read_text(
+            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else _REMEDY
+        )
     except TopologyError:
-        raise UsageError(f"{where} is binary, not text; give another file") from None
-
-
-def _stdin() -> bytes:
-    if sys.stdin is None:
-        raise UsageError(_CLOSED)
-    return sys.stdin.buffer.read()
+        raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
 
 
 def _printable(topology: Topology) -> Topology:

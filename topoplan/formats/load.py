@@ -95,7 +95,7 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
     """Text, beginning of an error, name of the machine, and folder that paths in the text are relative to."""
     if isinstance(source, str):
         if source == "-":
-            return _decoded(_read_stdin(), "stdin"), "stdin", "stdin", ""
+            return read_text("-", "give a file"), "stdin", "stdin", ""
         if "\n" in source or source.lstrip().startswith(("{", "<")):
             return source, "", "", ""
         if source in library():
@@ -103,7 +103,7 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
     path = os.fspath(source)
     if not os.path.exists(path):
         raise UsageError(_unknown(path))
-    return _read(path), path, Path(path).stem, os.path.dirname(path)
+    return read_text(path), path, Path(path).stem, os.path.dirname(path)
 
 
 def load_text(
@@ -216,20 +216,36 @@ def library_path() -> Traversable:
     raise UsageError(f"the library of machines is not at {checkout}; install topoplan again")
 
 
-def _read_stdin() -> bytes:
-    if sys.stdin is None:
-        raise UsageError("stdin is closed; give a file")
-    try:
-        return sys.stdin.buffer.read()
-    except OSError as error:
-        raise UsageError(f"stdin cannot be read: {error.strerror or error}; give a file") from None
-
-
 def _unknown(path: str) -> str:
     names = library()
     near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}"
+
+
+def read_text(path: str, give: str = "give another file") -> str:
+    """The text of a file, or of stdin for ``-``; ``give`` ends the message where it cannot be read.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read.
+    TopologyError
+        Its content is no text.
+    """
+    where = "stdin" if path == "-" else path
+    if path == "-" and sys.stdin is None:
+        raise UsageError("stdin is closed; give a file")
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}; {give}"
+        ) from None
+    try:
+        return decode_text(content)
+    except TopologyError as error:
+        raise TopologyError(f"{where}: {error}") from None
 
 
 def decode_text(content: bytes) -> str:
@@ -269,7 +285,7 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
         if not os.path.exists(path):
             raise UsageError(_unknown(name))
         return load_text(
-            _read(path), name, Path(path).stem, single=True, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
+            read_text(path), name, Path(path).stem, single=True, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
         )
 
     return cluster_from_object(value, load_machine)
@@ -285,20 +301,3 @@ def _checked(value: object) -> Topology:
                 f"{device.name} is a switch without ports: no link names it; add its links, or leave it out"
             )
     return topology
-
-
-def _read(path: str) -> str:
-    """The text of a file; an error begins with its name."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}; give another file") from None
-    return _decoded(content, path)
-
-
-def _decoded(content: bytes, where: str) -> str:
-    """As `decode_text`; an error begins with the name of the input."""
-    try:
-        return decode_text(content)
-    except TopologyError as error:
-        raise TopologyError(f"{where}: {error}") from None

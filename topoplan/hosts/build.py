@@ -1,10 +1,10 @@
 """From a server's description to its Topology: names, NVLinks, the cut-down PCIe tree, links between CPUs.
 
-The tree keeps what limits a transfer: GPUs, NICs, and the switches they share.
-What holds no GPU and no NIC is left out. A port above a single device is a part of its link; one above several, which
-are functions of one card, stays, since they share its link. Two levels of one Broadcom switch chip, which shows itself
-as a cascade but carries full bandwidth between all ports, become one switch (as NCCL does,
-``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one link, as fast as the slower.
+The tree keeps what limits a transfer: GPUs, NICs, and the switches they share. What holds no GPU and no NIC is left
+out. A port above a single device is a part of its link; one above several, which are functions of one card, stays,
+since they share its link. Two levels of one Broadcom switch chip, which shows itself as a cascade but carries full
+bandwidth between all ports, become one switch (as NCCL does, ``ncclTopoFlattenBcmSwitches``). A bridge above a single
+device is contracted into one link, as fast as the slower.
 
 Every PCIe wire and every link between CPUs is full-duplex: two links of equal bandwidth.
 """

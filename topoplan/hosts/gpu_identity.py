@@ -18,7 +18,7 @@ _COMPUTE_CAPABILITY = (
     (r"V100|TITAN V|GV100", 70),
     (r"T4\b|RTX 20\d\d|GTX 16\d\d|RTX (4|5|6|8)000\b(?! Ada)", 75),
     (r"A100|A800|A30\b", 80),
-    (r"A40\b|A10\b|A10G|A16\b|A2\b|RTX 30\d\d|RTX A\d000", 86),
+    (r"A40\b|A10\b|A10G|A16\b|A2\b|RTX 30\d\d|RTX A\d[05]00", 86),
     (r"L4\b|L40S?\b|L20\b|RTX 40\d\d|Ada", 89),
     (r"H100|H200|H800|H20\b|GH200", 90),
     (r"B300|GB300", 103),
@@ -68,6 +68,17 @@ class GpuIdentity:
         return dict(self.attributes).get("gcn", "")
 
 
+def compute_capability(model: str) -> int | None:
+    """Compute capability of the NVIDIA GPU that a model's name means, without the dot.
+
+    Examples
+    --------
+    >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "GPU")]
+    [70, 90, None]
+    """
+    return next((sm for name, sm in _COMPUTE_CAPABILITY if re.search(name, model)), None)
+
+
 def is_amd(gpus: Iterable[Device]) -> bool:
     """True where the GPUs are AMD's, so that the file is for RCCL.
 
@@ -93,7 +104,7 @@ def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
         return _amd_identity(gpu)
     if gpu.fact("sm"):
         return GpuIdentity((("sm", gpu.fact("sm")),), (), False)
-    known = next((sm for name, sm in _COMPUTE_CAPABILITY if re.search(name, gpu.model)), None)
+    known = compute_capability(gpu.model)
     if known is None:
         return GpuIdentity((), (), True)
     return GpuIdentity((("sm", str(known)),), ("sm",), False)

@@ -66,8 +66,22 @@ GA102 = GpuGeneration("RTX 3090", 4, 14.0625, PCIE_X16[4], SOCKET["Skylake to Ic
 UNKNOWN = GpuGeneration("", 0, 25.0, PCIE_X16[3], SOCKET["Broadwell"])
 """Of a GPU that shows no NVLink nothing is known: the slowest figures."""
 
-MOST_LINKS = max(generation.links for generation in (P100, V100, A100, H100, B200, GA102))
+BY_CAPABILITY = {60: P100, 70: V100, 80: A100, 86: GA102, 90: H100, 100: B200}
+"""Generation of the GPUs that have NVLinks, from this compute capability on."""
+
+MOST_LINKS = max(generation.links for generation in BY_CAPABILITY.values())
 """No GPU has more NVLinks than this."""
+
+
+def generation_of(capability: int) -> GpuGeneration | None:
+    """Generation of a GPU by its compute capability, such as 70; None of those older than any that is known.
+
+    Examples
+    --------
+    >>> [generation_of(sm).name for sm in (70, 75, 103)], generation_of(52)
+    (['V100', 'V100', 'B200'], None)
+    """
+    return BY_CAPABILITY.get(max((least for least in BY_CAPABILITY if least <= capability), default=0))
 
 
 def checked_rate(option: str, value: float | None) -> float | None:

@@ -8,7 +8,7 @@ surcharge of a fifth for traffic between GPUs through an Intel CPU (``INTEL_P2P_
 and not to the wire.
 
 Files state a lane's rate as text, which NCCL compares from its beginning: ``16.0 GT/s`` without ``PCIe`` behind it is
-unknown there. It computes lanes x rate / 80 GB/s from its table, in units of 100 Mb/s for a lane.
+unknown there.
 """
 
 from __future__ import annotations
@@ -132,22 +132,15 @@ def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
     return 6.0
 
 
-LANE_RATES = {
-    "2.5 GT/s": 15,
-    "5 GT/s": 30,
-    "8 GT/s": 60,
-    "16 GT/s": 120,
-    "32 GT/s": 240,
-    "64.0 GT/s PCIe": 480,
-}
-"""Units of 100 Mb/s per lane, by the kernel's text of the rate; generations 1 to 6."""
+LANE_RATES = ("2.5 GT/s", "5 GT/s", "8 GT/s", "16 GT/s", "32 GT/s", "64.0 GT/s PCIe")
+"""The kernel's text of a lane's rate; generations 1 to 6."""
 
 MOST_LANES = 16
 
 
 def counted_bandwidth(speed: str, lanes: int) -> Fraction:
     """GB/s per direction that NCCL counts for so many lanes of this rate."""
-    return Fraction(lanes * LANE_RATES[speed], 80)
+    return lanes * exact(lane_bandwidth(speed) or UNKNOWN_LANE)
 
 
 def nearest_pcie(bandwidth: float) -> tuple[str, int]:

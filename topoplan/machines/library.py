@@ -4,8 +4,8 @@ A test holds that the files in ``topologies/`` equal what is generated. To write
 
     python -c "from topoplan.machines import write_library; write_library('topologies')"
 
-A package holds two dies (GCDs), and each die is a GPU. The channel names nvlink and pcie stand for the links between
-dies and the way to the CPU.
+An AMD package holds two dies (GCDs), and each die is a GPU. There the channel names nvlink and pcie stand for the
+links between dies and the way to the CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The panel of NVLinks: each connected graph by itself, bundles labelled with their number of links.
 
-A switch stands in the middle of its GPUs.
-A hybrid cube mesh (two groups of four, all joined, and one wire between partners) is drawn as two squares
-turned so that their corners have four different heights: the wires between them are then level lines that
-pass no device. Any other graph with wires between GPUs goes on a circle, in the order of `circle_order`.
+A switch stands in the middle of its GPUs. A hybrid cube mesh (two groups of four, all joined, and one wire between
+partners) is drawn as two squares turned so that their corners have four different heights: the wires between them are
+then level lines that pass no device. Any other graph with wires between GPUs goes on a circle, in the order of
+`circle_order`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoplan.probing.sysfs import Sysfs
+from topoplan.units import summed
 
 SLOWEST = 10.0
 """Gb/s of the slowest network interface that counts."""
@@ -94,7 +95,7 @@ def _rdma(sysfs: Sysfs, name: str) -> FoundNic | None:
         state = sysfs.text(folder / "ports" / port / "state")
         rates.append((float(match[1]) if match else None, state is None or state.startswith("4")))
     known = [rate for rate, up in rates if up and rate is not None]
-    return FoundNic(name, busid, sum(known) if known else None, any(up for _, up in rates))
+    return FoundNic(name, busid, summed(known) if known else None, any(up for _, up in rates))
 
 
 def _interface(sysfs: Sysfs, name: str, slowest: float) -> FoundNic | None:

@@ -1,13 +1,12 @@
 """The NVLinks of a machine from what each GPU's driver says: bundles by far end, and what is wrong with them.
 
-A link counts if it is up at both ends  and may be used (`access`). Its bandwidth is the nominal one
-of its generation, as in the library, unless the driver states a tenth less or lower, or the generation is newer than
-those known here: then it is what the driver states.
-Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100), which are line rates.
+A link counts if it is up at both ends and may be used (`access`). Its bandwidth is the nominal one of its generation,
+as in the library, unless the driver states a tenth less or lower, or the generation is newer than those known here:
+then it is what the driver states. Whole links are stated as 19.2 (P100), 25.8 (V100), 25.0 (A100) and 26.6 GB/s (H100),
+which are line rates.
 
-Two GPUs see a link between them each from its end.
-An end of which the driver failed to tell something takes the other's word; where both did, the fuller telling counts,
-since a failed answer hides links and never adds any.
+Two GPUs see a link between them each from its end. An end of which the driver failed to tell something takes the
+other's word; where both did, the fuller telling counts, since a failed answer hides links and never adds any.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from topoplan.hosts.host import NvlinkBundle
+from topoplan.hosts.link_rates import GA102, P100, generation_of
 from topoplan.hosts.notes import listed
 from topoplan.probing.access import without_refused_nvlinks
 from topoplan.probing.driver import Driver, DriverGpu
@@ -26,13 +26,8 @@ from topoplan.units import summed
 NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
 
-NOMINAL_BY_CAPABILITY = {60: 20.0, 70: 25.0, 86: 14.0625, 90: 25.0, 100: 50.0}
-"""The same from this compute capability on, for a driver that does not state the version."""
-
 WHOLE = 0.9
 """A link is whole if its stated speed is at least this share of the nominal one."""
-
-_GA102 = 86
 
 _HIDDEN = ""
 
@@ -126,13 +121,9 @@ def _far_end(
 def _bandwidth(gpu: DriverGpu, link: DriverLink) -> float:
     if link.speed and link.version and link.version > max(NOMINAL):
         return link.speed
-    sm = gpu.sm or 80
+    made = generation_of(gpu.sm or 80) or P100
     # GA102 shares its version with A100, whose links are faster.
-    nominal = None if sm == _GA102 else NOMINAL.get(link.version or 0)
-    if nominal is None:
-        nominal = next(
-            (rate for least, rate in sorted(NOMINAL_BY_CAPABILITY.items(), reverse=True) if sm >= least), 20.0
-        )
+    nominal = made.nvlink if made is GA102 else NOMINAL.get(link.version or 0, made.nvlink)
     return link.speed if link.speed and link.speed < WHOLE * nominal else nominal
 
 

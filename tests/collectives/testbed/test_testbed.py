@@ -256,6 +256,8 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
     ]
     assert shown[3].split()[:2] == ["trees", "1MB"]
     assert shown[3].split()[-1] == "0"
+    assert main(["testbed", str(path), "--schedules", "lowest-tree", "--sizes", "1MB", "--runs", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[3].startswith("lowest trees  1MB")
 
 
 @pytest.mark.thorough

@@ -409,6 +409,13 @@ def test_a_nic_of_which_only_the_cpu_is_known_is_as_fast_as_it_says() -> None:
     assert topology.device("nic0").facts == facts(adapter="bond0", gigabits=25)
 
 
+def test_the_ports_of_a_nic_on_a_cpu_add_up_as_they_are_written() -> None:
+    """Three times 25.781 GB/s are 77.343, where floats make it 77.34299999999999."""
+    nets = [element("net", name="bond0", dev=i, speed=25_000, bandwidth=25.781) for i in range(3)]
+    topology = parse_nccl_xml(only(gpu_pci(0), element("nic", *nets)))
+    assert wires(topology, "pcie")["nic0", "cpu0"] == 77.343
+
+
 def test_the_functions_of_one_device_are_one_nic() -> None:
     """Two ports share a PCIe link; NCCL counts one NIC too."""
     ports = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i) for i in (0, 1)]

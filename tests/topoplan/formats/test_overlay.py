@@ -436,6 +436,15 @@ def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_p
     assert f"topoplan {command}: error: {status}: gpu0 has 1 of 6 NVLinks down" in err
 
 
+def test_an_exported_machine_is_the_one_with_the_overlay(tmp_path: Path, run: Run) -> None:
+    """NCCL's file has nine of twelve NVLinks where three of a GPU are dead."""
+    path, out = tmp_path / "s.txt", tmp_path / "topo.xml"
+    path.write_text(Listings(A100S, dead=wires_of(A100S)[:3]).status())
+    code, _, _ = run(["export", "dgx-a100", "--to", "nccl-topo", "--overlay", str(path), "-o", str(out)])
+    assert code == 0
+    assert nvlinks(topoplan.load(out))["gpu0", "nvswitch0"] == (225.0, 9)
+
+
 def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run) -> None:
     """It is put on the machine before that becomes a cluster."""
     path = tmp_path / "s.txt"

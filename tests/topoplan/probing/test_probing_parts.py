@@ -545,6 +545,20 @@ def test_virtual_functions_of_a_listed_nic_do_not_count(tmp_path: Path) -> None:
     assert [nic.adapter for nic in find_nics(Sysfs(root))[0]] == ["mlx5_1"]
 
 
+def test_the_ports_of_an_adapter_add_up_as_they_are_written(tmp_path: Path) -> None:
+    """Three active ports of 25.781 Gb/s are 77.343; one that is down adds nothing."""
+    device = tmp_path / "sys/devices/pci0000:00/0000:05:00.0"
+    adapter = tmp_path / "sys/class/infiniband/mlx5_0"
+    device.mkdir(parents=True)
+    for i, state in enumerate(("4: ACTIVE", "4: ACTIVE", "1: DOWN", "4: ACTIVE")):
+        (adapter / f"ports/{i}").mkdir(parents=True)
+        (adapter / f"ports/{i}/state").write_text(state)
+        (adapter / f"ports/{i}/rate").write_text("25.781 Gb/sec (1X EDR)")
+    (adapter / "device").symlink_to(device)
+    (nic,), _ = find_nics(Sysfs(tmp_path / "sys"))
+    assert nic.gigabits == 77.343
+
+
 def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_cpus() -> None:
     ids = [f"0000:0{i}:00.0" for i in range(4)]
     gpus = [driver_gpu(i, busid) for i, busid in enumerate(ids)]

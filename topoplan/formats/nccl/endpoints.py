@@ -28,7 +28,7 @@ from topoplan.formats.nccl.xml_tree import Element
 from topoplan.hosts.host import HostGpu, HostNic, NvlinkBundle, bus_id, bus_id_order
 from topoplan.hosts.nccl_rates import gcn_name, nvlink_bandwidth, xgmi_bandwidth
 from topoplan.topology import FASTEST, MOST_WIRES, facts
-from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
+from topoplan.units import exact, gigabytes_from_gigabits, nearest_float, summed
 
 _HIDDEN = "fffffff:"
 """Beginning of the target that NCCL writes for a far end which a virtual machine cannot see: a switch."""
@@ -277,7 +277,7 @@ class _Reader:
                     host_nic = HostNic("", model, ports.facts(), number, rate, stated(nic, "name"))
                     before = found.get((number, ports.adapter))
                     if before:
-                        host_nic = replace(before[1], bandwidth=before[1].bandwidth + rate)
+                        host_nic = replace(before[1], bandwidth=summed((before[1].bandwidth, rate)))
                     found[number, ports.adapter] = (before[0] if before else ports.dev, host_nic)
         return list(found.values())
 

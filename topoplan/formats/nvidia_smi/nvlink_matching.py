@@ -18,22 +18,10 @@ from fractions import Fraction
 
 from topoplan.errors import TopologyError
 from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks
-from topoplan.hosts.link_rates import A100, B200, GA102, H100, MOST_LINKS, P100, V100, GpuGeneration
+from topoplan.hosts.gpu_identity import compute_capability
+from topoplan.hosts.link_rates import MOST_LINKS, GpuGeneration, generation_of
 from topoplan.topology import Device, Topology
 from topoplan.units import exact
-
-GENERATIONS = {
-    "P100": P100,
-    "V100": V100,
-    **dict.fromkeys(("A30", "A100", "A800"), A100),
-    **dict.fromkeys(("A40", "A5500", "A6000", "3090"), GA102),
-    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), H100),
-    **dict.fromkeys(("B100", "B200", "B300", "GB200", "GB300"), B200),
-}
-"""Generation of the GPUs that have NVLinks, by product."""
-
-COMPUTE_CAPABILITY = {60: P100, 70: V100, 80: A100, 86: GA102, 90: H100, 100: B200, 103: B200}
-"""Generation by the fact ``sm``."""
 
 SLOW_BELOW = Fraction(9, 10)
 """Share of the nominal rate below which all links of a listing are slow."""
@@ -55,7 +43,8 @@ def product(model: str) -> str:
 
 def generation(model: str) -> GpuGeneration | None:
     """Its generation, None where it is not known."""
-    return GENERATIONS.get(product(model))
+    capability = compute_capability(model)
+    return None if capability is None else generation_of(capability)
 
 
 def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
@@ -68,13 +57,14 @@ def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
     >>> [str(share) for share in speed_shares(parse_nvlink_status("\\n".join(lines))).values()]
     ['1', '1', '1/2']
     """
-    fastest: dict[str, Fraction] = {}
+    normal: dict[str, Fraction] = {}
     for gpu in gpus:
-        for link in gpu.active:
-            if link.speed is not None:
-                like = _like(gpu)
-                fastest[like] = max(fastest.get(like, Fraction(0)), exact(link.speed))
-    normal = {like: _normal(like, speed) for like, speed in fastest.items()}
+        speeds = [exact(link.speed) for link in gpu.active if link.speed is not None]
+        normal[_like(gpu)] = max(normal.get(_like(gpu), Fraction(0)), *speeds, Fraction(0))
+    for gpu in gpus:
+        made = generation(gpu.model)
+        if made and normal[_like(gpu)] < SLOW_BELOW * exact(made.nvlink):
+            normal[_like(gpu)] = exact(made.nvlink)
     return {
         (gpu.number, link.index): Fraction(1)
         if link.speed is None
@@ -87,12 +77,6 @@ def speed_shares(gpus: Sequence[GpuNvlinks]) -> dict[tuple[int, int], Fraction]:
 def _like(gpu: GpuNvlinks) -> str:
     """What GPUs of equal links have in common."""
     return product(gpu.model) or gpu.model
-
-
-def _normal(like: str, fastest: Fraction) -> Fraction:
-    known = GENERATIONS.get(like)
-    nominal = exact(known.nvlink) if known else Fraction(0)
-    return fastest if fastest >= SLOW_BELOW * nominal else nominal
 
 
 ANOTHER = "the listing is of another machine; give that of this one"
@@ -192,7 +176,7 @@ def _check_identity(topology: Topology, gpu: GpuNvlinks, device: Device) -> None
             f"GPU {gpu.number} is {gpu.model!r} in the listing and {device.model!r} in {topology.name}; {ANOTHER}"
         )
     sm, made = device.fact("sm"), generation(gpu.model)
-    other = COMPUTE_CAPABILITY.get(int(sm)) if re.fullmatch("[0-9]{1,3}", sm) else None
+    other = generation_of(int(sm)) if re.fullmatch("[0-9]{1,3}", sm) else None
     if made and other and made != other:
         raise TopologyError(
             f"GPU {gpu.number} is {gpu.model!r} in the listing and has compute capability {sm} in {topology.name}; "

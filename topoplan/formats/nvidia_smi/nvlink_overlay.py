@@ -8,14 +8,12 @@ the topology, such as a probed one, states as slow already is not slowed twice.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.formats.load import decode_text
+from topoplan.formats.load import read_text
 from topoplan.formats.nvidia_smi.nvlink_damage import Pair, find_damage
 from topoplan.formats.nvidia_smi.nvlink_matching import SLOW_BELOW, ListedGpu, match_gpus
 from topoplan.formats.nvidia_smi.nvlink_status import GpuNvlinks, parse_nvlink_status
@@ -99,17 +97,8 @@ def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:
     if isinstance(listing, str) and "\n" in listing:
         return "", listing
     where = "stdin" if path == "-" else path
-    if path == "-" and sys.stdin is None:
-        raise UsageError("stdin is closed; give a file")
     try:
-        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}; give a file with the output of "
-            "nvidia-smi nvlink"
-        ) from None
-    try:
-        return where, decode_text(content)
+        return where, read_text(path, "give a file with the output of nvidia-smi nvlink")
     except TopologyError:
         raise UsageError(f"{where} is binary, not text; give the output of nvidia-smi nvlink") from None
 

@@ -172,6 +172,12 @@ def ring_forest(
 class _Move:
     """A symmetry of the machine that keeps a set of rings.
 
+    Of rings 0 1 2 3 and 3 2 1 0 the turn of ranks 0 > 1 > 2 > 3 > 0 takes
+
+        chain     0 1 2 3   4 5 6 7
+        out of    0 1 2 3   3 2 1 0    (rank)
+        to chain  1 2 3 0   7 4 5 6    out of ranks 1 2 3 0 and 0 3 2 1
+
     Parameters
     ----------
     nodes : tuple of int

@@ -1,13 +1,10 @@
 """Directed Hamiltonian cycles of a small graph, and the largest set that shares no lane: rings over direct links.
 
-Both walk depth first and give a path up as soon as some vertex can no longer be entered or left.
-
-Exact search for the largest set.
-All Hamiltonian cycles are listed, then as many as possible of them are packed by branch and bound.
-A ring leaves every set of vertices at least once, so a cycle is dropped as soon as it would leave some set
-too few lanes for the rings that are still to come. The next branch is at the vertex with the least to spare:
-either some ring uses its scarcest lane, or none does. Listing and packing stop at stated limits, and the
-result says whether they had to.
+All cycles are listed, or a varied sample where there are too many: both walk depth first and give a path up as soon as
+some vertex can no longer be entered or left. Then as many as possible of them are packed by branch and bound. A ring
+leaves every set of vertices at least once, so a cycle is dropped as soon as it would leave some set too few lanes for
+the rings that are still to come. The next branch is at the vertex with the least to spare: either some ring uses its
+scarcest lane, or none does. Listing and packing stop at stated limits, and the result says whether they had to.
 """
 
 from __future__ import annotations
