@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives.arrays.numpy_arrays import NumpyArrays
@@ -68,6 +68,7 @@ def stale(box: Mailbox, mode: SSP | ASP) -> StaleAverager:
     return StaleAverager(box, NumpyArrays(), mode, Recorder("test", ranks=box.size))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5), st.data())
 def test_no_order_of_steps_that_the_rule_allows_takes_clocks_further_apart_than_the_bound_and_one(
     clocks: list[int], bound: int, data: st.DataObject
