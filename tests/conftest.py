@@ -48,8 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of such a module together, where there are several processes; mark what reads listings."""
+    """Keep the tests of such a module together, where there are several processes; mark what reads listings.
+
+    Of the cases of a sampled test all but every fourth are thorough.
+    """
+    sampled: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
+            test = item.nodeid.split("[")[0]
+            if sampled[test] % 4:
+                item.add_marker(pytest.mark.thorough)
+            sampled[test] += 1
         module = item.path.stem
         if module in WITH_JOBS:
             item.add_marker(pytest.mark.xdist_group(module))
