@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import numpy as np
-
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
 from topoplan.columns.pricing import Pricing, has_tables
@@ -35,8 +33,7 @@ from topoplan.plans.plan import Shard
 from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
 from topoplan.symmetry.search import find_symmetry
-from topoplan.trees.hop_constrained_search import SMALL
-from topoplan.trees.hop_constrained_starts import hops
+from topoplan.trees.hop_constrained_search import SMALL, lowest_heights
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""
@@ -332,10 +329,9 @@ class _Search:
 def _lowest_height(packing: Packing) -> int:
     """The height that hop counts force: of the best root where any will do, else of the worst."""
     routes = packing.routes([1] * len(packing.limits))
-    roots = list(packing.roots)
-    needed = [0] * len(roots)
+    needed = [0] * len(packing.roots)
     for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
         if packing.uses(op):
-            for place, far in enumerate(hops(cost, np.array(roots)).max(axis=1).tolist()):
+            for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
                 needed[place] = max(needed[place], far)
     return max(needed) if packing.shared or packing.root is not None else min(needed)
