@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hypothesis

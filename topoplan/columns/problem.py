@@ -28,9 +28,12 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import stage_order
 from topoplan.plans.certificates import Lengths
 from topoplan.plans.loads import stage_links
-from topoplan.plans.symmetric_shards import ImageShards
+from topoplan.plans.symmetric_shards import ImageShards, shard_counts
 from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.trees.route_table import Orbits, Routes, RouteTable
+
+MOST_EDGES = 10_000
+"""Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
 
 Parents = tuple[int, ...]
 """Parent of every rank in a tree, -1 for the root; empty where a collective has no such tree."""
@@ -227,6 +230,14 @@ class Packing:
         ]
         divided.sort(key=lambda shard: (shard.stages[0].root, -shard.share))
         return replace(made, templates=tuple(divided))
+
+    def forest(self, weights: Mapping[TreeColumn, Fraction]) -> Sequence[Shard]:
+        """`images`, written out where they are few."""
+        images = self.images(weights)
+        edges = sum(
+            len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages
+        )
+        return images if edges > MOST_EDGES else tuple(images)
 
     def _stages(self, tree: TreeColumn) -> tuple[Stage, ...]:
         fabric = self.fabric

@@ -1,32 +1,54 @@
-"""Optimal packings by exact column generation, then of the lowest height, then of few trees.
+"""Optimal packings by column generation, then of the lowest height, then of few trees.
 
-The master program packs the trees known so far (`topoplan.simplex.exact_simplex`); its dual values are lengths of the
-links, and the oracle answers with the cheapest trees under them. The first bound comes from flows alone
-(`topoplan.bounds.cuts_and_partitions`). Where a packing reaches it, that is the proof. Where none does (switches that
-cannot copy, asymmetric ports), the final duals are the proof: dual lengths under which every forest is long enough.
+The first bound comes from flows alone (`topoplan.bounds.cuts_and_partitions`). Where a packing reaches it, that is the
+proof. Where none does (switches that cannot copy, asymmetric ports), the final duals are the proof: dual lengths under
+which every forest is long enough.
 
-Height: heights are tried from the lowest on, and each is refuted by its own duals before the next is tried, so the
-height is the lowest possible. The oracle prices limited heights exactly up to 9 ranks, on switches that only forward,
-over routes that can be listed; for everything else see `topoplan.packing.exact_symmetric`.
+Few ranks (`has_tables`): trees of any height give the optimum. Then heights are tried from the lowest on, and each is
+refuted by its own duals before the next is tried, so the height is the lowest possible.
+
+All others are packed on orbits of their symmetries. Heights are tried from the lowest possible one on: the first at
+which column generation reaches the bound is taken. Where the bound is not reached, the duals of the run may themselves
+prove its value; else the optimum is found with trees of any height, priced exactly, and low heights are tried once more
+for that rate. The lowest height is the one that hop counts force, or one above a star that was refuted (the star of a
+rank is its only tree of height 1): then it is proved. Otherwise it is the lowest found, and the plan says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
-from topoplan.columns.pricing import Pricing
+from topoplan.columns.pricing import Pricing, has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.notes import Note
 from topoplan.packing.fewest_trees import fewest_peeled, thin
-from topoplan.plans.certificates import Certificate
+from topoplan.plans.certificates import Certificate, Lengths
+from topoplan.plans.tree import Shard
+from topoplan.simplex.random_numbers import Stream
 from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_time
+from topoplan.symmetry.search import find_symmetry
+from topoplan.trees.hop_constrained_search import SMALL, lowest_heights
 
 ORDERS = ("height", "trees")
 """What is minimised first among packings of equal rate."""
+
+FIRST_HEIGHTS = 3
+"""Heights that are tried before trees of any height."""
+
+LATER_HEIGHTS = 12
+"""Heights that are tried for a rate that only trees of any height have reached."""
+
+WALKS = 12
+"""Walks along the optimal face in search of fewer trees."""
+
+MOST_AGAIN = 64
+"""Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +57,25 @@ class ExactPacking:
 
     Parameters
     ----------
+    packing : Packing
+        The problem, with the symmetries on which it was packed.
     weights : dict of TreeColumn to Fraction
         Rate of each column in units of 1 / scale GB/s.
     certificate : Certificate
     notes : tuple of str
-        What a time limit cut short.
+        What could not be proved, or what a time limit cut short.
     """
 
+    packing: Packing
     weights: dict[TreeColumn, Fraction]
     certificate: Certificate
     notes: tuple[str, ...] = ()
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """All shards of a plan, or for large forests their templates with the symmetries."""
+        few = has_tables(self.packing.fabric)
+        return self.packing.shards(self.weights) if few else self.packing.forest(self.weights)
 
 
 def pack_exact(
@@ -56,31 +87,45 @@ def pack_exact(
     time_limit: float | Deadline | None = None,
     progress: Progress | None = None,
 ) -> ExactPacking:
-    """The optimal packing of a collective, with its proof.
+    """The optimal packing of a collective, low, and with its proof.
 
     Parameters
     ----------
     fabric : Fabric
-        2 to 9 connected ranks; switches only forward. Heights are found where it `has_tables`.
+        At least two connected ranks.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce.
     order : str
-        ``height``: lowest height, then few trees. ``trees``: few trees, whatever their height.
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
     time_limit : float, Deadline or None
-        Seconds after which the best packing so far is taken.
+        Seconds after which the best packing so far is taken; heights, rounds and walks under way are ended.
     progress : callable or None
         Called with a line of text now and then.
 
-    Returns
-    -------
-    ExactPacking
-
     Notes
     -----
-    The number of columns stays near the number of links. DGX-1V takes milliseconds.
+    The number of columns stays near the number of rows. DGX-1V takes milliseconds.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> packed = pack_exact(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
+    >>> len(packed.shards), packed.notes
+    (16, ())
     """
-    deadline = deadline_of(time_limit)
+    pack = _pack_few if has_tables(fabric) else _pack_on_orbits
+    return pack(fabric, collective, root, order, deadline_of(time_limit), progress)
+
+
+def _pack_few(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: Progress | None,
+) -> ExactPacking:
     packing = Packing(fabric, collective, root)
     certificate = best_bound(fabric, collective, root)
     target = certificate.bound(fabric, collective, root) * packing.scale
@@ -96,7 +141,7 @@ def pack_exact(
     weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
-    return ExactPacking(weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
+    return ExactPacking(packing, weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
 
 
 def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
@@ -112,7 +157,7 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
         bounds.append((bound, candidate))
     bound, best = min(bounds, key=lambda pair: pair[0])
     note = generator.deadline.note(out_of_time(float(generator.value / packing.scale), float(bound)))
-    return ExactPacking(generator.weights(), best, (note,))
+    return ExactPacking(packing, generator.weights(), best, (note,))
 
 
 def _lowest(
@@ -134,3 +179,159 @@ def _lowest(
     limited = Generation(Pricing(packing, tallest), progress=progress, deadline=generator.deadline)
     limited.add([tree for tree in pool if tree.height <= tallest])
     return limited if limited.run(target) else generator
+
+
+def _pack_on_orbits(
+    fabric: Fabric,
+    collective: str,
+    root: int | None,
+    order: str,
+    deadline: Deadline,
+    progress: Progress | None,
+) -> ExactPacking:
+    known: _Found | None = None
+    enough = 1 if order == "trees" and root is not None else fabric.size
+    for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
+        generators = tuple(
+            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
+        )
+        packing = Packing(fabric, collective, root, generators)
+        elements = len(packing.orbits.elements)
+        if known is not None and elements == known.elements:
+            continue
+        if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
+            break
+        if known is not None and deadline.over():
+            break
+        search = _Search(packing, order, progress, deadline)
+        search.run()
+        found = _Found(search, elements)
+        if known is None or found.rank(order) < known.rank(order):
+            known = found
+    assert known is not None, "the first group is always tried"
+    search = known.search
+    return ExactPacking(search.packing, known.weights, search.certificate, search.notes())
+
+
+class _Found:
+    """A finished search, and its forest with few trees."""
+
+    def __init__(self, search: _Search, elements: int) -> None:
+        assert search.best is not None, "at least one height has been tried"
+        self.search = search
+        self.elements = elements
+        packing = search.packing
+        weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
+        self.weights = weights
+        self.trees = sum(map(packing.image_count, weights))
+        self.height = max(tree.height for tree in weights)
+        self.value = search.best.value
+
+    def rank(self, order: str) -> tuple[Fraction, int, int]:
+        """Smaller is better."""
+        behind = -self.value / self.search.packing.scale
+        return (behind, self.height, self.trees) if order == "height" else (behind, self.trees, self.height)
+
+
+@dataclass
+class _Search:
+    """What is known while heights are tried."""
+
+    packing: Packing
+    order: str
+    progress: Progress | None
+    deadline: Deadline
+    best: Generation | None = None
+    refuted: int = 0
+    target: Fraction = field(init=False)
+    certificate: Certificate = field(init=False)
+
+    def __post_init__(self) -> None:
+        packing = self.packing
+        self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
+        self.target = self._bound(self.certificate)
+        self.lowest = _lowest_height(packing)
+        self.refuted = self.lowest - 1
+
+    def run(self) -> None:
+        """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
+        if self.order == "trees" and self.packing.fabric.size <= SMALL:
+            self.best = self._generation(None)
+            if not self.best.run(self.target):
+                self._prove(self.packing.certificate(self.best.duals()))
+            return
+        for height in range(self.lowest, self.lowest + FIRST_HEIGHTS):
+            if self._try(height) or self.deadline.over():
+                return
+        size = self.packing.fabric.size
+        if size <= SMALL:
+            free = self._generation(None)
+            free.add(self._pool())
+            if not free.run(self.target):
+                self._prove(self.packing.certificate(free.duals()))
+            assert self.best is not None, "a height has been tried"
+            if self.best.value >= self.target:
+                return
+            if free.value > self.best.value:
+                self.best = free
+        for height in range(self.lowest, min(self.lowest + LATER_HEIGHTS, size)):
+            if self.deadline.over() or self._try(height):
+                return
+
+    def _try(self, height: int) -> bool:
+        """Generate trees of a height; True where they are proved optimal."""
+        generation = self._generation(height)
+        generation.add([tree for tree in self._pool() if tree.height <= height])
+        reached = generation.run(self.target)
+        if reached or self.best is None or generation.value > self.best.value:
+            self.best = generation
+        if reached:
+            return True
+        if height == 1:
+            self.refuted = 1
+        self._prove(self.packing.certificate(generation.duals()))
+        return generation.value >= self.target
+
+    def _generation(self, height: int | None) -> Generation:
+        return Generation(Pricing(self.packing, height), progress=self.progress, deadline=self.deadline)
+
+    def _prove(self, lengths: Lengths) -> None:
+        """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
+        try:
+            bound = self._bound(lengths)
+        except PlanError:
+            return
+        if bound < self.target:
+            self.certificate, self.target = lengths, bound
+
+    def _pool(self) -> list[TreeColumn]:
+        return self.best.trees if self.best is not None else []
+
+    def _bound(self, certificate: Certificate) -> Fraction:
+        packing = self.packing
+        return certificate.bound(packing.fabric, packing.collective, packing.root) * packing.scale
+
+    def notes(self) -> tuple[str, ...]:
+        """What is not proved of the height that was taken."""
+        best = self.best
+        assert best is not None, "at least one height has been tried"
+        height = max(tree.height for tree in best.weights())
+        if self.deadline.cut:
+            rate, bound = float(best.value), float(self.target)
+            undone = out_of_time(rate, bound) if best.value < self.target else UNDONE
+            return (self.deadline.note(undone),)
+        if self.order == "trees" or height <= self.refuted + 1:
+            return ()
+        text = f"height {height} is the lowest found, {self.refuted + 1} the lowest not excluded"
+        return (Note(text, "height open"),)
+
+
+def _lowest_height(packing: Packing) -> int:
+    """The height that hop counts force: of the best root where any will do, else of the worst."""
+    routes = packing.routes([1] * len(packing.limits))
+    needed = [0] * len(packing.roots)
+    for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
+        if packing.uses(op):
+            for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
+                needed[place] = max(needed[place], far)
+    return max(needed) if packing.shared or packing.root is not None else min(needed)

@@ -20,9 +20,7 @@ from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
-from topoplan.packing.exact_symmetric import MOST_EDGES
 from topoplan.plans.certificates import Certificate, Lengths
-from topoplan.plans.symmetric_shards import shard_counts
 from topoplan.plans.tree import Shard
 from topoplan.symmetry.search import find_symmetry
 
@@ -105,9 +103,8 @@ def compose(
         if not best.trees:
             raise _no_star(servers)
         duals = packing.certificate(best.duals())
-    images = packing.images(_evened(_lowered(best, servers), servers).weights())
-    edges = sum(len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages)
-    return Composition(images if edges > MOST_EDGES else tuple(images), bound, aim, duals)
+    shards = packing.forest(_evened(_lowered(best, servers), servers).weights())
+    return Composition(shards, bound, aim, duals)
 
 
 def _lowered(best: Generation, servers: Servers) -> Generation:

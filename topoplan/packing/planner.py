@@ -16,12 +16,10 @@ from fractions import Fraction
 from functools import partial
 
 from topoplan.bounds.cuts_and_partitions import best_bound
-from topoplan.columns.pricing import has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
 from topoplan.packing.exact import ORDERS, pack_exact
-from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
@@ -198,26 +196,17 @@ def _plan_exact(
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
-    if not has_tables(fabric):
-        forest = pack_on_orbits(
-            fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
-        )
-        made = build_plan(
-            fabric,
-            collective,
-            root=root,
-            shards=forest.shards,
-            certificate=forest.certificate,
-            schedule="trees",
-            method="exact",
-            notes=forest.notes,
-        )
-    else:
-        packed = pack_exact(
-            fabric, collective, root=root, order=order, time_limit=deadline, progress=progress
-        )
-        made = _forest_plan(packing, packed.weights, packed.certificate, "trees", "exact")
-        made = replace(made, notes=packed.notes)
+    packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
+    made = build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=packed.shards,
+        certificate=packed.certificate,
+        schedule="trees",
+        method="exact",
+        notes=packed.notes,
+    )
     if order == "trees" and LARGEST < fabric.size <= MOST_PEELED and made.gap == 0:
         bound = made.certificate.bound(fabric, collective, root) * packing.scale
         peeled = fewest_peeled(packing, bound, fewer_than=made.trees)

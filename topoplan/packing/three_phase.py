@@ -11,11 +11,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from topoplan.columns.generation import Progress
-from topoplan.columns.pricing import has_tables
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.packing.exact import pack_exact
-from topoplan.packing.exact_symmetric import pack_on_orbits
 from topoplan.packing.hierarchical import Composition, compose
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Certificate
@@ -114,6 +112,4 @@ def _lower_bound(
         return proof, ()
     if fabric.size > MOST_RANKS:
         return proof, (f"with more than {MOST_RANKS} GPUs the exact method was not run for a lower bound",)
-    if not has_tables(fabric):
-        return pack_on_orbits(fabric, collective, root=root, progress=progress).certificate, ()
     return pack_exact(fabric, collective, root=root, progress=progress).certificate, ()

@@ -110,15 +110,15 @@ def low_arborescences(
     return found
 
 
-def lowest_heights(cost: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(N,) int64: the lowest height that a tree from each root can have; N where there is none.
+def lowest_heights(cost: NDArray[np.int64], roots: Sequence[int]) -> NDArray[np.int64]:
+    """(roots,) int64: the lowest height that a tree from each root can have; N where there is none.
 
     Examples
     --------
-    >>> lowest_heights(np.array([[0, 1, UNREACHABLE], [1, 0, 1], [UNREACHABLE, 1, 0]])).tolist()
-    [2, 1, 2]
+    >>> lowest_heights(np.array([[0, 1, UNREACHABLE], [1, 0, 1], [UNREACHABLE, 1, 0]]), [0, 1]).tolist()
+    [2, 1]
     """
-    found: NDArray[np.int64] = hops(cost, np.arange(len(cost))).max(axis=1)
+    found: NDArray[np.int64] = hops(cost, np.array(roots, dtype=np.int64)).max(axis=1)
     return found
 
 

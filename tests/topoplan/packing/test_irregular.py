@@ -20,7 +20,7 @@ from topoplan.columns.generation import Generation
 from topoplan.columns.pricing import Pricing
 from topoplan.columns.problem import Packing
 from topoplan.fabric.fabric import usable_fabric
-from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.exact import pack_exact
 from topoplan.plans.build import build_plan
 from topoplan.simplex.float_guided import GuidedSimplex
 from topoplan.symmetry.search import find_symmetry
@@ -112,7 +112,7 @@ def test_plans_are_the_same_in_every_process_and_on_any_number_of_threads() -> N
 def test_a_forest_on_orbits_needs_no_more_than_its_own_fabric() -> None:
     """Called directly, as the bench does: a broadcast over a mesh of ten in its two heights."""
     fabric = usable_fabric(mesh(10, 1))
-    forest = pack_on_orbits(fabric, "broadcast", root=3)
+    forest = pack_exact(fabric, "broadcast", root=3)
     made = build_plan(
         fabric,
         "broadcast",

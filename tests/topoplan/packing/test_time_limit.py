@@ -15,7 +15,7 @@ from topoplan.cli.plan import print_plan
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.notes import Note, kind_of
-from topoplan.packing.exact_symmetric import pack_on_orbits
+from topoplan.packing.exact import pack_exact
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.simplex.time_limit import Deadline
@@ -71,7 +71,7 @@ def test_both_channels_share_the_time() -> None:
 def test_the_gap_of_a_stopped_forest_is_that_of_its_certificate() -> None:
     """The note's figure is 1 - rate / bound of the shards and the certificate that come with it."""
     fabric = Fabric(measured(topoplan.load("dgx-2")), ("nvlink",))
-    forest = pack_on_orbits(fabric, "broadcast", root=0, time_limit=0)
+    forest = pack_exact(fabric, "broadcast", root=0, time_limit=0)
     assert len(forest.shards) == 1
     rate = forest_rate(forest.shards, fabric)
     bound = forest.certificate.bound(fabric, "broadcast", 0)
