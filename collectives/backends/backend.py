@@ -6,11 +6,13 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.peers import World
 from collectives.peers.signature import Signature
 from topoplan.plans.plan import Plan
 
@@ -157,3 +159,36 @@ class GathersTexts(Protocol):
         BackendError
             A rank died, stalled, or makes another call. The back end is unusable from then on.
         """
+
+
+class OneRank:
+    """What back ends of one rank that have a `World` tell the other ranks through it, between collectives.
+
+    Attributes
+    ----------
+    _world : World
+    _timeout : float
+        Seconds that a rank waits for the others.
+    """
+
+    _world: World
+    _timeout: float
+
+    def largest(self, value: float) -> float:
+        """See `Backend.largest`."""
+        with self._telling():
+            return self._world.largest(value, timeout=self._timeout)
+
+    def agree(self, signature: Signature) -> None:
+        """See `GathersTexts.agree`."""
+        with self._telling():
+            self._world.agree(signature, timeout=self._timeout)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `GathersTexts.gather_texts`."""
+        with self._telling():
+            return self._world.texts(text, timeout=self._timeout)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Tells all ranks of what this one stops with by itself, inside, where they would wait for it."""
+        return nullcontext()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
-from collectives.backends.backend import Call
+from collectives.backends.backend import Call, OneRank
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
@@ -56,7 +56,7 @@ Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
 
 
-class NcclBackend:
+class NcclBackend(OneRank):
     """`Backend` of one rank.
 
     Parameters
@@ -199,20 +199,10 @@ class NcclBackend:
                 self._world.compare(signature, self._about(0), timeout=self._timeout)
             self._end(BackendError("this rank refused a collective; make a new communicator", rank=self.rank))
 
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        with self._telling():
-            return self._world.largest(value, timeout=self._timeout)
-
     def agree(self, signature: Signature) -> None:
         """See `GathersTexts.agree`."""
         with self._telling():
             self._agree(signature, 0)
-
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        with self._telling():
-            return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""

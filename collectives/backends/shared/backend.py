@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import AVERAGED, Call, RankArrays
+from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
 from collectives.backends.shared.execution import Messages, execute
 from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import program_of
@@ -34,7 +35,7 @@ CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
 
-class SharedBackend:
+class SharedBackend(OneRank):
     """`Backend` of one rank among processes of one host; all of them must make one.
 
     Every failure is a `BackendError` on all ranks that still live: at once where a process dies, after the timeout
@@ -56,6 +57,8 @@ class SharedBackend:
     UsageError
         The ranks do not see each other's memory.
     """
+
+    _world: SharedWorld
 
     name = "shared"
     one_rank = True
@@ -122,28 +125,14 @@ class SharedBackend:
         finally:
             world.close()
 
-    def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        with self._world.watch.telling():
-            self._world.agree(signature, timeout=self._timeout)
-
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        with self._world.watch.telling():
-            return self._world.texts(text, timeout=self._timeout)
-
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        with self._world.watch.telling():
+        with self._telling():
             self._run(call)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
         self._world.refuse(signature)
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        return self._world.largest(value, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -151,6 +140,9 @@ class SharedBackend:
             self._closed = True
             self._world.close()
             self._segment.close()
+
+    def _telling(self) -> AbstractContextManager[None]:
+        return self._world.watch.telling()
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call
+from collectives.backends.backend import Call, OneRank
 from collectives.backends.tcp.flow import Flow
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.network import Network
@@ -28,7 +28,7 @@ from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
 
-class TcpBackend:
+class TcpBackend(OneRank):
     """`Backend` of one rank; the others are other processes, on this machine or others.
 
     Parameters
@@ -69,6 +69,8 @@ class TcpBackend:
     ...         print(comm.all_reduce(np.arange(3)))
     [0 1 2]
     """
+
+    _world: TcpWorld
 
     name = "tcp"
     one_rank = True
@@ -170,21 +172,6 @@ class TcpBackend:
         if not self._closed:
             self._world.refuse(signature)
             self._end()
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        with self._telling():
-            return self._world.largest(value, timeout=self._timeout)
-
-    def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        with self._telling():
-            self._world.agree(signature, timeout=self._timeout)
-
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        with self._telling():
-            return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
-from collectives.backends.backend import Call
+from collectives.backends.backend import Call, OneRank
 from collectives.backends.stepped.program import Message as Move
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.group_world import GroupWorld
@@ -31,7 +31,7 @@ from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
 
-class TorchBackend:
+class TorchBackend(OneRank):
     """`Backend` of one rank of a process group.
 
     Parameters
@@ -51,6 +51,8 @@ class TorchBackend:
     BackendError
         The other ranks of the group do not make a back end within the timeout.
     """
+
+    _world: GroupWorld
 
     name = "torch"
     one_rank = True
@@ -120,18 +122,6 @@ class TorchBackend:
             self._world.agree(signature, timeout=self._timeout)
         except BackendError:
             return  # the caller has an error of his own to hear of
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        return self._world.largest(value, timeout=self._timeout)
-
-    def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        self._agree(signature, "")
-
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        return self._world.texts(text, timeout=self._timeout)
 
     def close(self) -> None:
         """See `Backend.close`."""
