@@ -1,1 +1,1 @@
-"""The control plane: who is there, what they say, and who is to blame, over a rendezvous, MPI or a store."""
+"""The control plane: who is there, what they say, who is to blame; over a rendezvous, MPI, a store or shared memory."""
