@@ -35,6 +35,7 @@ WITH_JOBS = (
     "test_mpi",
     "test_parallel_norms_torch",
     "test_torch",
+    "test_torch_gpu",
     "test_torch_hook",
     "test_torch_modes",
 )
