@@ -1,6 +1,6 @@
 """What one rank sends, receives and joins in each step of a collective, and where: of NCCL, and of torch's groups.
 
-The rows of a table are dealt out to *lanes*: all to one, or each tree (shard) to a lane of its own, with streams and an
+The rows of a table are dealt out to *lanes*: all to one, or each tree (shard) to a lane of its own, with streams and a
 communicator of its own. In a lane, what a step receives is joined while the next step moves, so what a step sends
 was joined two steps before. Chunks that are to be joined arrive in slots of scratch, in one of two areas by turns.
 """
@@ -182,20 +182,20 @@ def _lane(
                 buffer, offset = SCRATCH, slot[move]
             receives.setdefault(step, []).append(Message(source, row, buffer, offset, nbytes))
     made: list[Step] = []
+    joined: int | None = None
+    looked = 0
     numbers = sorted({*sends, *receives})
     for number in numbers:
-        before = [
-            i
-            for i, one in enumerate(made)
-            if one.join is not None and one.number < number - (1 if overlap else 0)
-        ]
+        while looked < len(made) and made[looked].number < number - (1 if overlap else 0):
+            joined = looked if made[looked].join is not None else joined
+            looked += 1
         made.append(
             Step(
                 number,
                 tuple(sends.get(number, ())),
                 tuple(receives.get(number, ())),
                 launch.get(number),
-                before[-1] if before else None,
+                joined,
             )
         )
     return Lane(tuple(made), _chunks(moves, places, arriving, slots)), after
