@@ -4,7 +4,8 @@ A table has a row for every chunk; what a back end schedules are the few streams
 different elements, so chunk c of a stream waits for chunk c of other streams and for nothing else.
 
 `level` counts the hops that data has behind it: chunk c of a stream can move in step c + level of a pipeline that
-starts a new chunk in every step (`wavefront`), which is the list schedule for back ends with matched global steps.
+starts a new chunk in every step (of shards with fewer chunks in proportion, so that every link carries about the same
+in each step), which is the list schedule for back ends with matched global steps (`collectives.backends.stepped`).
 Additions at one rank may arrive in one step; they are joined in the order of their rows.
 """
 
@@ -140,34 +141,6 @@ def row_of(table: TransferTable, number: int, chunk: int) -> int:
     chunks = np.array([stream.chunks for stream in streams(table)])
     earlier = int(np.minimum(chunks, chunk).sum())
     return earlier + int(np.count_nonzero(chunks[:number] > chunk))
-
-
-def wavefront(table: TransferTable) -> NDArray[np.int64]:
-    """The step of every row in a pipeline: the data of one step may move at once, after all earlier steps.
-
-    A step takes one new chunk of every shard; of shards with fewer chunks, in proportion, so that every link
-    carries about the same in each step.
-
-    Returns
-    -------
-    (R,) int64
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from collectives import lower
-    >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
-    >>> int(wavefront(table).max()) + 1
-    11
-    """
-    parts = streams(table)
-    if not parts:
-        return np.zeros(0, dtype=np.int64)
-    stream = stream_of(table)
-    chunks = np.array([part.chunks for part in parts], dtype=np.int64)
-    level = np.array([part.level for part in parts], dtype=np.int64)
-    steps: NDArray[np.int64] = table.chunk * int(chunks.max()) // chunks[stream] + level[stream]
-    return steps
 
 
 def stream_of(table: TransferTable) -> NDArray[np.int64]:

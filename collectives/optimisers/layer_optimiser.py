@@ -186,7 +186,7 @@ class LayerOptimiser(ABC):
                     f"ranks differ in their layers: {difference(found, first)}; give all the same"
                 )
         decays = self.weight_decay
-        decays = [float(decays)] * len(first) if isinstance(decays, int | float) else list(decays)
+        decays = [float(decays)] * len(first) if isinstance(decays, int | float) else [*map(float, decays)]
         if len(decays) != len(first):
             raise UsageError(
                 f"there are {len(decays)} weight decays for {len(first)} layers; give one for each"
@@ -242,7 +242,8 @@ class LayerOptimiser(ABC):
 
     def _finish(self, layer: Layer, update: Array, rate: float, weights: Array) -> None:
         """Move a layer, and round it to what the caller's weights are."""
-        self._move(layer, update, rate * self.learning_rate)
+        # a float of Python's: one of numpy would widen the arithmetic of float32 layers
+        self._move(layer, update, rate * float(self.learning_rate))
         if weights.dtype != layer.weights.dtype:
             weights.reshape(-1)[:] = layer.weights
 
@@ -290,8 +291,8 @@ class Lars(LayerOptimiser):
             raise UsageError(f"a momentum of {momentum} is not in [0, 1); give for example 0.9")
         if not coefficient > 0:
             raise UsageError(f"a coefficient of {coefficient} moves nothing; give for example 0.001")
-        self.momentum = momentum
-        self.coefficient = coefficient
+        self.momentum = float(momentum)
+        self.coefficient = float(coefficient)
 
     def _settings(self) -> str:
         return f"momentum {self.momentum!r}, coefficient {self.coefficient!r}"
@@ -358,8 +359,8 @@ class Lamb(LayerOptimiser):
                 raise UsageError(f"a beta of {beta} is not in [0, 1); give for example 0.9 and 0.999")
         if not epsilon > 0:
             raise UsageError(f"an epsilon of {epsilon} divides by zero; give for example 1e-6")
-        self.betas = betas
-        self.epsilon = epsilon
+        self.betas = (float(betas[0]), float(betas[1]))
+        self.epsilon = float(epsilon)
 
     def _settings(self) -> str:
         return f"betas {self.betas!r}, epsilon {self.epsilon!r}"

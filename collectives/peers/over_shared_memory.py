@@ -55,7 +55,7 @@ class SharedWorld(World):
     control : Control
     placement : Placement
     timeout : float
-        Seconds that a rank waits for another one in a collective.
+        Seconds that a rank waits for another one, in a collective and in every call here, whatever that asks for.
     others : OtherHosts, optional
         Where there may be other hosts.
 

@@ -1,9 +1,9 @@
 """What the ranks of a job tell each other besides data: who is there, what each means to run, what has failed.
 
 NCCL itself has no word for any of this: a rank that waits for a dead one waits for ever. What carries it is a *world*:
-the rendezvous (`TcpWorld`), MPI (`MpiWorld`), a key-value store of torch (`StoreWorld`), messages of a process group
-(`GroupWorld`). The first notices that a process has ended, and finds the one that holds everybody up; with MPI and a
-store ranks wait for the timeout and name the neighbour that they wait for.
+the rendezvous (`TcpWorld`), shared memory (`SharedWorld`), MPI (`MpiWorld`), a key-value store of torch (`StoreWorld`),
+messages of a process group (`GroupWorld`). The first two notice that a process has ended, and find the one that holds
+everybody up; with MPI and a store ranks wait for the timeout and name the neighbour that they wait for.
 
 All that a world has to bring is an allgather of bytes and a way to be told of trouble. What back ends ask of each other
 between collectives is the same over each of them, and stands here.

@@ -2,7 +2,7 @@
 
 Every directed link serves one chunk at a time, whole, and never idles while one waits in front of it. It takes the one
 that is earliest in the pipeline: chunk index, in proportion where shards have different numbers of chunks, plus the
-level of its stream (`collectives.lowering.edge_streams.wavefront`). By chunk index alone trees of different weight
+level of its stream (`collectives.lowering.edge_streams`). By chunk index alone trees of different weight
 would get equal parts of a link; six GPUs of a DGX-1V then reach 83 % of the rate instead of 97 %. Over a route of
 several links a chunk cuts through: it is on all of them at once where they are free. A stream sends one chunk at a
 time, when its source holds it; what arrives is joined in the order of the table.

@@ -1,7 +1,7 @@
 """The nccl back end: one rank in this process with one GPU, NCCL between the ranks.
 
-Before each collective the ranks compare what they mean to run. Then every rank runs its program (`program`): messages
-grouped by steps that match on all ranks, joins beside them. It returns when the GPU has finished.
+Before each collective the ranks compare what they mean to run. Then every rank runs its program (`stepped.program`):
+messages grouped by steps that match on all ranks, joins beside them. It returns when the GPU has finished.
 
 What no test without GPUs can show: speeds, that NCCL's kernels and the joins really overlap, and several trees with a
 communicator each on a GPU that is too small for all their kernels.

@@ -1,6 +1,6 @@
 """The one order in which all ranks of a host work, and each rank's own part of it.
 
-Rows stand in the order of their pipeline step (`wavefront`). A row between hosts is two operations, sending and
+Rows stand in the order of their pipeline step (`edge_streams`). A row between hosts is two operations, sending and
 receiving; an input that others read is put into shared memory by an operation of its own, just before it is read
 first. Every operation waits only for operations with smaller keys, so the ranks cannot wait for each other in a
 circle, whatever the slots.

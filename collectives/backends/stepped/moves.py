@@ -1,6 +1,6 @@
 """Transfer tables in steps, for back ends whose steps match on all ranks and cost something however little they move.
 
-A *move* is what goes along one tree edge in one step: one chunk as in `collectives.lowering.edge_streams.wavefront`, or
+A *move* is what goes along one tree edge in one step: one chunk as in `collectives.lowering.edge_streams`, or
 several that follow one another (``together``). A join can be given a step of its own after the transfers that bring its
 operands (``join_steps=1``), so that it runs beside the transfers of the next chunks.
 """

@@ -1,8 +1,9 @@
 """What one rank sends, receives and joins in each step of a collective, and where: of NCCL, and of torch's groups.
 
 The rows of a table are dealt out to *lanes*: all to one, or each tree (shard) to a lane of its own, with streams and a
-communicator of its own. In a lane, what a step receives is joined while the next step moves, so what a step sends
-was joined two steps before. Chunks that are to be joined arrive in slots of scratch, in one of two areas by turns.
+communicator of its own. In a lane, what a step receives is joined while the next step moves, so what a step sends was
+joined two steps before; without ``overlap`` it is joined before the next step. Chunks that are to be joined arrive in
+slots of scratch, in one of two areas by turns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One connection per directed link, no Nagle delay, reno instead of a congestion control that models the path (bbr
 takes a shaped link for a slower one), and little unsent data in the system, so that the choice of the next chunk is
-made as late as possible.
+made as late as possible. Where links are paced and the system cannot do it, the sender pauses (`Bucket`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
      "wires": [{"source": 0, "destination": 1, "channel": "nvlink", "from": "10.1.0.1", "to": "10.1.0.2"}, ...]}
 
 A plan may send from one rank to another along several routes, over switches or relaying ranks. Then each has a wire of
-its own, which also says its ``"route"``: the devices from source to destination.
+its own, which also says its ``"route"``: the devices from source to destination. A stream goes over the wire with the
+route of its tree edge (`lane_of`); `link_rates` says how fast each link is, where connections are to be no faster.
 """
 
 from __future__ import annotations

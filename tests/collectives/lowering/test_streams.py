@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import topoplan
 from collectives import lower
-from collectives.lowering.edge_streams import row_of, stream_of, streams, wavefront
+from collectives.backends.stepped.moves import moves_of
+from collectives.lowering.edge_streams import row_of, stream_of, streams
 from collectives.lowering.transfer_table import TransferTable
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES
@@ -22,6 +24,14 @@ def tables(draw: st.DrawFn) -> TransferTable:
     collective = draw(st.sampled_from(COLLECTIVES))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
     return lower(plan, ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640)))
+
+
+def steps(table: TransferTable) -> NDArray[np.int64]:
+    """The step of every row."""
+    moves = moves_of(table)
+    assert sorted(moves.row.tolist()) == list(range(len(table)))
+    found: NDArray[np.int64] = moves.step[np.argsort(moves.row)]
+    return found
 
 
 @given(tables())
@@ -46,7 +56,7 @@ def test_every_row_is_one_chunk_of_one_stream(table: TransferTable) -> None:
 @settings(max_examples=100, deadline=None)
 def test_data_moves_in_a_later_step_than_what_it_was_made_from(table: TransferTable) -> None:
     """Only additions at one rank may share a step with what they wait for."""
-    step = wavefront(table)
+    step = steps(table)
     for row in range(len(table)):
         for earlier in table.before(row):
             together = (
@@ -61,7 +71,7 @@ def test_a_step_takes_one_chunk_of_every_stream_at_its_level() -> None:
     """The pipeline of c chunks through a chain of 5 ranks and back takes c + 2 x 4 - 1 steps."""
     table = lower(forest_plan(5, "allreduce", "chain"), 5 * 256, chunk_elements=64)
     chunks = max(part.chunks for part in streams(table))
-    assert wavefront(table).max() + 1 == chunks + 2 * 4 - 1
+    assert steps(table).max() + 1 == chunks + 2 * 4 - 1
 
 
 def test_siblings_arrive_together_and_windows_cover_the_longer_way_of_others() -> None:
@@ -79,7 +89,7 @@ def test_siblings_arrive_together_and_windows_cover_the_longer_way_of_others() -
 def test_an_empty_buffer_has_no_streams() -> None:
     table = lower(forest_plan(4, "allreduce", "star"), 0, chunk_elements=3)
     assert streams(table) == ()
-    assert len(wavefront(table)) == 0
+    assert len(steps(table)) == 0
 
 
 @pytest.mark.parametrize("shares", ["8", "1"])
@@ -90,5 +100,5 @@ def test_shards_of_other_lengths_keep_pace(shares: str) -> None:
     longest = max(part.chunks for part in streams(table))
     depth = max(part.level for part in streams(table))
     last = np.zeros(len(table.bounds) - 1)
-    np.maximum.at(last, table.shard, wavefront(table))
+    np.maximum.at(last, table.shard, steps(table))
     assert (last <= longest + depth).all()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.address import parse_address
 from collectives.peers.blame import Waiting, blame
+from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.rendezvous_client import Control
 from collectives.peers.rendezvous_state import Hub, pack
@@ -285,3 +288,21 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
             control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0))
             assert control.verdict == failure
             control.close()
+
+
+def test_a_forked_child_that_ends_leaves_the_rendezvous_of_its_parent_alone(tmp_path: Path) -> None:
+    """It neither takes the address away nor wakes the parent's threads, which would then never sleep again."""
+    address = tmp_path / "here"
+    world = TcpWorld(f"unix:{address}", 0, 1, timeout=5)
+    child = os.fork()
+    if child == 0:
+        world.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert address.exists()
+    begun = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - begun < 0.1
+    assert world.gather(b"alone", timeout=5) == [b"alone"]
+    world.close()
+    assert not address.exists()
