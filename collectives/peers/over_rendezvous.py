@@ -174,13 +174,14 @@ class TcpWorld(World):
                 self._found = self._found or error
 
     def close(self) -> None:
-        """See `World.close`."""
-        self.leave()
-        self.end()
+        """See `World.close`; a child that was forked off does neither for its parent, whose sockets it shares."""
+        if os.getpid() == self._process:
+            self.leave()
+            self.end()
 
     def leave(self) -> None:
-        """Say goodbye; a child that was forked off does not for its parent."""
-        if self._undo and os.getpid() == self._process:
+        """Say goodbye."""
+        if self._undo:
             self.control.say({"type": "bye"})
 
     def end(self) -> None:

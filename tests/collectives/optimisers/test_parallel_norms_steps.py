@@ -248,3 +248,15 @@ def test_what_overflows_goes_through_in_silence_whatever_numpy_is_told_to_do(met
         {"lars": Lars, "lamb": Lamb}[method](0.1).step(weights, gradients)
     assert np.isnan(weights[0]).all()
     assert (weights[1] < 1).all()
+
+
+def test_numbers_of_numpy_are_as_good_as_those_of_python() -> None:
+    ends = []
+    for number in (float, np.float64):
+        moved = [layers(1), layers(1)]
+        betas = (number(0.9), number(0.999))
+        lars = Lars(number(0.5), momentum=number(0.9), weight_decay=[number(0.01)] * len(SHAPES))
+        run(lars, moved[0], range(3))
+        run(Lamb(number(0.1), betas=betas, epsilon=number(1e-6)), moved[1], range(3))
+        ends.append([bits(one) for one in moved])
+    assert ends[0] == ends[1]
