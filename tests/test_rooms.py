@@ -52,14 +52,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_each_room_imports_only_rooms_before_it(module: Path) -> None:
-    """Also inside functions; `__init__.py`, `__main__.py` and `own_collectives.py` stand above all rooms."""
+    """Also inside functions; `__init__.py` and `__main__.py` stand above all rooms."""
     tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
     names = set(imported(tree))
     if module.parts[0] == "collectives":
         # What `commands` adds to the command line is found by entry points and built of its parts.
         adds = module.parts[1] == "commands"
         assert adds or not {name for name in names if name.startswith("topoplan.cli")}
-        above = module.parts[1] in ("__init__.py", "own_collectives.py")
+        above = module.parts[1] == "__init__.py"
         place = len(COLLECTIVES) if above else COLLECTIVES.index(module.parts[1].removesuffix(".py"))
         for name in sorted(names):
             if name.startswith("collectives."):

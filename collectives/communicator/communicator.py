@@ -120,6 +120,11 @@ class Communicator:
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
         opened = None if isinstance(backend, str) else backend
+        if plan is None:  # for which ranks would plan where they run
+            raise UsageError(
+                "a NoneType is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the path of a "
+                "plan file or the name of a machine"
+            )
         if not isinstance(plan, Plans):
             opened, plan = open_for_plan(backend, plan, timeout=timeout)
         self.plan = plan

@@ -124,15 +124,12 @@ class LayerOptimiser(ABC):
                     "make another optimiser for other layers"
                 )
         self.steps += 1
-        if self._parallel is not None:
-            self._together(replicas, self._parallel)
-            return
-        rated = frozenset(self._rated)
-        for layer in range(len(weights)):
-            one = self._layer(0, replicas[0], layer)
-            update = self._update(one)
-            rate = self._rate(norm(one.weights), norm(update), one.decay) if layer in rated else 1.0
-            self._finish(one, update, rate, weights[layer])
+        # what overflows or is NaN goes through, whatever the caller has told numpy to do: half of a step is no step
+        with np.errstate(all="ignore"):
+            if self._parallel is None:
+                self._alone(*replicas[0])
+            else:
+                self._together(replicas, self._parallel)
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, learning rate, and copies of what each rank of this process keeps: for a checkpoint."""
@@ -208,6 +205,15 @@ class LayerOptimiser(ABC):
             parallel = ParallelRates(self.communicator, [lines[layer][0] for layer in rated], about=about)
         self._layers, self._decays, self._kept = first, decays, kept
         self._rated, self._parallel = rated, parallel
+
+    def _alone(self, weights: Sequence[Array], gradients: Sequence[Array]) -> None:
+        """Each layer is measured and moved at once."""
+        rated = frozenset(self._rated)
+        for layer in range(len(weights)):
+            one = self._layer(0, (weights, gradients), layer)
+            update = self._update(one)
+            rate = self._rate(norm(one.weights), norm(update), one.decay) if layer in rated else 1.0
+            self._finish(one, update, rate, weights[layer])
 
     def _together(self, replicas: list[Replica], parallel: ParallelRates) -> None:
         """Owners keep the updates of their layers until the rates are there; others compute them as they move."""

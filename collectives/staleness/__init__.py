@@ -1,1 +1,1 @@
-"""Averages of late gradients: SSP, ASP and local SGD, by one clock rule."""
+"""How far ranks may be apart: the modes by one clock rule, and the mailbox by which late gradients come."""

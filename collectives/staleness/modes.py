@@ -13,7 +13,8 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
   and average their parameters, not gradients, every H steps. H times less is sent; replicas drift apart in between, and
   a moment that the optimiser keeps is of its own rank only.
 
-Their names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`).
+Their names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`). `Straggler` makes a rank slow, to see what they
+make of it.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ def future_of(
                 finish()
             except TopoplanError as error:
                 future.set_exception(told(error))
-            except (
-                BaseException
-            ) as error:  # else nobody would hear of it and whoever waits would wait for ever
+            except BaseException as error:
+                # else nobody would hear of it, and whoever waits would wait for ever
                 future.set_exception(error)
             else:
                 future.set_result(result)

@@ -164,8 +164,8 @@ class ModeExchange:
         """An optimiser of this process begins a step; what backward gives until it ends is of that step."""
         if id(optimiser) in self._stepping:
             self._stepping.clear()  # an error has ended its last step
-        if not self._stepping:
-            self._counted = False
+        # also where another one is inside a step: an error may have ended that, and it never steps again
+        self._counted = False
         self._stepping.add(id(optimiser))
 
     def _stepped(self, optimiser: torch.optim.Optimizer) -> None:

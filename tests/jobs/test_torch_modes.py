@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from collectives import Communicator, LocalSGD
+from collectives.training.averaging import LocalAverager
+from collectives.training.recorder import Recorder
 from tests.support.checkout import ROOT
+from tests.support.hand_plans import forest_plan
 
 pytestmark = pytest.mark.thorough
 
@@ -111,6 +115,26 @@ def test_what_an_optimiser_computes_anew_inside_a_step_is_of_that_step(modes: li
     assert first["steps"] == second["steps"] == 4
     alike = [one == other for one, other in zip(first["digests"], second["digests"], strict=True)]
     assert alike == [False, True, False, True]
+
+
+def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_counting() -> None:
+    from collectives.torch.mode_exchange import ModeExchange
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    failing, other = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    with Communicator(forest_plan(2, "allreduce", "star")) as comm:
+        averager = LocalAverager(comm, LocalSGD(100), Recorder("test", ranks=2))
+        modes: Any = ModeExchange(averager, None, comm)  # type: ignore[arg-type]
+        modes._parameters = {id(weight): weight}
+        with pytest.raises(ZeroDivisionError):
+            failing.step(lambda: 1 / 0)
+        for _ in range(4):
+            modes._end_step()
+            other.step()
+        assert averager.recorder.step == 4
+        modes._apart.steps = 0
+        modes.close()
 
 
 def test_parameters_that_move_to_and_fro_before_their_optimiser_steps_are_no_error(

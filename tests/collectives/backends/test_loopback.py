@@ -357,6 +357,9 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
         Communicator("nowhere.json")
     with pytest.raises(UsageError, match="a int is no plan"):
         Communicator(7)  # type: ignore[arg-type]
+    for backend in ("loopback", "mpi", "tcp"):
+        with pytest.raises(UsageError, match="a NoneType is no plan"):
+            Communicator(None, backend)  # type: ignore[arg-type]
 
 
 def test_a_plan_may_be_named_by_its_file_or_its_machine(tmp_path: Path) -> None:

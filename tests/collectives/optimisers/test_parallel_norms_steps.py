@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -236,3 +237,26 @@ def test_layers_that_do_not_exist_cannot_be_excluded_nor_have_a_weight_decay() -
         Lars(0.1, excluded=[3]).step([ONE.copy()], [ONE])
     with pytest.raises(UsageError, match="there are 2 weight decays for 1 layers"):
         Lars(0.1, weight_decay=[0.0, 0.1]).step([ONE.copy()], [ONE])
+
+
+@METHODS
+def test_what_overflows_goes_through_in_silence_whatever_numpy_is_told_to_do(method: str) -> None:
+    weights = [np.ones(4, np.float32), np.ones(4, np.float32)]
+    gradients = [np.float32([1, np.inf, np.nan, 1e30]), np.ones(4, np.float32)]
+    with warnings.catch_warnings(), np.errstate(all="raise"):
+        warnings.simplefilter("error")
+        {"lars": Lars, "lamb": Lamb}[method](0.1).step(weights, gradients)
+    assert np.isnan(weights[0]).all()
+    assert (weights[1] < 1).all()
+
+
+def test_numbers_of_numpy_are_as_good_as_those_of_python() -> None:
+    ends = []
+    for number in (float, np.float64):
+        moved = [layers(1), layers(1)]
+        betas = (number(0.9), number(0.999))
+        lars = Lars(number(0.5), momentum=number(0.9), weight_decay=[number(0.01)] * len(SHAPES))
+        run(lars, moved[0], range(3))
+        run(Lamb(number(0.1), betas=betas, epsilon=number(1e-6)), moved[1], range(3))
+        ends.append([bits(one) for one in moved])
+    assert ends[0] == ends[1]
