@@ -151,7 +151,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def fit_pair(samples: PairSamples) -> PairFit:
-    """Latency and bandwidth of a pair, and the repeats that stand out (see `topoplan.calibration.fit`).
+    """Latency and bandwidth of a pair, and the repeats that stand out (see `outlying`).
 
     Raises
     ------

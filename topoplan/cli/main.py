@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments those of the process are taken."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in given if not word.startswith("-")), "")
-    others = {} if name in COMMANDS else offered(GROUP)
+    others = {} if name in COMMANDS else {n: load for n, load in offered(GROUP).items() if n not in COMMANDS}
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -79,11 +79,12 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     for known, line in COMMANDS.items():
         commands.add_parser(known, help=line)
-    asked = bool({"-h", "--help", "--version"} & set(given))
+    asked = {"-h", "--help", "--version"} & set(given)
     if name not in COMMANDS and name not in others and not asked:
         raise UsageError(_no_command(name, (*COMMANDS, *others)))
+    listed = name not in others and bool(asked - {"--version"})
     for known, load in others.items():
-        commands.add_parser(known, help=load().LINE if asked and name not in others else "")
+        commands.add_parser(known, help=_line(load) if listed else "")
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
         if name in COMMANDS or name in others:
@@ -99,6 +100,15 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     if unknown:
         raise UsageError(chosen.not_understood(unknown[0]))
     return command.run(options)
+
+
+def _line(load: Callable[[], Command]) -> str:
+    """The line of help of a command; of one that cannot be loaded, why."""
+    try:
+        line = load().LINE
+    except UsageError as error:
+        line = str(error)
+    return line.replace("%", "%%")
 
 
 def _no_command(name: str, known: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ def wire_server(
     gpus : sequence of int or None
         The GPUs that are there.
     nics : int or None
-        As `topoplan.clusters.nic_wiring.nic_places`.
+        As `nic_places`.
     rate : float
         GB/s of a NIC in each direction.
     access : str

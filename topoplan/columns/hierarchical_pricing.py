@@ -46,7 +46,7 @@ class ServerTrees:
     costs : (N,) int64
         Cost of the tree over its server from each rank; `UNREACHABLE` where there is none.
     tree_of : one callable per server
-        Places in the tree from the rank at a place of the server.
+        Parents in the tree from the rank at a place of the server.
     """
 
     servers: Servers

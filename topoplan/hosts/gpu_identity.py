@@ -17,8 +17,8 @@ _COMPUTE_CAPABILITY = (
     (r"P40|P4\b|GTX 10\d\d|TITAN X", 61),
     (r"V100|TITAN V|GV100", 70),
     (r"T4\b|RTX 20\d\d|GTX 16\d\d|RTX (4|5|6|8)000\b(?! Ada)", 75),
-    (r"A100|A800|A30\b", 80),
-    (r"A40\b|A10\b|A10G|A16\b|A2\b|RTX 30\d\d|RTX A\d[05]00", 86),
+    (r"A100|A800|A30X?\b", 80),
+    (r"A40\b|A10\b|A10G|A16\b|A2\b|RTX 30\d\d|\bA\d[05]00\b", 86),
     (r"L4\b|L40S?\b|L20\b|RTX 40\d\d|Ada", 89),
     (r"H100|H200|H800|H20\b|GH200", 90),
     (r"B300|GB300", 103),
@@ -73,8 +73,8 @@ def compute_capability(model: str) -> int | None:
 
     Examples
     --------
-    >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "GPU")]
-    [70, 90, None]
+    >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "A6000", "GPU")]
+    [70, 90, 86, None]
     """
     return next((sm for name, sm in _COMPUTE_CAPABILITY if re.search(name, model)), None)
 

@@ -190,12 +190,9 @@ class _Loop:
             routes = self.packing.routes(whole.tolist())
             farthest = int(routes.cost[routes.cost < UNREACHABLE].max())
             self.farthest = max(farthest, 1) / LONGEST * scale
-            if farthest < LONGEST // _COARSE:
-                scale = 4 * self.farthest
-            elif farthest >= LONGEST and scale < longest:
-                scale = longest
-            else:
+            if farthest >= LONGEST // _COARSE and (farthest < LONGEST or scale == longest):
                 return routes
+            scale = min(longest, 4 * self.farthest)
 
     def _learn(self, column: TreeColumn) -> None:
         group = self.packing.owner(column)

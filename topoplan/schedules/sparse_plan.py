@@ -61,7 +61,7 @@ def sparse_plan(
     -------
     Plan
         Over several servers with several GPUs, the three phases of `topoplan.schedules.sparse_servers`. Otherwise the
-        trees of the optimal allreduce on entries (`topoplan.schedules.sparse_plan`).
+        trees of the optimal allreduce on entries (`sparse_trees`).
 
     Raises
     ------

@@ -333,10 +333,10 @@ class TestContract:
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
         (folder / "entry_points.txt").write_text(
-            "[topoplan.commands]\nwave = other_wave\ngone = other_gone\n"
+            "[topoplan.commands]\nwave = other_wave\ngone = other_gone\nplan = other_wave\n"
         )
         (tmp_path / "other_wave.py").write_text(
-            "LINE = 'wave a hand'\ndef add_options(parser): pass\n"
+            "LINE = 'wave a hand, 100 % sure'\ndef add_options(parser): pass\n"
             "def run(options):\n    print('waved')\n    return 0\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -345,6 +345,11 @@ class TestContract:
         assert run("gone").err.startswith(
             "topoplan gone: error: gone, which the package other offers, cannot be loaded"
         )
+        listed = " ".join(run("--help").out.split())
+        assert "plan a collective and prove its rate" in listed
+        assert "wave a hand, 100 % sure" in listed
+        assert "gone gone, which the package other offers, cannot be loaded" in listed
+        assert run("--version").status == 0
 
     def test_a_checkout_that_is_not_installed_has_all_commands(
         self, run: Run, monkeypatch: pytest.MonkeyPatch

@@ -255,6 +255,11 @@ TWO_UP = "Link 0: 25 GB/s\nLink 1: 25 GB/s\n"
         ),
         (
             pair(),
+            "GPU 0: Quadro GV100\n" + "".join(f"Link {i}: <inactive>\n" for i in range(12)),
+            "GPU 0 lists 12 NVLinks, and a Quadro GV100 has only 6",
+        ),
+        (
+            pair(),
             f"GPU 0: V100\n{TWO_UP}GPU 1: V100\nLink 0: 25 GB/s\nLink 1: <inactive>\n",
             "gpu1 lists 1 NVLinks to gpu0 that are up, and gpu0 lists 2 back; take all listings at one time",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import networkx as nx
 import pytest
@@ -25,7 +26,7 @@ from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import MwuPacking, pack_mwu
 from topoplan.plans import Fabric
 from topoplan.plans.loads import forest_rate
-from topoplan.topology import Topology
+from topoplan.topology import Device, Link, Topology
 
 MACHINES = switched_machines() | direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN)
 
@@ -143,6 +144,18 @@ def test_links_of_very_different_width_are_packed() -> None:
         made = topoplan.plan(machine(4, wires), collective, method="mwu")
         assert made.gap <= 0.05
         topoplan.verify(made)
+
+
+def test_a_thin_dead_end_beside_many_wide_links_ends() -> None:
+    """Ten links between two ranks, each too short for a whole number beside the longest: found on a finer scale."""
+    chain = ["gpu0", *(f"nvswitch{i}" for i in range(9)), "gpu1"]
+    widths = dict.fromkeys(pairwise(chain), 4300.0) | {("nvswitch3", "nvswitch9"): 1e-6}
+    devices = [Device(name, "gpu" if "gpu" in name else "nvswitch") for name in sorted({*chain, "nvswitch9"})]
+    links = [
+        Link(src, dst, "nvlink", width) for (a, b), width in widths.items() for src, dst in ((a, b), (b, a))
+    ]
+    made = topoplan.plan(Topology("chain", tuple(devices), tuple(links)), "broadcast", method="mwu")
+    assert (made.rate, made.bound) == (4300.0, 4300.0)
 
 
 @pytest.mark.parametrize("epsilon", [0, -0.1, 1e-9, 0.6, 1, float("nan"), float("inf")])

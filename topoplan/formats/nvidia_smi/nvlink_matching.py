@@ -189,7 +189,7 @@ def _check_counts(topology: Topology, gpu: GpuNvlinks, wired: int) -> None:
     made = generation(gpu.model)
     most = made.links if made else MOST_LINKS
     if len(gpu.links) > most:
-        owner = f"a {product(gpu.model)}" if made else "no GPU"
+        owner = f"a {product(gpu.model) or gpu.model}" if made else "no GPU"
         raise TopologyError(
             f"GPU {number} lists {len(gpu.links)} NVLinks, and {owner} has {'only' if made else 'more than'} {most}; "
             "give the output of nvidia-smi nvlink as it is"
