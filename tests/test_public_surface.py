@@ -76,6 +76,7 @@ def test_every_function_of_the_surface_that_takes_a_machine_is_tried() -> None:
     assert "TopologyLike" in str(signature(topoplan.Server).parameters["machine"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(TAKERS))
 def test_a_machine_may_be_named_wherever_it_is_taken(name: str, tmp_path: Path) -> None:
     """Library name, path, path as text, JSON and graph give what the machine itself gives."""

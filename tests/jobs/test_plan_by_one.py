@@ -57,6 +57,7 @@ def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path:
     assert all(one["waited"] < 4 for one in told)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "given",
     [
@@ -84,6 +85,7 @@ def test_other_collectives_are_planned_as_the_plan_was(given: Plan) -> None:
         assert comm.plan_for("allgather", 1 << 20).method == given.method
 
 
+@pytest.mark.thorough
 def test_few_trees_first_is_told_by_the_file_and_nothing_else_changes() -> None:
     low, few = (topoplan.plan(DGX, "broadcast", order=order) for order in ("height", "trees"))
     assert '"order"' not in low.to_json()

@@ -82,6 +82,7 @@ def test_results_are_those_of_loopback_bit_for_bit(size: int, tmp_path: Path) ->
     assert job("agreement", size, tmp_path) == on_loopback(size)
 
 
+@pytest.mark.thorough
 def test_inputs_may_be_averaged_in_place(tmp_path: Path) -> None:
     assert job("in_place", 3, tmp_path) == [[12.0, 12.0]] * 3
 
@@ -95,6 +96,7 @@ def test_survivors_name_a_rank_that_was_killed(tmp_path: Path) -> None:
         assert seconds < 10
 
 
+@pytest.mark.thorough
 def test_survivors_name_a_rank_that_stands_still_after_the_timeout(tmp_path: Path) -> None:
     zero, _, two = job("stopped", 3, tmp_path)
     for rank, (text, _) in ((0, zero), (2, two)):
@@ -108,6 +110,7 @@ def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> N
         assert "11" in text
 
 
+@pytest.mark.thorough
 def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> None:
     """Twelve steps of three ranks: each gradient is used once by everyone, however late."""
     first, second = [12 * (1 + 2 + 3.0)] * 6, [12 * 3 * place for place in range(5)]
@@ -118,6 +121,7 @@ def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> N
         assert told[3] == [[12 * 2 * 3.0] * 6, [float(value) for value in second]]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_tensors_on_the_cpu_are_shared_bfloat16_too(tmp_path: Path) -> None:
     results = job("torch_tensors", 3, tmp_path)

@@ -322,6 +322,7 @@ def test_on_a_gpu_torch_holds_what_it_holds_on_the_cpu(name: str) -> None:
     CHECKS[name]()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HOOKS)
 def test_the_hook_of_one_rank_trains_as_plain_ddp_does(name: str) -> None:
     hook_check("cpu", name)
@@ -332,6 +333,7 @@ def test_the_sparse_hook_of_one_rank_loses_nothing(options: dict[str, Any]) -> N
     check_sparse_hook("cpu", options)
 
 
+@pytest.mark.thorough
 def test_ddp_under_the_process_group_of_one_rank_trains_as_under_torchs() -> None:
     check_process_group("cpu")
 

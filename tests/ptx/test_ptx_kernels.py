@@ -35,6 +35,7 @@ MEET = tuple(name for name in SELECTIONS if not re.match("emit|zero", name))
 """Kernels with barriers, fences or atomics."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SAMPLE)
 def test_kernels_give_numpys_bits_and_keep_to_the_rules(name: str) -> None:
     light = [case for case in cases(name) if not case.heavy]
@@ -64,6 +65,7 @@ def bodies(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(("//", ".target", ".global"))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MUTANTS_OF)
 def test_kernels_that_lack_a_barrier_or_a_fence_are_found(name: str) -> None:
     light = [case for case in cases(name) if not case.heavy]

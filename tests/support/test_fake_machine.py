@@ -34,6 +34,7 @@ def answers(fake_host: Installer) -> Answers:
     return cache(lambda name: ask(fake_host(name).environment))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SOUND)
 def test_gpus_are_told_as_described(name: str, answers: Answers) -> None:
     """Name, ids, place, PCIe link, capability and the rest of each GPU; every call answers in NVML's own type."""

@@ -33,6 +33,7 @@ def test_links_lead_to_nested_folders(name: str, fake_host: Installer) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_links_stay_inside_the_tree(name: str, fake_host: Installer) -> None:
     """All are relative, so the tree is the same wherever it stands; only unreadable files point out of it."""

@@ -79,7 +79,7 @@ def test_without_a_gpu_no_process_is_started(tmp_path: Path, monkeypatch: pytest
 def test_pytest_is_not_needed_and_topoplan_is_imported_from_the_checkout() -> None:
     code = (
         "import sys; sys.modules['pytest'] = None\n"
-        "from tests import gpu_rows\n"
+        "from tests.support import gpu_rows\n"
         "import tests.support.gpu_checks, tests.support.gpu_exchange_checks, tests.jobs.nccl_rank\n"
         "import tests.bench.gpu_selection, topoplan\n"
         "assert topoplan.load('dgx-1v').gpus, 'the library of machines'\n"
@@ -109,6 +109,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, An
     return done.returncode, {row["name"]: row for row in found["rows"]}, done.stdout, folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "verdict", "text"),
     [
@@ -289,6 +290,7 @@ def test_the_checks_of_selection_hold_on_the_stand_in(cupy: ModuleType, dtype: s
         gpu_checks.check_feed(cupy, dtype, 5003, 50)
 
 
+@pytest.mark.thorough
 def test_the_checks_of_refusals_messages_and_residuals_hold_on_the_stand_in(cupy: ModuleType) -> None:
     gpu_checks.check_nan_in_topk(cupy, 20001)
     gpu_checks.check_nan_in_feedback(cupy, 0.5, 6003)
@@ -354,6 +356,7 @@ def test_the_row_of_the_device_tells_what_the_others_are_decided_by(measured: An
     json.dumps(found)
 
 
+@pytest.mark.thorough
 def test_the_rows_that_measure_tell_shares_and_miss_goals_on_the_stand_in(
     measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
 # ---- all ranks on one GPU
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_loopback_on_a_gpu_has_the_bits_of_loopback(
@@ -62,6 +63,7 @@ def test_loopback_on_a_gpu_has_the_bits_of_loopback(
 # ---- one rank per GPU
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_nccl_has_the_bits_of_loopback(
@@ -82,6 +84,7 @@ def test_nccl_has_the_bits_of_loopback(
     assert identical(results, expected(plan, collective, arrays))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_other_arrays(
@@ -97,6 +100,7 @@ def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_othe
     assert machine.graph_launches == 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "how",
@@ -156,6 +160,7 @@ def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_ar
     assert machine.graph_launches > 3 * len(rounds) / 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_every_byte_that_nccl_moves_starts_on_a_border_of_16(
     machine: Machine, cupy: ModuleType, dtype: str
@@ -179,6 +184,7 @@ def plans() -> dict[str, Plan]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["three phases", "dgx-1v", "ring", "double binary tree"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_plans_of_real_machines_have_the_same_bits_on_both(
@@ -207,6 +213,7 @@ OPERATIONS += [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "op"), OPERATIONS)
 def test_every_reduction_has_the_bits_of_loopback_on_both(
     machine: Machine, cupy: ModuleType, dtype: str, op: str

@@ -70,6 +70,7 @@ def same(results: Sequence[Array | None], expected: Sequence[Array | None]) -> b
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))

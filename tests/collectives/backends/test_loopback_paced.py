@@ -148,6 +148,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PLANS)
 def test_at_64_mb_time_is_within_5_percent_of_the_simulation_and_of_the_rate(name: str) -> None:
     """With the chunks that the back end chooses, at a scale at which the rate alone gives two seconds."""
@@ -214,6 +215,7 @@ def test_no_link_carries_more_than_its_bandwidth_and_a_burst_whatever_wakes_late
             assert (last - first) * chunk / 1e9 <= left[last] - left[first] + BURST + 1e-9
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [0, 1, 7, 1003])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))

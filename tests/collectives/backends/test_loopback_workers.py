@@ -52,6 +52,7 @@ def numbers(ranks: int, count: int) -> list[Array]:
     return [generator.standard_normal(count) for _ in range(ranks)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [0, 1, 7, 1000003])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))

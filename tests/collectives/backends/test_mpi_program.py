@@ -180,6 +180,7 @@ def hosts_of(form: str, size: int) -> list[int]:
     }[form]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["shared", "messages", "mixed", "scattered"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))

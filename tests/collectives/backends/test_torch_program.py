@@ -104,6 +104,7 @@ PLANS = [forest_plan(6, collective, shape) for collective in COLLECTIVES for sha
 PLANS.append(three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("ahead", "step_bytes"), [(False, 1), (True, 1), (False, 4000), (True, 4000)])
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 def test_programs_give_what_the_table_says_however_late_data_lands(

@@ -128,6 +128,7 @@ def run_kernel(name: str, out: Array, own: Array, arriving: Sequence[Array], *, 
     launch(name, blocks, THREADS, (*(table.ctypes.data for table in tables), len(work.tiles)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 def test_joins_have_numpys_bits_for_any_alignment_and_number_of_siblings(dtype: str, op: str) -> None:
     if dtype in COMPLEX and op == "prod" and not numpy_fuses():

@@ -33,6 +33,7 @@ def all_packed(crossings: list[Crossing]) -> bool:
     return len(crossings) > 0 and all(one.packed for one in crossings)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("each", [1, 15, 16, 17, 1003])
 def test_chunks_start_on_borders_of_a_block_and_only_its_last_one_ends_elsewhere(
@@ -55,6 +56,7 @@ def test_a_buffer_that_fits_into_a_chunk_stays_in_one() -> None:
     assert set(lower(plan, 1003, chunk_elements=1003).chunk.tolist()) == {0}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [*COUNTS, 1_000_003, 4_099])
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_message_of_an_allreduce_is_copied_in_packs(name: str, count: int) -> None:
@@ -68,6 +70,7 @@ def test_every_message_of_an_allreduce_is_copied_in_packs(name: str, count: int)
         assert all(one.nbytes % PACK == 0 or table.shard[one.row] == table.shard.max() for one in found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("itemsize", [1, 2, 8])
 @pytest.mark.parametrize("collective", GATHERED)
 @pytest.mark.parametrize("name", MACHINES)

@@ -60,6 +60,7 @@ ENTRIES: dict[str, Array] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [0, 1, SIZE // 1000, SIZE // 100, SIZE // 3, SIZE - 1, SIZE])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_topk_finds_exactly_the_largest_and_of_equal_ones_the_first(name: str, k: int) -> None:
@@ -79,6 +80,7 @@ def test_topk_of_small_arrays_with_many_ties_is_exact_in_every_dtype(dtype: str,
     assert np.array_equal(collectives.topk(x, k)[0], largest(x, k))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["normal", "mostly zeros", "all equal", "layered scales"])
 def test_one_read_and_two_reads_find_the_same(name: str, dtype: str) -> None:

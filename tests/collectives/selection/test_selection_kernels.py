@@ -112,6 +112,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return install_selection(monkeypatch, Machine())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", sorted(DATA))
 def test_topk_takes_the_largest_and_of_equal_ones_the_first(fake: Fake, kind: str, dtype: str) -> None:

@@ -70,6 +70,7 @@ def test_what_is_returned_is_there_whichever_stream_reads_it(fake: Fake, values:
 # ---- error feedback
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_of_error_feedback_are_those_of_numpy_and_conserve(fake: Fake, dtype: str) -> None:
     """Integers as floats: every sum is exact, so nothing may be lost at all."""
@@ -127,6 +128,7 @@ def test_a_threshold_that_holds_saves_a_read_and_one_that_does_not_changes_nothi
     assert roads == [["feed_histogram", "gather"], ["feed_gather"], *[["feed_gather", "gather"]] * 3]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_saves_a_read_of_many_elements(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, dtype: str

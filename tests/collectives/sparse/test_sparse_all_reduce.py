@@ -217,6 +217,7 @@ def test_an_entry_that_was_chosen_is_that_of_topk_on_the_gradient_alone_in_the_f
         assert np.flatnonzero(result[0]).tolist() == chosen.tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", ["as given", "float16", "bfloat16", "fixed8", "fixed16"])
 def test_what_rounding_on_the_wire_takes_away_is_kept(values: Any) -> None:
     wire = WireFormat(values=values, seed=5)
@@ -351,6 +352,7 @@ def kinds(kind: str) -> list[Array]:
 KINDS = ("read-only", "not contiguous", "transposed", "empty", "one of zeros", "all zeros", "float16")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_kind_are_conserved_and_stay_as_they_are(

@@ -49,23 +49,27 @@ def on_one_gpu(cupy: Any, steps: list[Step]) -> Any:
         return taken(comm, steps, cupy.asarray, lambda array: array.get())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, momentum: float) -> None:
     steps = steps_of_each(momentum=momentum)
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("values", ["as given", "float16", "fixed8"])
 def test_wire_formats_have_the_same_bits_on_a_gpu(fake: Fake, values: Any) -> None:
     steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3))
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
+@pytest.mark.thorough
 def test_other_dtypes_and_a_change_of_exchange_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
     steps = [*mixed_steps("float16"), *mixed_steps("float64")]
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
+@pytest.mark.thorough
 def test_gradients_of_few_elements_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
     steps = [step for size in (0, 1, 3) for step in steps_of_each(count=2, size=size)]
     assert on_one_gpu(fake[0], steps) == wanted(steps)

@@ -41,6 +41,7 @@ def exchanges_on(comm: Communicator) -> list[str]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gpus", SERVERS, ids=str)
 def test_at_density_one_every_exchange_is_the_dense_allreduce_bit_for_bit(gpus: tuple[int, ...]) -> None:
     """What the communicator chooses for any floats; and what it is told to take, where sums are exact."""

@@ -243,6 +243,7 @@ def test_trees_and_a_relaying_ring_run_on_real_links(
         assert 0 < link["measured"] < 1.5 * link["shaped"]
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here an allgather from a plan file, whose columns are a table."""

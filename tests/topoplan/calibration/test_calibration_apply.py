@@ -86,6 +86,7 @@ def box(speed: float = 12, *, socket: float = 8) -> Topology:
 class TestKnownAnswers:
     """Machines whose measured rates are known beforehand."""
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("name", library())
     def test_links_as_fast_as_stated_change_nothing(self, name: str) -> None:
         """Every library machine: bandwidths and plans stay, whichever link of a route is the narrowest."""
@@ -100,6 +101,7 @@ class TestKnownAnswers:
         made = calibrated(V100S, copied(V100S, on_wires(V100S)), date=DATE).topology
         assert topoplan.verify(topoplan.plan(made)).exact_rate == Fraction(600, 7)
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize(("wire", "speed"), [("gpu1-gpu2", 25.0), ("gpu0-gpu1", 12.5)])
     def test_a_link_at_half_speed_is_as_with_slow_link(self, wire: str, speed: float) -> None:
         """Same bandwidths, same rate, in every collective."""

@@ -172,6 +172,7 @@ def test_sizes_of_the_grid_double_at_most(sizes: list[int]) -> None:
     assert all(b <= 2 * max(a, 1) for a, b in pairwise(tested))
 
 
+@pytest.mark.thorough
 @given(direct_machines(most=4) | switched_machines(), st.sampled_from(COLLECTIVES))
 @settings(max_examples=25, deadline=None)
 def test_plans_by_size_of_random_machines_are_valid(topology: Topology, collective: str) -> None:
@@ -232,6 +233,7 @@ for name, collective in (("dgx-1v", "allreduce"), ("v100x4", "broadcast"), ("pci
 """
 
 
+@pytest.mark.thorough
 def test_plans_by_size_are_the_same_file_in_every_process() -> None:
     """Two processes with different hash seeds find the same plans and the same bytes of crossover."""
     printed = []

@@ -72,6 +72,7 @@ def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
     assert (row["type"], row["count"], row["wrong"]) == ("bfloat16", 32768, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bool", "complex64", "uint16"])
 def test_dtypes_that_are_only_moved_can_be_benched(dtype: str) -> None:
     plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1])
@@ -91,6 +92,7 @@ def test_bfloat16_without_its_package_is_one_line_that_says_what_to_install(plan
     assert 'ml_dtypes: pip install "topoplan[bfloat16]"' in line
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c != "allreduce"])
 def test_every_collective_runs_on_processes(collective: str) -> None:
     """The plan comes from stdin and is handed on to the processes; rank 0 alone prints."""
@@ -124,6 +126,7 @@ def test_chunk_sizes_that_were_found_are_kept(plan_path: Path, tmp_path: Path) -
         assert [(one["backend"], one["bytes"]) for one in found["sizes"]] == [("tcp", 1 << 20)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
@@ -144,6 +147,7 @@ def test_requests_that_do_not_fit_are_one_line(words: str, fragments: list[str],
     assert all(fragment in line for fragment in fragments), line
 
 
+@pytest.mark.thorough
 def test_a_world_of_another_size_is_refused_on_every_rank(plan_path: Path) -> None:
     """Four processes of a launcher, and a plan for three: each says so, and none waits."""
     script = (

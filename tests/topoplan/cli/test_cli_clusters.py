@@ -137,6 +137,7 @@ class TestClusters:
         assert done("compare", str(file)).startswith("allreduce on two\n")
         assert done("show", str(file)).startswith("two: ")
 
+    @pytest.mark.thorough
     def test_show_of_many_servers_shows_one(self, done: Call, tmp_path: Path) -> None:
         """128 GPUs: no line is longer than a screen but the source, and the figure is drawn."""
         figure = tmp_path / "cluster.png"
@@ -148,6 +149,7 @@ class TestClusters:
         assert "devices: 128 gpu, 16 nvswitch, 64 pcie, 32 cpu, 128 nic, 5 switch" in lines
         assert figure.stat().st_size > 10_000
 
+    @pytest.mark.thorough
     def test_show_counts_a_nic_once(self, done: Call, tmp_path: Path) -> None:
         """16 GPUs of two DGX-1V: eight NICs, though each is two devices, and 24 network wires."""
         out = done("show", "dgx-1v", *TWO, "--plot", str(tmp_path / "pair.png"))

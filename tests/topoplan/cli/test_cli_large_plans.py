@@ -59,6 +59,7 @@ def test_simulate_of_512_gpus_beside_rings_across_servers(
     assert value["ring"]["rate"] == pytest.approx(200 * 512 / 511)
 
 
+@pytest.mark.thorough
 def test_a_trace_of_too_many_transfers_is_refused(
     capsys: pytest.CaptureFixture[str], cluster_file: str, tmp_path: Path
 ) -> None:

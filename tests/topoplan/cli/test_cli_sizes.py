@@ -42,6 +42,7 @@ def test_the_table_has_a_line_for_each_range(run: Run) -> None:
     assert "model times of 5 schedules from 1KB to 1GB" in out
 
 
+@pytest.mark.thorough
 def test_times_at_the_ends_are_those_of_the_model(run: Run) -> None:
     """At a crossover both plans take the same time; the gain is that over the best of all others."""
     value = json.loads(run("plan", "v100x4", "--sizes", "1KB:1GB", "--json")[1])

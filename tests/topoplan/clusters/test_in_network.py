@@ -157,6 +157,7 @@ def gifted_machines(draw: st.DrawFn) -> Topology:
     )
 
 
+@pytest.mark.thorough
 @given(gifted_machines(), st.sampled_from(COLLECTIVES))
 @settings(max_examples=80, deadline=None)
 def test_gifts_never_cost_and_never_beat_the_program_over_flows(topology: Topology, collective: str) -> None:

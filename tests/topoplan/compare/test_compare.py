@@ -211,6 +211,7 @@ def machines(draw: st.DrawFn) -> Topology:
     return Topology("random", tuple(devices), tuple(links.values()))
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(machines())
 def test_classes_equal_those_of_an_exhaustive_search_with_networkx(topology: Topology) -> None:
@@ -310,6 +311,7 @@ def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str) -> 
     assert found == pytest.approx([box[name] for name in ("p95", "q3", "median", "q1", "p5")], rel=0.06)
 
 
+@pytest.mark.thorough
 def test_summary_counts_the_classes_without_an_nvlink_ring() -> None:
     """Of the 46 classes of a DGX-1V 21 have no ring; these are 104 of 197 connected allocations."""
     rows = [row for row in rows_of("dgx-1v", "allreduce") if row.channel == "nvlink" and len(row.gpus) > 2]
@@ -402,6 +404,7 @@ def test_one_gpu_is_a_trivial_row_and_its_machine_has_no_class() -> None:
 # Text and JSON
 
 
+@pytest.mark.thorough
 def test_the_table_has_the_same_columns_on_every_line() -> None:
     """Every cell ends or starts at the place of its head, and the ring's kind is on each line."""
     lines = format_table(rows_of("dgx-1v", "allreduce")).splitlines()
@@ -473,6 +476,7 @@ def outputs_under_two_hash_seeds() -> Iterator[str]:
         ).stdout
 
 
+@pytest.mark.thorough
 def test_rows_are_the_same_in_every_process() -> None:
     """Two processes with different hash seeds print the same bytes."""
     first, second = outputs_under_two_hash_seeds()

@@ -107,6 +107,7 @@ def test_blinks_allocation_without_a_ring() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "rings", "chains", "counted"),
     [
@@ -137,6 +138,7 @@ def test_the_best_rings_and_chains_of_machines(
     assert len(found[0]) == len(found[1]) <= MOST_CHANNELS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "pcie-x8", "nvlink-x4"])
 def test_chains_never_beat_packed_trees(name: str) -> None:
     """A chain is a tree, so the optimum of the trees bounds what NCCL's tree can give over the same wires."""
@@ -159,6 +161,7 @@ EXPECTED = {
 """GB/s of AllReduce that NCCL 2.30 expected of rings and of chains (Simple) with our file."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "gpus"), EXPECTED)
 def test_what_nccl_expects(name: str, gpus: tuple[int, ...] | None) -> None:
     """Which of the two it runs on large buffers follows from this, and a note says it."""
@@ -187,6 +190,7 @@ OWN_SEARCH = {
 """Rings and GB/s of each that NCCL 2.30 itself found in our topology file (``ncclTopoCompute``)."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "gpus"), OWN_SEARCH)
 def test_nccls_own_search_beats_neither_the_bound_nor_our_file(
     name: str, gpus: tuple[int, ...] | None

@@ -640,6 +640,7 @@ VALUES = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:

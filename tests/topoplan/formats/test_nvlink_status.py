@@ -214,6 +214,7 @@ SAMPLE = (
 WORDS = ("<inactive>", "GPU", "99:", "0.0", "\x1b[4m", "", "-1", "NVML:", "\0", "٣", "FFFF:FF")
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_listing_is_read_or_refused(data: st.DataObject) -> None:

@@ -424,6 +424,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("command", ["plan", "show", "compare", "simulate"])
 def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_path: Path, run: Run) -> None:
     """Given twice, -s and -R; the notes say what was found, and what cannot be is one line and status 2."""

@@ -52,6 +52,7 @@ def test_exact_reaches_the_known_optimum_and_proves_it(row: Allocation) -> None:
         assert report.exact_rate == report.exact_bound == answer(row, collective)
 
 
+@pytest.mark.sampled
 @each_row
 def test_broadcast_is_as_fast_from_the_last_gpu_over_few_trees(row: Allocation) -> None:
     """On symmetric links the smallest cut does not depend on the root; the order of aims does not change the rate."""
@@ -60,6 +61,7 @@ def test_broadcast_is_as_fast_from_the_last_gpu_over_few_trees(row: Allocation) 
     assert topoplan.verify(made).exact_rate == answer(row, "broadcast")
 
 
+@pytest.mark.sampled
 @each_row
 def test_mwu_is_within_five_percent_and_its_few_trees_within_five_of_that(row: Allocation) -> None:
     """Blink 3.2 and 3.2.1 at epsilon 0.05 and threshold 5 %, for all five collectives."""
@@ -96,6 +98,7 @@ def test_members_of_a_class_have_one_rate() -> None:
                 assert topoplan.verify(made).exact_rate == answer(row, "allreduce")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FABRICS)
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter", "allreduce"])
 def test_irregular_machines_reach_the_answer_of_the_linear_program(name: str, collective: str) -> None:

@@ -199,6 +199,7 @@ def test_wrong_peer_access_is_named(stated: object, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_in_the_limit_a_split_plan_is_optimal(collective: str) -> None:
     """Shares in proportion to the rates: the rate is the sum of both rates and of both bounds, exactly."""
@@ -239,6 +240,7 @@ def test_small_buffers_stay_on_nvlink() -> None:
         assert "pcie starts after 3.7 ms and helps from about 537.6MB on" in plan.notes[1]
 
 
+@pytest.mark.thorough
 def test_the_size_of_the_note_is_where_pcie_begins_to_help() -> None:
     """At the size that the note names both channels are used, and 2 % below it they are not."""
     size = round(537.6 * (1 << 20))

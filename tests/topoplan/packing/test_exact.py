@@ -79,6 +79,7 @@ def test_the_height_is_the_lowest_that_reaches_the_rate(topology: Topology, coll
     assert enough == pytest.approx(made.rate, rel=CLOSE)
 
 
+@pytest.mark.thorough
 @given(
     switched_machines() | switched_machines(bandwidths=WRITTEN) | direct_machines(most=5),
     ANY_COLLECTIVE,
@@ -127,6 +128,7 @@ def test_bandwidths_of_any_size_are_packed_exactly(collective: str) -> None:
 REVERSIBLE = switched_machines() | direct_machines(most=5, bandwidths=WRITTEN)
 
 
+@pytest.mark.thorough
 @given(REVERSIBLE, ANY_COLLECTIVE, st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_reversed_links_turn_a_collective_into_its_reverse(
@@ -142,6 +144,7 @@ def test_reversed_links_turn_a_collective_into_its_reverse(
     assert there.exact_rate == back.exact_rate
 
 
+@pytest.mark.thorough
 @given(REVERSIBLE, ANY_COLLECTIVE, st.randoms(use_true_random=False))
 @settings(max_examples=40, deadline=None)
 def test_names_and_order_of_devices_and_units_do_not_matter(
@@ -163,6 +166,7 @@ def test_names_and_order_of_devices_and_units_do_not_matter(
     assert rate == pytest.approx(float(first) * 1024, rel=1e-12)
 
 
+@pytest.mark.thorough
 @given(switched_machines() | direct_machines(most=5), ANY_COLLECTIVE, st.integers(0, 30))
 @settings(max_examples=40, deadline=None)
 def test_a_wider_link_never_lowers_the_rate(topology: Topology, collective: str, which: int) -> None:
@@ -190,6 +194,7 @@ def test_dgx_1v_broadcasts_at_six_links_over_four_trees() -> None:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("root", range(8))
 def test_four_trees_do_from_every_root_of_a_dgx_1v(root: int) -> None:
     """Every GPU has four neighbours, and a root of six full links over four wires needs a tree for each wire."""
@@ -197,6 +202,7 @@ def test_four_trees_do_from_every_root_of_a_dgx_1v(root: int) -> None:
     assert (made.rate, made.trees) == (150, 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p"])
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
 def test_height_two_suffices_to_gather_on_a_dgx_1(name: str, collective: str) -> None:

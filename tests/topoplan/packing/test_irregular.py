@@ -54,6 +54,7 @@ TWO_SERVERS = topoplan.nvswitch_cluster(2)
 LAST_BIT = scaled(TWO_SERVERS, lambda stream: 1 + stream.randrange(-3, 4) * 2.3e-16, 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
 @pytest.mark.parametrize(
     "machine",
@@ -94,6 +95,7 @@ for machine in (mesh(11, 5), LAST_BIT):
 """
 
 
+@pytest.mark.thorough
 def test_plans_are_the_same_in_every_process_and_on_any_number_of_threads() -> None:
     """Byte for byte, where floating point guides and has to be mended."""
     seen = {

@@ -41,6 +41,7 @@ def rate_and_bound(packing: Packing, packed: MwuPacking) -> tuple[Fraction, Frac
     return rate, packed.certificate.bound(packing.fabric, packing.collective, packing.root)
 
 
+@pytest.mark.thorough
 @given(MACHINES, st.sampled_from(COLLECTIVES), st.sampled_from([0.02, 0.05, 0.2, 0.5]))
 @settings(max_examples=60, deadline=None)
 def test_the_packing_is_proved_within_epsilon(topology: Topology, collective: str, epsilon: float) -> None:
@@ -53,6 +54,7 @@ def test_the_packing_is_proved_within_epsilon(topology: Topology, collective: st
     assert rate >= bound * (1 - Fraction(str(epsilon))) * (1 - Fraction(1, 10**6))
 
 
+@pytest.mark.thorough
 @given(MACHINES, st.sampled_from(COLLECTIVES))
 @settings(max_examples=40, deadline=None)
 def test_the_plan_verifies_and_stays_within_the_threshold_of_the_packing(

@@ -57,6 +57,7 @@ def test_known_fabrics_reach_their_known_rates(
     assert proved(topology, "allreduce").rate == pytest.approx(allreduce, rel=1e-8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("which", [0, 2, 3, 4], ids=lambda i: NAMES[i])
 def test_known_fabrics_reach_the_optimum_over_flows(which: int, collective: str) -> None:
@@ -73,6 +74,7 @@ SEEDS = dict.fromkeys(KINDS, (0, 1)) | {"cubes": (0,), "servers": (0, 1, 2)}
 """Machines of each kind that are planned in a moment."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_irregular_machines_reach_the_optimum_over_flows(kind: str, collective: str) -> None:

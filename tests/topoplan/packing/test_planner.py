@@ -211,6 +211,7 @@ def test_few_trees_on_one_switch_are_never_more_than_the_stars(collective: str, 
     assert made.rate == topoplan.plan(dgx, collective).rate
 
 
+@pytest.mark.thorough
 def test_peeling_finds_few_trees_on_sixteen_uneven_gpus() -> None:
     """MI250: the broadcast of 300 GB/s fits in six trees, the allreduce in eight."""
     machine = topoplan.load("mi250")

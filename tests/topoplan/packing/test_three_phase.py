@@ -256,6 +256,7 @@ def test_no_composition_is_faster(topology: Topology) -> None:
     assert plan.rate == pytest.approx(best_by_enumeration(fabric), rel=1e-6)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(small_clusters(), st.sampled_from(COLLECTIVES), st.data())
 def test_plans_are_valid_and_never_above_the_bound(
@@ -280,6 +281,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", MACHINES)
 def test_three_servers_of_library_machines(name: str, collective: str) -> None:

@@ -31,6 +31,7 @@ def measured(topology: Topology) -> Topology:
     return replace(topology, links=links)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("machine", ["dgx-1v", "two servers"])
 def test_no_time_at_all_gives_a_valid_plan_with_its_true_gap(machine: str, collective: str) -> None:

@@ -53,6 +53,7 @@ def bound(certificate: Certificate, topology: Topology, collective: str) -> Frac
     return certificate.bound(nvlink(topology), collective, 0 if collective in ROOTED else None)
 
 
+@pytest.mark.thorough
 @given(MACHINES, ANY_COLLECTIVE, st.data())
 @settings(max_examples=120, deadline=None)
 def test_any_lengths_bound_the_optimum(topology: Topology, collective: str, data: st.DataObject) -> None:

@@ -46,6 +46,7 @@ def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
     return replace(plan, certificate=certificate, bound=bound), bound
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", library())
 def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
@@ -58,6 +59,7 @@ def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
                 assert stated_bound(explain_certificate(plan)) == pytest.approx(plan.bound, rel=2e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["broadcast", "reduce", "allgather", "reduce_scatter"])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)

@@ -58,6 +58,7 @@ def test_phases_of_a_plan_by_hand() -> None:
     assert (found.between.rate, plan.rate, found.bottleneck) == (12.0, 12.0, "between servers")
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 5), st.integers(1, 40), st.sampled_from(["exact", "three-phase"]))
 def test_no_phase_is_slower_alone_and_the_slowest_is_the_bottleneck(

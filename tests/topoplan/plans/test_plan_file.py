@@ -178,6 +178,7 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -63,6 +63,7 @@ TREES = sparse_trees(topoplan.plan(topoplan.load("dgx-2")), entries=entry_share(
 # Known answers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("servers", "density", "rate"),
     [
@@ -84,6 +85,7 @@ def test_three_phases_are_as_fast_as_nics_take_entries_or_servers_sum(
     assert topoplan.verify(plan).optimal
 
 
+@pytest.mark.thorough
 def test_three_phases_over_servers_need_no_dense_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object, **options: object) -> Plan:
         raise AssertionError("a dense optimum is planned")
@@ -129,6 +131,7 @@ def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     assert plan.notes[0].startswith("stays 7.17% below the bound of")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("servers", [2, 4, 16])
 @pytest.mark.parametrize("bits", [64, 40.5])
 def test_bytes_through_the_nics_are_those_of_the_formula(servers: int, bits: float) -> None:
@@ -440,6 +443,7 @@ def test_a_density_out_of_range_is_refused(density: float) -> None:
         topoplan.sparse_plan(DGX, density=density)
 
 
+@pytest.mark.thorough
 def test_what_has_no_sparse_form_is_refused() -> None:
     with pytest.raises(UsageError, match="this is a broadcast"):
         sparse_trees(topoplan.plan(DGX, "broadcast"), entries=Fraction(1))

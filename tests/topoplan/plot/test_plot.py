@@ -130,6 +130,7 @@ def panel_texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LIBRARY)
 def test_machine_shows_every_device_and_link_count(name: str) -> None:
     """Each panel names the devices on its channels; every NVLink bundle carries its number of links."""
@@ -206,6 +207,7 @@ def picture(name: str) -> Figure:
 EACH_PICTURE = pytest.mark.parametrize("name", [*PICTURES, *each(LISTED)])
 
 
+@pytest.mark.sampled
 @EACH_PICTURE
 def test_machine_labels_do_not_overlap_and_are_on_the_page(name: str) -> None:
     """No two texts of the figure touch, titles, notes and legend included, and none leaves the page."""
@@ -214,6 +216,7 @@ def test_machine_labels_do_not_overlap_and_are_on_the_page(name: str) -> None:
     assert cut_off(figure) == []
 
 
+@pytest.mark.sampled
 @EACH_PICTURE
 def test_wires_pass_no_foreign_device(name: str) -> None:
     """Every line stays clear of the boxes of devices that it does not join, and of the small texts beside them."""
@@ -230,6 +233,7 @@ def test_wires_pass_no_foreign_device(name: str) -> None:
                 assert touched == 2
 
 
+@pytest.mark.sampled
 @EACH_PICTURE
 def test_figures_are_no_larger_than_a_page_or_a_screen(name: str) -> None:
     """Letters of 8 points can be read where the whole figure is in view: at most 14 inches wide and 20 high."""
@@ -389,6 +393,7 @@ def test_ranks_of_an_allocation_are_named() -> None:
     assert "nothing to move" in figure.get_suptitle()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 3, 14, 46])
 def test_bars_have_a_group_for_each_class(count: int) -> None:
     """One bar of trees and one of a ring for each class, at its height; labels readable and on the page."""

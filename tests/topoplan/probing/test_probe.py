@@ -80,6 +80,7 @@ def test_the_probed_matrix_is_the_genuine_text_cell_for_cell(
     assert compared == 12 * 12 + 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "gpus", "nvlinks", "switched", "nics", "rate"),
     [

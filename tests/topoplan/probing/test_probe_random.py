@@ -123,6 +123,7 @@ class Drawn:
         return "PIX" if one == two else "PHB" if one[:2] == two[:2] else "NODE" if one[0] == two[0] else "SYS"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(24))
 def test_what_was_drawn_is_found(fake_here: Installer, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of all pairs, NVLinks that are up at both ends, PCIe rates; and the machine can be planned."""

@@ -86,6 +86,7 @@ def test_parallel_switches_are_used_evenly(collective: str, count: int) -> None:
     assert topoplan.verify(plan).rate == pytest.approx(whole / 2 if collective == "allreduce" else whole)
 
 
+@pytest.mark.thorough
 @given(MACHINES, st.sampled_from(COLLECTIVES))
 @settings(max_examples=60, deadline=None)
 def test_no_plan_is_lower_than_the_lowest_tree(topology: Topology, collective: str) -> None:

@@ -123,6 +123,7 @@ def test_the_rings_of_a_plan_share_no_wire() -> None:
         assert set(used) <= set(wires)
 
 
+@pytest.mark.thorough
 def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
     better = 0
     for row in allocations():
@@ -135,6 +136,7 @@ def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
     assert better > 0
 
 
+@pytest.mark.thorough
 def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None:
     """104 of the 197 that NVLink connects, and the 50 that it does not, fall back to PCIe."""
     machine = topoplan.load("dgx-1v")
@@ -426,6 +428,7 @@ def direct_machines(draw: st.DrawFn) -> Topology:
     )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=40)
 @given(direct_machines(), st.sampled_from(COLLECTIVES))
 def test_on_any_direct_machine_relaying_rings_verify_and_beat_the_nvlink_rings_allreduce(

@@ -118,6 +118,7 @@ ABSENT = {
 """Schedules that a machine does not have: several servers, a wire between any two GPUs, NVLink."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("machine", ["v100x4", "dgx-1v", "pcie-x8"])
 def test_every_schedule_is_a_valid_plan_or_says_why_not(name: str, machine: str) -> None:

@@ -23,6 +23,7 @@ def dgx_1v_servers(count: int) -> Topology:
     return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=count)], nic_gbps=100)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("servers", [2, 3, 4, 5])
 def test_rings_fill_every_nic(servers: int) -> None:
     """Eight rings of 25 GB/s over N ranks: 200 N / (2 (N - 1)) for an allreduce, on rails that are not joined."""

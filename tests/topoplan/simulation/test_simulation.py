@@ -219,6 +219,7 @@ def test_stars_agree_exactly() -> None:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", ["dgx-1v", "dgx-1p", "dgx-2", "pcie-x8"])
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
 def test_rings_agree(machine: str, collective: str) -> None:
@@ -229,6 +230,7 @@ def test_rings_agree(machine: str, collective: str) -> None:
         assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(closed.seconds, rel=tolerance), nbytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "pcie-x8", "mi250x"])
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
 def test_packed_trees_agree(machine: str, collective: str) -> None:

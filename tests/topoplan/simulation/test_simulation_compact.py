@@ -46,6 +46,7 @@ def compact(machine: Topology, collective: str) -> Plan:
     return replace(plan, shards=ImageShards(fabric.nodes, fabric.size, generators, templates))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allgather", "allreduce", "reduce_scatter"])
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_templates_take_the_time_of_all_their_images(name: str, collective: str) -> None:
@@ -63,6 +64,7 @@ def test_templates_take_the_time_of_all_their_images(name: str, collective: str)
             assert set(one.chunks) == set(other.chunks)
 
 
+@pytest.mark.thorough
 def test_sixteen_servers_planned_and_written_out() -> None:
     """The planner's own compact plan of 128 GPUs: one tree stands for 128."""
     plan = topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce")

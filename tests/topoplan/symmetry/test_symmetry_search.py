@@ -204,6 +204,7 @@ def test_measured_bandwidths_leave_nothing_to_find() -> None:
     assert find_symmetry(Fabric(replace(fabric.topology, links=tuple(measured)), CHANNELS)) == ()
 
 
+@pytest.mark.thorough
 def test_the_same_generators_in_every_process() -> None:
     """Four hash seeds, on fabrics that take all roads: blocks, inside of blocks, all automorphisms, twins."""
     code = (

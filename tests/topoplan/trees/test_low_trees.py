@@ -104,6 +104,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("height", [2, 3, 4])
 def test_low_trees_are_nearly_as_cheap_as_the_exact_tables(kind: str, height: int) -> None:
