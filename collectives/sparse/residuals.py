@@ -33,7 +33,7 @@ class Residuals:
     >>> import numpy as np
     >>> from collectives.arrays.numpy_arrays import NumpyArrays
     >>> from collectives.selection.error_feedback import ErrorFeedback
-    >>> from collectives.sparse.entry_arrays import entry_arrays
+    >>> from collectives.sparse.open_entry_arrays import entry_arrays
     >>> arrays = entry_arrays(NumpyArrays(), None)
     >>> kept = Residuals(ErrorFeedback(4), arrays, fresh=True)
     >>> kept.hand_over([(0, 2)], arrays)

@@ -17,9 +17,10 @@ import numpy as np
 from collectives.execution.execution import Execution
 from collectives.execution.request import request
 from collectives.sparse.dense_and_pairs import DenseExchange, PairExchange
-from collectives.sparse.entry_arrays import EntryArrays, Line, entry_arrays
+from collectives.sparse.entry_arrays import EntryArrays, Line
 from collectives.sparse.entry_messages import EntryMessages, message_bytes, place_bytes
 from collectives.sparse.explanation import Explanation, check_exchange, entries_of, quickest, reason
+from collectives.sparse.open_entry_arrays import entry_arrays
 from collectives.sparse.residuals import Residuals
 from collectives.sparse.server_exchange import ServerExchange, part_borders
 from collectives.sparse.sparse_plans import SparsePlans
