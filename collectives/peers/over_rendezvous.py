@@ -208,7 +208,7 @@ class TcpWorld(World):
         self.welcome = self.control.join(hello(self.control.local))
         self.watcher = Watcher(f"rank {self.rank}")
         self._undo.append(self.watcher.close)
-        self.watcher.add(self.control.connection, self.control.listen(self.changed, lambda: self.waiting()))
+        self.control.listen(self.changed, lambda: self.waiting(), self.watcher)
 
     def _ask(self, message: Message, timeout: float, signature: Signature | None = None) -> Message:
         """Tell the rendezvous something that all ranks tell it, and wait for its answer; raises as `wait`."""

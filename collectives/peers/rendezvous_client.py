@@ -98,8 +98,8 @@ class Control:
                     self._early = messages[number:]
                     return message
 
-    def listen(self, lock: threading.Condition, waiting: Callable[[], Waiting]) -> Callable[[], None]:
-        """What the watcher calls when something has come; ``waiting`` answers the question what this rank waits for."""
+    def listen(self, lock: threading.Condition, waiting: Callable[[], Waiting], watcher: Watcher) -> None:
+        """Let a watcher take what comes, until the connection ends; ``waiting`` answers what this rank waits for."""
         self._connection.settimeout(None)
 
         def hear(messages: Sequence[Message], *, ended: bool = False) -> None:
@@ -122,10 +122,12 @@ class Control:
                 return
             except (OSError, ValueError):
                 data, messages = b"", []
+            if not data:
+                watcher.remove(self._connection)  # it would be ready to be read for ever
             hear(messages, ended=not data)
 
         hear(self._early)
-        return take
+        watcher.add(self._connection, take)
 
     def say(self, message: Message) -> None:
         """Send a message; that nobody hears it shows when it is not answered."""

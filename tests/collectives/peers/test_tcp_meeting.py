@@ -20,7 +20,7 @@ from collectives.peers.address import parse_address
 from collectives.peers.blame import Waiting, blame
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.rendezvous_client import Control
+from collectives.peers.rendezvous_client import Control, Watcher
 from collectives.peers.rendezvous_state import Hub, pack
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
@@ -285,9 +285,22 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
         with rendezvous:
             rendezvous.sendall(pack(welcome) + pack(failure))
             assert control.join({})["type"] == "welcome"
-            control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0))
+            watcher = Watcher("one")
+            control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0), watcher)
             assert control.verdict == failure
+            watcher.close()
             control.close()
+
+
+def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:
+    """Its connection is at its end, which a thread that went on listening would hear without a pause."""
+    rendezvous = Rendezvous(f"unix:{tmp_path / 'here'}", 1).start()
+    world = TcpWorld(rendezvous.address, 0, 1, timeout=5)
+    rendezvous.close()
+    begun = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - begun < 0.1
+    world.close()
 
 
 def test_a_forked_child_that_ends_leaves_the_rendezvous_of_its_parent_alone(tmp_path: Path) -> None:
