@@ -132,12 +132,14 @@ class LoopbackGpu:
                 self.arrays.kernels.launch(kernel, program.work, number)
             return
         if name not in program.graphs:
-            stream.begin_capture()
-            try:
-                for number in range(steps):
-                    self.arrays.kernels.launch(kernel, program.work, number)
-            finally:
-                graph = stream.end_capture()
+            # On a stream of its own: a caller's thread may copy on ours meanwhile.
+            with self._cupy.cuda.Stream(non_blocking=True) as recorder:
+                recorder.begin_capture()
+                try:
+                    for number in range(steps):
+                        self.arrays.kernels.launch(kernel, program.work, number)
+                finally:
+                    graph = recorder.end_capture()
             program.graphs[name] = graph
         program.graphs[name].launch(stream)
 
