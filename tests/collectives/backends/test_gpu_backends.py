@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import permutations
 from types import ModuleType
 from typing import Any
@@ -98,6 +99,37 @@ def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_othe
             results = run(comm, collective, [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, collective, arrays))
     assert machine.graph_launches == 3
+
+
+def test_a_caller_may_copy_while_a_graph_is_captured(
+    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a training loop does that puts gradients into the next bucket: another thread, the stream of the library."""
+    backend, plan = LoopbackGpu(cupy, 6, step_bytes=2000), forest_plan(6, "allreduce", "binary")
+    launch, copied = backend.arrays.kernels.launch, []
+
+    def copy() -> None:
+        source, target = cupy.asarray(np.arange(3.0)), cupy.empty(3)
+        backend.arrays.copy(target, backend.arrays.check(source, rank=0, what="gradient"))
+        copied.append(target.get().tolist())
+
+    def launch_beside_a_copy(*arguments: Any) -> None:
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+        launch(*arguments)
+
+    with Communicator(plan, backend, chunk_bytes=100) as comm:
+        for seed in range(3):
+            arrays = floats(6, 1806, seed=seed)
+            if seed == 1:
+                monkeypatch.setattr(
+                    type(backend.arrays.kernels), "launch", lambda _, *rest: launch_beside_a_copy(*rest)
+                )
+            results = run(comm, "allreduce", [cupy.asarray(array) for array in arrays])
+            assert identical(results, expected(plan, "allreduce", arrays))
+    assert copied
+    assert all(one == [0.0, 1.0, 2.0] for one in copied)
 
 
 @pytest.mark.sampled
