@@ -19,45 +19,47 @@ NEEDS = {
 """The module that a back end needs, its name, and what installs it."""
 
 
-def _loopback(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _loopback(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.loopback.backend import Loopback
     from collectives.backends.loopback.paced import PacedLoopback
 
+    assert plan is not None, "all ranks are in this process, and the plan says how many"
     return Loopback(len(plan.ranks)) if pace is None else PacedLoopback(len(plan.ranks), scale=pace)
 
 
-def _loopback_gpu(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _loopback_gpu(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.arrays.cupy_arrays import load_cupy
     from collectives.backends.loopback_gpu.backend import LoopbackGpu
 
+    assert plan is not None, "all ranks are in this process, and the plan says how many"
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
-def _mpi(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _mpi(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.mpi.backend import MpiBackend
 
     return MpiBackend(timeout=timeout)
 
 
-def _nccl(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _nccl(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.nccl.backend import NcclBackend
 
     return NcclBackend.from_environment(timeout=timeout)
 
 
-def _shared(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _shared(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.shared.backend import SharedBackend
 
     return SharedBackend.from_environment(timeout=timeout)
 
 
-def _tcp(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _tcp(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.tcp.backend import TcpBackend
 
     return TcpBackend.from_environment(timeout=timeout, pace=pace)
 
 
-def _torch(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
+def _torch(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
     from collectives.backends.torch.backend import TorchBackend
 
     return TorchBackend.open(timeout=timeout)
@@ -66,7 +68,7 @@ def _torch(plan: Plans, timeout: float, pace: float | None) -> Backend[Any]:
 PACED = ("loopback", "tcp")
 """The back ends that can hold links to the bandwidths of the plan's machine."""
 
-BACKENDS: dict[str, Callable[[Plans, float, float | None], Backend[Any]]] = {
+BACKENDS: dict[str, Callable[[Plans | None, float, float | None], Backend[Any]]] = {
     "loopback": _loopback,
     "loopback-gpu": _loopback_gpu,
     "mpi": _mpi,
@@ -75,7 +77,9 @@ BACKENDS: dict[str, Callable[[Plans, float, float | None], Backend[Any]]] = {
     "tcp": _tcp,
     "torch": _torch,
 }
-"""What makes each back end from a plan, a timeout in seconds, and the scale of its links where they are paced."""
+"""What makes each back end from a plan, a timeout in seconds, and the scale of its links where they are paced.
+
+The plan may be None where a process holds one rank: it can be opened before there is a plan."""
 
 
 def check_backend(name: str, *, pace: float | None = None) -> None:

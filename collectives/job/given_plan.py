@@ -12,7 +12,7 @@ from typing import Any
 
 import topoplan
 from collectives.backends.backend import Backend, GathersTexts
-from collectives.backends.open_backend import check_backend, open_backend
+from collectives.backends.open_backend import BACKENDS, check_backend
 from collectives.peers.error_rounds import Gather, say_all, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import UsageError
@@ -148,8 +148,8 @@ def open_for_plan(
         if backend.startswith("loopback"):
             assert plan is not None, "looked at above"
             meant = plan_of(plan)
-            return open_backend(backend, meant, timeout=timeout), meant
-        opened = _open_before_plan(backend, timeout)
+            return BACKENDS[backend](meant, timeout, None), meant
+        opened = BACKENDS[backend](None, timeout, None)
     else:
         opened = backend
     try:
@@ -193,29 +193,6 @@ def _check_size(meant: Meant, size: int, where: str) -> None:
         raise UsageError(
             f"the plan is for {len(meant.ranks)} ranks and {where} has {size}; plan for {size} GPUs"
         )
-
-
-def _open_before_plan(name: str, timeout: float) -> Backend[Any]:
-    """A back end of one rank in each process, which needs no plan to be opened."""
-    if name == "mpi":
-        from collectives.backends.mpi.backend import MpiBackend
-
-        return MpiBackend(timeout=timeout)
-    if name == "shared":
-        from collectives.backends.shared.backend import SharedBackend
-
-        return SharedBackend.from_environment(timeout=timeout)
-    if name == "torch":
-        from collectives.backends.torch.backend import TorchBackend
-
-        return TorchBackend.open(timeout=timeout)
-    if name == "nccl":
-        from collectives.backends.nccl.backend import NcclBackend
-
-        return NcclBackend.from_environment(timeout=timeout)
-    from collectives.backends.tcp.backend import TcpBackend
-
-    return TcpBackend.from_environment(timeout=timeout)
 
 
 def _no_plan(name: str) -> UsageError:

@@ -33,8 +33,8 @@ class Residuals:
     >>> import numpy as np
     >>> from collectives.arrays.numpy_arrays import NumpyArrays
     >>> from collectives.selection.error_feedback import ErrorFeedback
-    >>> from collectives.sparse.open_entry_arrays import entry_arrays
-    >>> arrays = entry_arrays(NumpyArrays(), None)
+    >>> from collectives.sparse.host_entry_arrays import HostEntryArrays
+    >>> arrays = HostEntryArrays(NumpyArrays())
     >>> kept = Residuals(ErrorFeedback(4), arrays, fresh=True)
     >>> kept.hand_over([(0, 2)], arrays)
     []

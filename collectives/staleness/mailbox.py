@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.peers.address import this_host
 from collectives.peers.error_rounds import Gather
 from collectives.staleness.modes import may_begin
 from topoplan.errors import BackendError
@@ -176,16 +177,15 @@ class Mailbox:
     def _meet(self, gather: Gather) -> None:
         key = bytes.fromhex(gather(secrets.token_hex(32))[0])
         listener = Listener(("", 0), authkey=key)
-        # processes in one network namespace reach each other without a name
-        name = f"{socket.gethostname()} {_network_namespace()}"
-        told = {"host": name, "address": _own_address(), "port": listener.address[1]}
+        here = this_host()
+        told = {"host": here, "address": _own_address(), "port": listener.address[1]}
         contacts = [json.loads(text) for text in gather(json.dumps(told))]
         accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
         accepting.start()
         try:
             for peer in self._clocks:
                 contact = contacts[peer]
-                where = ("127.0.0.1" if contact["host"] == name else contact["address"], contact["port"])
+                where = ("127.0.0.1" if contact["host"] == here else contact["address"], contact["port"])
                 self._senders[peer] = Sender(peer, Client(where, authkey=key), self._lost, self.rank)
         except OSError as error:
             raise self._fail(peer, f"cannot reach rank {peer}: {error.strerror or error}") from None
@@ -337,13 +337,6 @@ def _wake(connection: Connection) -> None:
     """End the connection for the thread that reads from it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
-
-
-def _network_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
 
 
 def _own_address() -> str:

@@ -134,14 +134,24 @@ def allocation_classes(
     return tuple(sorted(found, key=lambda one: (len(one.gpus), one.gpus)))
 
 
-def _laid_on(first: NodeSearch, part: Wiring, colours: Integers) -> bool:
-    """Whether a wiring is isomorphic to another of the same fingerprint."""
-    # Mostly the nodes of a colour correspond in the order of their numbers, which is quickly looked at.
-    nodes = np.empty_like(colours)
-    nodes[np.argsort(first.path[0], kind="stable")] = np.argsort(colours, kind="stable")
-    if first.wiring.image_of_links(nodes, part) is not None:
-        return True
-    return first.image_in(part, colours) is not None
+class _First:
+    """The first allocation of a class: others are compared with it."""
+
+    def __init__(self, wiring: Wiring, colours: Integers) -> None:
+        self._wiring = wiring
+        self._colours = colours
+        self._search: NodeSearch | None = None
+
+    def is_like(self, part: Wiring, colours: Integers) -> bool:
+        """Whether a wiring of the same fingerprint is isomorphic."""
+        # Mostly the nodes of a colour correspond in the order of their numbers, which is quickly looked at.
+        nodes = np.empty_like(colours)
+        nodes[np.argsort(self._colours, kind="stable")] = np.argsort(colours, kind="stable")
+        if self._wiring.image_of_links(nodes, part) is not None:
+            return True
+        if self._search is None:
+            self._search = NodeSearch(self._wiring, self._colours)
+        return self._search.image_in(part, colours) is not None
 
 
 class _Sorter:
@@ -159,17 +169,17 @@ class _Sorter:
         return {sum(counts) for counts in self._vectors}
 
     def classes(self, channel: str | None) -> list[AllocationClass]:
-        similar: dict[object, list[tuple[NodeSearch, list[tuple[int, ...]]]]] = {}
+        similar: dict[object, list[tuple[_First, list[tuple[int, ...]]]]] = {}
         for counts in self._vectors:
             part = allocation_wiring(self._wiring, last_allocation(self._groups, counts))
             colours = part.refined(part.node_labels)
             rivals = similar.setdefault(fingerprint(part, colours), [])
             for first, alike in rivals:
-                if _laid_on(first, part, colours):
+                if first.is_like(part, colours):
                     alike.append(counts)
                     break
             else:
-                rivals.append((NodeSearch(part, colours), [counts]))
+                rivals.append((_First(part, colours), [counts]))
         return [self._class(alike, channel) for rivals in similar.values() for _, alike in rivals]
 
     def _class(self, alike: list[tuple[int, ...]], channel: str | None) -> AllocationClass:

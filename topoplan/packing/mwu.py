@@ -163,19 +163,20 @@ class _Loop:
         packing = self.packing
         routes = self._routes()
         cost = np.where(routes.cost < UNREACHABLE, routes.cost, inf)
+        by_head = cost.T.tolist() if packing.folded or packing.uses("broadcast") else []
+        by_tail = cost.tolist() if not packing.folded and packing.uses("reduce") else []
         self.calls += 1
         self.least[:] = inf
         for root in (0,) if packing.folded else packing.roots:
             up: list[int] = []
             down: list[int] = []
             if packing.folded:
-                by_head = cost.T.tolist()
                 up = down = cheapest_spanning_tree(by_head) if self.prim else self.oracle(by_head, 0)
             else:
-                if packing.uses("broadcast"):
-                    down = self.oracle(cost.T.tolist(), root)
-                if packing.uses("reduce"):
-                    up = self.oracle(cost.tolist(), root)
+                if by_head:
+                    down = self.oracle(by_head, root)
+                if by_tail:
+                    up = self.oracle(by_tail, root)
             self._learn(packing.tree(root, up, down, routes))
 
     def _routes(self) -> RouteTable:

@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 
 from collectives.backends.torch.wires import LostPeer, Message, Wires
+from collectives.peers.address import this_host
 from collectives.peers.peers import BlockWorld, plain
 from topoplan.errors import BackendError
 
@@ -109,7 +110,7 @@ class GroupWorld(BlockWorld):
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
         port = self._socket.getsockname()[1]
-        self._contact = Contact(_host(), _addresses(), port, secrets.token_hex(8))
+        self._contact = Contact(this_host(), _addresses(), port, secrets.token_hex(8))
         try:
             for one in self._wires:
                 self.guarded(one.meet)
@@ -244,15 +245,6 @@ def _error(found: Notice, rank: int) -> BackendError:
         peer=found.peer,
         step=found.step,
     )
-
-
-def _host() -> str:
-    """What two ranks have in common that reach each other by the loopback address."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
 
 
 def _addresses() -> tuple[str, ...]:
