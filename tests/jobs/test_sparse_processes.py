@@ -85,6 +85,8 @@ OTHER_CALLS: dict[str, dict[str, Any]] = {
     "op": {"op": "avg"},
     "key": {"key": "other"},
 }
+AGREED = ("density", "exchange")
+"""What ranks find to differ while one of them plans: then nobody has put a gradient into the sum of a server yet."""
 
 
 @pytest.mark.sampled
@@ -104,8 +106,8 @@ def test_ranks_that_mean_another_call_are_refused_before_anything_is_exchanged(
         before, gradient = kept(comm, asked["key"]), whole_numbers(rank, 1)
         with pytest.raises(BackendError, match="the peer runs another collective"):
             comm.sparse_all_reduce(gradient, **asked)
-        wanted = before + gradient
-        return kept(comm, asked["key"]), wanted
+        lost = exchange == "servers" and different not in AGREED
+        return kept(comm, asked["key"]), before if lost else before + gradient
 
     for after, wanted in outcome(in_threads(TWO_SERVERS, body)):
         assert np.array_equal(after, wanted)
