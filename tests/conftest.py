@@ -29,31 +29,18 @@ hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("random", print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
-WITH_JOBS = (
-    "test_gradient_synchronizer_jobs",
-    "test_job_plan_mpi",
-    "test_mpi",
-    "test_parallel_norms_torch",
-    "test_torch",
-    "test_torch_gpu",
-    "test_torch_hook",
-    "test_torch_modes",
-)
-"""Modules whose tests look at what one job of processes has found, which is started once where they run together."""
+collect_ignore_glob = ["jobs/*_ranks.py"]
+"""Run by the ranks of jobs: they have no examples, and import what takes seconds."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let `xdist_group` be a marker where pytest-xdist is not installed too; processes find this checkout."""
+def pytest_configure() -> None:
+    """Processes find this checkout."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    config.addinivalue_line("markers", "xdist_group(name): tests of a name run in one process")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of such a module together, where there are several processes; mark what reads listings.
-
-    Of the cases of a sampled test all but every fourth are thorough.
-    """
+    """Mark what reads listings; of the cases of a sampled test all but every fourth are thorough."""
     sampled: Counter[str] = Counter()
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
@@ -61,9 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if sampled[test] % 4:
                 item.add_marker(pytest.mark.thorough)
             sampled[test] += 1
-        module = item.path.stem
-        if module in WITH_JOBS:
-            item.add_marker(pytest.mark.xdist_group(module))
         if {"machines_dir", "fabrics_dir"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.listings)
 

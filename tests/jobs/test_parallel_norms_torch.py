@@ -36,7 +36,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         sys.executable,
         "-c",
         STARTER,
-        str(ROOT / "tests" / "jobs" / "parallel_norms_rank.py"),
+        str(ROOT / "tests" / "jobs" / "parallel_norms_ranks.py"),
         str(folder),
     ]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,23 @@ def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path:
     assert all(one["waited"] < 4 for one in told)
 
 
+GIVEN: dict[str, Callable[[], Plan]] = {
+    "trees by mwu": lambda: topoplan.plan(DGX, method="mwu"),
+    "few trees": lambda: topoplan.plan(DGX, order="trees"),
+    "trees": lambda: topoplan.plan(DGX),
+    "ring": lambda: topoplan.ring(DGX),
+    "ring over PCIe": lambda: topoplan.ring(DGX, kind="pcie"),
+    "three phases": lambda: topoplan.plan(PAIR, method="three-phase"),
+    "one hop": lambda: topoplan.one_hop(topoplan.load("dgx-2")),
+    "lowest tree": lambda: topoplan.lowest_tree(DGX),
+}
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    "given",
-    [
-        topoplan.plan(DGX, method="mwu"),
-        topoplan.plan(DGX, order="trees"),
-        topoplan.plan(DGX),
-        topoplan.ring(DGX),
-        topoplan.ring(DGX, kind="pcie"),
-        topoplan.plan(PAIR, method="three-phase"),
-        topoplan.one_hop(topoplan.load("dgx-2")),
-        topoplan.lowest_tree(DGX),
-    ],
-    ids=lambda plan: f"{plan.schedule} {plan.method} {plan.order}",
-)
-def test_other_collectives_are_planned_as_the_plan_was(given: Plan) -> None:
+@pytest.mark.parametrize("name", GIVEN)
+def test_other_collectives_are_planned_as_the_plan_was(name: str) -> None:
     """From the file too, which tells how: method, kind of ring, channels, and fewest trees first."""
+    given = GIVEN[name]()
     read = Plan.from_json(given.to_json())
     assert read == given
     for collective in ("broadcast", "allgather"):

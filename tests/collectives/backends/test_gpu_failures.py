@@ -260,6 +260,7 @@ def test_a_rank_that_goes_after_a_graph_is_named_by_the_others_at_once(
     assert farewells() == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bindings", BINDINGS)
 def test_a_failure_inside_a_collective_that_is_replayed_ends_on_every_rank(
     machine: Machine, cupy: ModuleType, bindings: str

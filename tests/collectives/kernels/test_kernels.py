@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
@@ -33,30 +33,20 @@ ARCHITECTURES = [(12, 70), (12, 75), (12, 80), (12, 90), (12, 100), (13, 75), (1
 WHOLE_VECTOR = r"(?:v4\.[buf]32|v2\.[buf]64)\b"
 
 
-@pytest.fixture(scope="module")
-def every_kernel() -> dict[tuple[int, int], Built]:
-    """All kernels for all architectures that the installed compilers know."""
+@cache
+def every_kernel(release: int, architecture: int) -> Built:
+    """All kernels for an architecture, where the compiler of such a CUDA is installed."""
     if not compilers():
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc for CUDA 13)")
-    wanted = [case for case in ARCHITECTURES if case[0] in compilers()]
-    source = kernel_source(kernel_names())
-    with ThreadPoolExecutor() as pool:
-        done = pool.map(lambda case: built(compilers()[case[0]], source, case[1]), wanted)
-        return dict(zip(wanted, done, strict=True))
-
-
-def of(made: dict[tuple[int, int], Built], release: int, architecture: int) -> Built:
-    if (release, architecture) not in made:
+    if release not in compilers():
         pytest.skip(f"no NVRTC of CUDA {release}")
-    return made[release, architecture]
+    return built(compilers()[release], kernel_source(kernel_names()), architecture)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), ARCHITECTURES)
-def test_every_kernel_compiles_and_keeps_its_values_in_registers(
-    every_kernel: dict[tuple[int, int], Built], release: int, architecture: int
-) -> None:
-    made = of(every_kernel, release, architecture)
+def test_every_kernel_compiles_and_keeps_its_values_in_registers(release: int, architecture: int) -> None:
+    made = every_kernel(release, architecture)
     assert sorted(made.registers) == sorted(kernel_names())
     assert {name: size for name, size in made.spilled.items() if size} == {}
     assert max(made.registers.values()) * THREADS * 3 <= 65536
@@ -65,9 +55,9 @@ def test_every_kernel_compiles_and_keeps_its_values_in_registers(
 @pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), [(12, 70), (12, 90), (13, 100)])
 def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
-    every_kernel: dict[tuple[int, int], Built], release: int, architecture: int
+    release: int, architecture: int
 ) -> None:
-    kernels = re.split(r"\.entry (\w+)\(", of(every_kernel, release, architecture).ptx)[1:]
+    kernels = re.split(r"\.entry (\w+)\(", every_kernel(release, architecture).ptx)[1:]
     for name, body in zip(kernels[::2], kernels[1::2], strict=True):
         # own and what arrives, as many of each as are in flight
         loads = 2 if name.startswith("divide") else 4
@@ -76,11 +66,10 @@ def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
         assert not re.search(r"\b(ld|st)\.(local|v\d)", body), name
 
 
-def test_sums_and_products_of_floats_are_rounded_as_written_and_never_fused(
-    every_kernel: dict[tuple[int, int], Built],
-) -> None:
+@pytest.mark.thorough
+def test_sums_and_products_of_floats_are_rounded_as_written_and_never_fused() -> None:
     """Only complex products have a fused multiply-add, as numpy's have, and divisions have those of Newton's steps."""
-    ptx = of(every_kernel, 12, 90).ptx
+    ptx = every_kernel(12, 90).ptx
     kernels = re.split(r"\.entry (\w+)\(", ptx)[1:]
     fused = {
         name

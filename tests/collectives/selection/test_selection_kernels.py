@@ -125,6 +125,7 @@ def test_topk_takes_the_largest_and_of_equal_ones_the_first(fake: Fake, kind: st
             assert same((indices.get(), values.get()), reference(x, k)), (count, k)
 
 
+@pytest.mark.thorough
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from(sorted(DATA)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from math import ceil
 
@@ -33,10 +34,10 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def choices() -> dict[tuple[str, str], Choice]:
-    """The choice of every case, from 1 KB to 1 GB."""
-    return {case: choose_by_size(topoplan.load(case[0]), case[1]) for case in CASES}
+@cache
+def chosen(name: str, collective: str) -> Choice:
+    """The choice on a machine of the library, from 1 KB to 1 GB."""
+    return choose_by_size(topoplan.load(name), collective)
 
 
 def seconds(choice: Choice, number: int, nbytes: int) -> float:
@@ -51,9 +52,9 @@ def test_dgx2_broadcast_crosses_where_two_lines_meet() -> None:
 
 
 @pytest.mark.thorough
-def test_dgx2_allreduce_is_one_hop_at_every_size(choices: dict[tuple[str, str], Choice]) -> None:
+def test_dgx2_allreduce_is_one_hop_at_every_size() -> None:
     """Height 1 and 80 GB/s: neither double binary trees nor rings ever win; rings need 8 times as long at 1 KB."""
-    choice = choices["dgx-2", "allreduce"]
+    choice = chosen("dgx-2", "allreduce")
     assert [(one.start, one.stop) for one in choice.plans.ranges] == [(0, None)]
     assert (choice.plans.at(1024).height, choice.plans.at(1 << 30).rate) == (1, 80.0)
     ring = next(plan for plan in choice.candidates if plan.schedule == "nvlink ring")
@@ -63,39 +64,36 @@ def test_dgx2_allreduce_is_one_hop_at_every_size(choices: dict[tuple[str, str], 
 
 
 @pytest.mark.thorough
-def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum(choices: dict[tuple[str, str], Choice]) -> None:
+def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum() -> None:
     """Two hops up and two down for a word; the optimal trees at 1 GB, 600/7 GB/s."""
-    plans = choices["dgx-1v", "allreduce"].plans
+    plans = chosen("dgx-1v", "allreduce").plans
     assert topoplan.simulate(plans, nbytes=4).seconds == pytest.approx(LAUNCH + 4 * ALPHA, rel=1e-3)
     assert (plans.at(4).trees, plans.at(4).height) == (1, 2)
     assert topoplan.verify(plans.at(1 << 30)).optimal
 
 
 @pytest.mark.thorough
-def test_rings_win_in_the_middle_of_four_v100(choices: dict[tuple[str, str], Choice]) -> None:
+def test_rings_win_in_the_middle_of_four_v100() -> None:
     """One hop, then rings of 66.7 GB/s whose start-ups run side by side, then two trees of 75 GB/s on one wire each."""
-    names = [one.plan.schedule for one in choices["v100x4", "allreduce"].plans.ranges]
+    names = [one.plan.schedule for one in chosen("v100x4", "allreduce").plans.ranges]
     assert names == ["one-hop", "nvlink ring", "trees"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_the_pick_is_the_least_of_all_candidates(
-    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
-) -> None:
+def test_the_pick_is_the_least_of_all_candidates(case: tuple[str, str]) -> None:
     """At every tested size, by simulations of their own."""
-    choice = choices[case]
+    choice = chosen(*case)
     for nbytes in choice.sizes:
         least = min(seconds(choice, number, nbytes) for number in range(len(choice.candidates)))
         assert topoplan.simulate(choice.plans, nbytes=nbytes).seconds <= least * (1 + TOLERANCE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_curves_meet_at_every_crossover(
-    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
-) -> None:
+def test_curves_meet_at_every_crossover(case: tuple[str, str]) -> None:
     """The plan before is the faster one up to the last byte, the plan after from the first, and both by a hair."""
-    plans = choices[case].plans
+    plans = chosen(*case).plans
     for before, after in pairwise(plans.ranges):
         at, last = after.start, after.start - 1
         old = [topoplan.simulate(before.plan, nbytes=size).seconds for size in (last, at)]
@@ -105,28 +103,25 @@ def test_curves_meet_at_every_crossover(
         assert old[1] == pytest.approx(new[1], rel=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_ranges_cover_every_size_and_neighbours_differ(
-    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
-) -> None:
+def test_ranges_cover_every_size_and_neighbours_differ(case: tuple[str, str]) -> None:
     """From 0 without gap or end; each range's plan answers at both its ends; no range repeats the one before."""
-    ranges = choices[case].plans.ranges
+    ranges = chosen(*case).plans.ranges
     assert (ranges[0].start, ranges[-1].stop) == (0, None)
     for before, after in pairwise(ranges):
         assert before.stop == after.start
         assert before.plan.shards != after.plan.shards
     for one in ranges:
-        assert choices[case].plans.at(one.start) is one.plan
+        assert chosen(*case).plans.at(one.start) is one.plan
         if one.stop is not None:
-            assert choices[case].plans.at(one.stop - 1) is one.plan
+            assert chosen(*case).plans.at(one.stop - 1) is one.plan
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_all_candidates_carry_the_proof_of_the_optimum(
-    choices: dict[tuple[str, str], Choice], case: tuple[str, str]
-) -> None:
+def test_all_candidates_carry_the_proof_of_the_optimum(case: tuple[str, str]) -> None:
     """One bound for all, which the optimal trees reach; each is verified with it, and no two are the same forest."""
-    choice = choices[case]
+    choice = chosen(*case)
     best = topoplan.verify(choice.candidates[0])
     assert best.optimal
     for plan in choice.candidates:
@@ -136,9 +131,10 @@ def test_all_candidates_carry_the_proof_of_the_optimum(
     assert all(a != b for i, a in enumerate(forests) for b in forests[:i])
 
 
-def test_no_larger_message_is_faster(choices: dict[tuple[str, str], Choice]) -> None:
+@pytest.mark.thorough
+def test_no_larger_message_is_faster() -> None:
     """Along all ranges time grows with size: changing the plan never costs anything."""
-    for choice in choices.values():
+    for choice in (chosen(*case) for case in CASES):
         time = clock(choice.plans)
         steps = [time(int(512 * 1.21**i)).seconds for i in range(70)]
         assert steps == sorted(steps)
@@ -189,9 +185,12 @@ def test_plans_by_size_of_random_machines_are_valid(topology: Topology, collecti
 def test_nothing_is_claimed_outside_the_sizes() -> None:
     """Tested at 64 KB and below only, the lowest tree is kept for all larger sizes; a single size has one plan."""
     dgx = topoplan.load("dgx-1v")
-    assert topoplan.plan_by_size(dgx, sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule == "lowest tree"
-    assert len(topoplan.plan_by_size(dgx, sizes=[1 << 26]).ranges) == 1
-    assert topoplan.plan_by_size(dgx, sizes=[0]).at(0).trees == 1
+    assert (
+        topoplan.plan_by_size(dgx, gpus=[1, 4, 5, 7], sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule
+        == "lowest tree"
+    )
+    assert len(topoplan.plan_by_size(dgx, gpus=[1, 4, 5, 7], sizes=[1 << 26]).ranges) == 1
+    assert topoplan.plan_by_size(dgx, gpus=[1, 4, 5, 7], sizes=[0]).at(0).trees == 1
 
 
 def test_one_gpu_has_one_range() -> None:

@@ -42,6 +42,7 @@ def machine(name: str) -> Topology:
     return topoplan.load(name)
 
 
+@pytest.mark.sampled
 @each_row
 def test_exact_reaches_the_known_optimum_and_proves_it(row: Allocation) -> None:
     """All five collectives: the rate is the answer, and equals the bound as a rational number."""

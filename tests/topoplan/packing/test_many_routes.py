@@ -45,6 +45,7 @@ def test_the_command_that_ended_with_lengths_of_zero(
     assert main(("verify", str(file))) == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
 @pytest.mark.parametrize(
     ("servers", "nics", "gpus", "method"),

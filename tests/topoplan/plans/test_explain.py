@@ -47,6 +47,7 @@ def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
 
 
 @pytest.mark.sampled
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", library())
 def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:

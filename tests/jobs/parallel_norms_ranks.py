@@ -1,4 +1,4 @@
-"""What one process of the tests of parallel norms does: ``parallel_norms_rank.py FOLDER`` leaves a file of JSON.
+"""What one process of the tests of parallel norms does: ``parallel_norms_ranks.py FOLDER`` leaves a file of JSON.
 
 Starting torch takes seconds, so one start of all processes serves all tests.
 """
