@@ -25,6 +25,8 @@ try:
 except UsageError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.sampled
+
 LIMIT = 100
 """Seconds after which processes hang."""
 

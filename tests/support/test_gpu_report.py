@@ -379,6 +379,7 @@ def test_the_row_of_messages_compares_alignments_on_the_stand_in(measured: Any) 
     assert "64 MB at 67 GB/s, behind 4 bytes at 67 GB/s" in gpu_rank_rows.messages_to_itself()
 
 
+@pytest.mark.thorough
 def test_ranks_of_nccl_hold_what_their_tasks_check_on_the_stand_in(
     machine: Machine, cupy: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,7 @@ def test_what_passes_through_a_rank_is_bounded_though_the_next_link_is_slow() ->
     assert peak < (AHEAD + 4) * chunk_bytes + (256 << 10) < arrays[0].nbytes / 10
 
 
+@pytest.mark.thorough
 def test_the_limit_on_what_is_passed_on_costs_no_time() -> None:
     plan = topoplan.plan(topoplan.load("dgx-1v"), "reduce")
     arrays = [np.ones(1 << 20, np.float32) for _ in range(8)]

@@ -70,6 +70,7 @@ def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
             assert [one[number][place] for one in found] == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [4, 6, 7])
 def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path: Path) -> None:
     machine = topoplan.load("dgx-1v")

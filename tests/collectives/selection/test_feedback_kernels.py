@@ -138,6 +138,7 @@ def expected(state: dict[str, Any], gradient: Any) -> tuple[Any, Any]:
     return feedback.feed(gradient, 50)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_infinities_of_both_signs_are_refused_and_the_kept_one_stays(fake: Fake, momentum: float) -> None:
     cupy, _ = fake

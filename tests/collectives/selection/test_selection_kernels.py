@@ -147,6 +147,7 @@ def test_the_order_of_blocks_and_their_number_change_nothing(
                 assert same(found, reference(x, k))
 
 
+@pytest.mark.thorough
 def test_blocks_with_and_without_entries_and_more_of_them_than_a_warp_has_threads_agree(fake: Fake) -> None:
     cupy, launches = fake
     x = drawn("normal", "float64", 150001, np.random.default_rng(4))

@@ -37,6 +37,7 @@ def residuals(comm: Communicator, key: str = "") -> Array:
     return total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", ["pairs", "dense", "auto"])
 @pytest.mark.parametrize(
     "plan",

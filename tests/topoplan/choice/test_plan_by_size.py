@@ -118,6 +118,7 @@ def test_ranges_cover_every_size_and_neighbours_differ(case: tuple[str, str]) ->
             assert chosen(*case).plans.at(one.stop - 1) is one.plan
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_all_candidates_carry_the_proof_of_the_optimum(case: tuple[str, str]) -> None:
     """One bound for all, which the optimal trees reach; each is verified with it, and no two are the same forest."""

@@ -46,6 +46,7 @@ def test_a_plan_of_512_gpus_prints_one_row(
     assert "rate = bound: optimal" in checked
 
 
+@pytest.mark.thorough
 def test_simulate_of_512_gpus_beside_rings_across_servers(
     capsys: pytest.CaptureFixture[str], cluster_file: str
 ) -> None:

@@ -173,6 +173,7 @@ def test_gifts_never_cost_and_never_beat_the_program_over_flows(topology: Topolo
     assert report.exact_rate >= plain
 
 
+@pytest.mark.thorough
 @given(gifted_machines(), st.sampled_from(COLLECTIVES), st.data())
 @settings(max_examples=120, deadline=None)
 def test_lengths_that_are_accepted_bound_what_forests_reach(

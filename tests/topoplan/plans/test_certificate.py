@@ -105,6 +105,7 @@ def test_any_cut_bounds_the_optimum(topology: Topology, collective: str, data: s
         assert bound(certificate, topology, collective) >= optimum(topology, collective)
 
 
+@pytest.mark.thorough
 @given(MACHINES, st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_partition_bounds_the_allreduce(topology: Topology, data: st.DataObject) -> None:
