@@ -5,8 +5,9 @@ VENV ?= .venv
 CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
-
-# Tests start many processes, which must not compile all modules anew.
+# Tests of one file share what it has made, and run in one process.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# They start many processes, which must not compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train test test-all test-long test-random test-gpu lint bench wheel clean
@@ -23,20 +24,20 @@ train: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 -m collectives.examples.train_cifar_like --density 0.01
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(PYTEST)
 
 # The rest of what CI runs: jobs of many processes, all of a kind where test takes a few.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "(thorough or listings) and not gpu and not slow"
+	$(PYTEST) -m "(thorough or listings) and not gpu and not slow"
 
 # What takes too long for CI: everything, every size, every mutant.
 test-long: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 # Other examples each time; SEED=... repeats a run.
 test-random: $(VENV)/.test
 	@echo "seed $(SEED)"
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "hypothesis and not gpu and not slow" \
+	$(PYTEST) -m "hypothesis and not gpu and not slow" \
 		--hypothesis-profile=random --hypothesis-seed=$(SEED)
 
 test-gpu: $(VENV)/.gpu
