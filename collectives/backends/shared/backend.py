@@ -19,17 +19,22 @@ from numpy.typing import NDArray
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
-from collectives.backends.shared.execution import Messages, execute
-from collectives.backends.shared.instructions import Program
+from collectives.backends.shared.execution import Messages, Runner
+from collectives.backends.shared.instructions import SCRATCH, Program
 from collectives.backends.shared.program import program_of
+from collectives.backends.shared.run import compile_ahead
+from collectives.backends.shared.small_program import small_program_of
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import Control, Placement
+from collectives.peers.control_page import SMALL, Control, Placement
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Gather, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
+
+BRIEF = 64 << 10
+"""Bytes up to which ranks that wait give their processor away before they sleep."""
 
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
@@ -74,6 +79,7 @@ class SharedBackend(OneRank):
         timeout: float = 30.0,
         arrays: ArrayLibrary[Any] | None = None,
     ) -> None:
+        compile_ahead()
         fence = None if platform.machine() in ORDERED else lock_fence()
         self._begin(*meet(gather, rank=rank, size=size), fence=fence, timeout=timeout, arrays=arrays)
 
@@ -96,8 +102,7 @@ class SharedBackend(OneRank):
         self._placement, self._segment = placement, segment
         self._control = Control(segment.control, placement.place, fence=fence)
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
-        self._places = {rank: place for place, rank in enumerate(placement.members)}
-        self._calls = 0
+        self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
 
     @classmethod
@@ -147,57 +152,86 @@ class SharedBackend(OneRank):
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
         about = call.signature
-        self._world.agree(about, timeout=self._timeout)
-        self._calls += 1
-        program = program_of(
-            call.table,
-            self._placement,
-            given=memory.given,
-            blocks=result_blocks(about.collective, about.root, self.size, about.count),
-            itemsize=call.itemsize,
-        )
-        source, shared, result, combine = self._memory(call, memory, program.shared_elements)
-        scratch, messages = self._messages(program, shared)
-        execute(
+        alone = len(self._placement.leaders) == 1
+        meeting = self._world.begin(about) if alone else 0
+        if not alone:
+            self._world.agree(about, timeout=self._timeout)
+        blocks = result_blocks(about.collective, about.root, self.size, about.count)
+        given = self._given(memory.given, about.count)
+        size = call.table.count * call.itemsize
+        if alone and all((stop - start) * call.itemsize <= SMALL for start, stop in given):
+            program = small_program_of(
+                call.table, self._placement.rank, given=given, blocks=blocks, itemsize=call.itemsize
+            )
+        else:
+            program = program_of(
+                call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
+            )
+        memories, dtype, combine = self._memories(call, memory, program, meeting)
+        self._runner.execute(
             program,
-            (source, shared, scratch),
-            result,
+            memories,
             combine=combine,
-            base=self._calls << 32,
-            places=self._places,
-            place=self._placement.place,
-            control=self._control,
-            watch=self._world.watch,
-            messages=messages,
+            dtype=dtype,
+            itemsize=call.itemsize,
             divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
+            brief=size <= BRIEF,
+            meeting=meeting,
+            differ=lambda: self._world.differ(about),
+            messages=self._messages(program, memories[SCRATCH]),
         )
 
-    def _messages(self, program: Program, shared: NDArray[Any]) -> tuple[NDArray[Any], Messages | None]:
-        """Where messages from other hosts arrive, and what moves them: there are none."""
-        return shared[:0], None
+    def _given(self, own: tuple[int, int], count: int) -> tuple[tuple[int, int], ...]:
+        """The elements that each rank puts in: its block where this one puts in its own, else all."""
+        if own == (0, count):
+            return ((0, count),) * self.size
+        return result_blocks("reduce_scatter", None, self.size, count)
 
-    def _memory(self, call: Call[Any], memory: RankArrays[Any], elements: int) -> tuple[Any, Any, Any, Any]:
-        """Source, shared memory, result, and what joins them: as numpy's arrays, also where they are tensors.
+    def _messages(self, program: Program, scratch: Any) -> Messages | None:
+        """What moves the messages of other hosts, which arrive in scratch memory: there are none."""
+        return None
 
-        bfloat16, which numpy lacks, stays tensors, and so does the shared memory then.
+    def _memories(
+        self, call: Call[Any], memory: RankArrays[Any], program: Program, meeting: int
+    ) -> tuple[list[Any], np.dtype[Any] | None, Any]:
+        """The memories of a program, the type of their elements and what joins them; tensors as numpy's arrays.
+
+        bfloat16, which numpy lacks, stays tensors, and so do all memories then.
         """
         source, result = memory.source, memory.result
-        if not isinstance(source, np.ndarray):
+        combine: Any = np.add
+        if isinstance(source, np.ndarray):
+            dtype: np.dtype[Any] = source.dtype
+        else:
             import torch
 
             from collectives.arrays.torch_arrays import joining
 
             source, result = source.detach(), result.detach()
             if source.dtype == torch.bfloat16:
-                shared = self._segment.slots(elements, np.dtype(np.int16))
-                tensor = torch.from_numpy(shared).view(torch.bfloat16)
-                add = None if call.op is None else joining(call.op, source)
+                rooms = self._rooms(program, np.dtype(np.int16), meeting)
+                tensors: list[Any] = [torch.from_numpy(room).view(torch.bfloat16) for room in rooms]
+                if call.op is not None:
+                    add = joining(call.op, source)
 
-                def into(own: Any, arriving: Any, target: Any) -> None:
-                    assert add is not None, "only reductions join"
-                    add(own, arriving, out=target)
+                    def into(own: Any, arriving: Any, target: Any) -> None:
+                        add(own, arriving, out=target)
 
-                return source, tensor, result, into
+                    combine = into
+                return [source, *tensors[:2], result, tensors[2]], None, combine
             source, result = source.numpy(), result.numpy()
-        combine = np.add if call.op is None else reduction(call.op, source.dtype)
-        return source, self._segment.slots(elements, source.dtype), result, combine
+            dtype = source.dtype
+        if call.op is not None:
+            combine = reduction(call.op, dtype)
+        shared, scratch, shown = self._rooms(program, dtype, meeting)
+        return [source, shared, scratch, result, shown], dtype, combine
+
+    def _rooms(
+        self, program: Program, dtype: np.dtype[Any], meeting: int
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Shared memory, scratch and what is shown at a meeting, as arrays of a type."""
+        return (
+            self._segment.slots(program.shared_elements, dtype),
+            np.empty(program.scratch_elements, dtype),
+            self._control.shown(meeting, dtype),
+        )
