@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,18 @@ class Failure:
         return BackendError(text, rank=rank, peer=self.peer, step=self.step)
 
 
+class Room(NamedTuple):
+    """Memory, and the address at which it begins, which takes numpy longer to find than a small sum takes."""
+
+    data: NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def of(cls, data: NDArray[np.uint8]) -> Room:
+        """Where an array of bytes lies."""
+        return cls(data, data.ctypes.data)
+
+
 def _nothing() -> None:
     """No fence."""
 
@@ -184,7 +196,9 @@ class Control:
     def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
         self.words = memory.cast("q")
         self.ranks = len(memory) // (PAGE + 2 * SMALL)
-        self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
+        pages = np.frombuffer(memory, np.uint8)
+        self.address: int = pages.ctypes.data
+        self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SMALL :]) for parity in range(2))
         self.fence = fence or _nothing
         self._bytes = memory
         self._place = place
@@ -220,9 +234,9 @@ class Control:
         start = place * PAGE + NOTE + number % 2 * LENGTH
         return bytes(self._bytes[start : start + LENGTH])
 
-    def shown(self, number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """What the ranks show with a note: the first one's from element 0, each next one's 2 `SMALL` bytes further."""
-        return np.frombuffer(self._bytes[self.ranks * PAGE + number % 2 * SMALL :], dtype)
+    def shown(self, number: int) -> Room:
+        """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SMALL` bytes further."""
+        return self._shown[number % 2]
 
     def write_agreed(self, number: int, outcome: bytes) -> None:
         """As the host's leader: what all hosts agree on."""

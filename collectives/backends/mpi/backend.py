@@ -13,8 +13,8 @@ from collectives.backends.mpi.abort_at_exit import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet, memory_fence
 from collectives.backends.mpi.transport import MpiHosts, MpiMessages
 from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.shared.execution import Messages
-from collectives.backends.shared.instructions import Program
+from collectives.backends.shared.execution import Messages, Work
+from collectives.backends.shared.instructions import SCRATCH, Program
 from collectives.backends.shared.run import compile_ahead
 from topoplan.errors import UsageError
 
@@ -90,11 +90,11 @@ class MpiBackend(SharedBackend):
         if failure is None or not failure.lost:
             forget(self._control)
 
-    def _messages(self, program: Program, scratch: Any) -> Messages | None:
+    def _messages(self, program: Program, work: Work) -> Messages | None:
         """See `SharedBackend`: messages of MPI, where there are other hosts."""
-        if len(self._placement.leaders) == 1:
+        if self._alone:
             return None
-        self._last = MpiMessages(self._comm, program, scratch, self._world.watch)
+        self._last = MpiMessages(self._comm, program, work.memory(SCRATCH), self._world.watch)
         return self._last
 
 

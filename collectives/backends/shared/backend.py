@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
-from collectives.backends.shared.execution import Messages, Runner
-from collectives.backends.shared.instructions import SCRATCH, Program
+from collectives.backends.shared.execution import Messages, Runner, Work
+from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import program_of
 from collectives.backends.shared.run import compile_ahead
 from collectives.backends.shared.small_program import small_program_of
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import SMALL, Control, Placement
+from collectives.peers.control_page import SMALL, Control, Placement, Room
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
@@ -102,6 +102,8 @@ class SharedBackend(OneRank):
         self._placement, self._segment = placement, segment
         self._control = Control(segment.control, placement.place, fence=fence)
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
+        self._alone = len(placement.leaders) == 1
+        self._kept = Room.of(np.empty(0, np.uint8))
         self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
 
@@ -152,86 +154,63 @@ class SharedBackend(OneRank):
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
         about = call.signature
-        alone = len(self._placement.leaders) == 1
-        meeting = self._world.begin(about) if alone else 0
-        if not alone:
+        meeting = self._world.begin(about) if self._alone else 0
+        if not self._alone:
             self._world.agree(about, timeout=self._timeout)
         blocks = result_blocks(about.collective, about.root, self.size, about.count)
-        given = self._given(memory.given, about.count)
-        size = call.table.count * call.itemsize
-        if alone and all((stop - start) * call.itemsize <= SMALL for start, stop in given):
-            program = small_program_of(
-                call.table, self._placement.rank, given=given, blocks=blocks, itemsize=call.itemsize
-            )
-        else:
-            program = program_of(
-                call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
-            )
-        memories, dtype, combine = self._memories(call, memory, program, meeting)
+        shown = self._alone and (memory.given[1] - memory.given[0]) * call.itemsize <= SMALL
+        program = (small_program_of if shown else program_of)(
+            call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
+        )
+        work = self._work(call, memory, program, meeting)
         self._runner.execute(
             program,
-            memories,
-            combine=combine,
-            dtype=dtype,
-            itemsize=call.itemsize,
-            divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
-            brief=size <= BRIEF,
+            work,
+            brief=call.table.count * call.itemsize <= BRIEF,
             meeting=meeting,
             differ=lambda: self._world.differ(about),
-            messages=self._messages(program, memories[SCRATCH]),
+            messages=self._messages(program, work),
         )
 
-    def _given(self, own: tuple[int, int], count: int) -> tuple[tuple[int, int], ...]:
-        """The elements that each rank puts in: its block where this one puts in its own, else all."""
-        if own == (0, count):
-            return ((0, count),) * self.size
-        return result_blocks("reduce_scatter", None, self.size, count)
-
-    def _messages(self, program: Program, scratch: Any) -> Messages | None:
-        """What moves the messages of other hosts, which arrive in scratch memory: there are none."""
+    def _messages(self, program: Program, work: Work) -> Messages | None:
+        """What moves the messages of other hosts: there are none."""
         return None
 
-    def _memories(
-        self, call: Call[Any], memory: RankArrays[Any], program: Program, meeting: int
-    ) -> tuple[list[Any], np.dtype[Any] | None, Any]:
-        """The memories of a program, the type of their elements and what joins them; tensors as numpy's arrays.
-
-        bfloat16, which numpy lacks, stays tensors, and so do all memories then.
-        """
+    def _work(self, call: Call[Any], memory: RankArrays[Any], program: Program, meeting: int) -> Work:
+        """What a program works on; tensors as numpy's arrays, but those of bfloat16, which numpy lacks."""
         source, result = memory.source, memory.result
-        combine: Any = np.add
-        if isinstance(source, np.ndarray):
-            dtype: np.dtype[Any] = source.dtype
-        else:
+        rooms = (
+            self._segment.slots(program.shared_elements * call.itemsize),
+            self._scratch(program.scratch_elements * call.itemsize),
+            self._control.shown(meeting),
+        )
+        divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
+        if not isinstance(source, np.ndarray):
             import torch
 
             from collectives.arrays.torch_arrays import joining
 
             source, result = source.detach(), result.detach()
             if source.dtype == torch.bfloat16:
-                rooms = self._rooms(program, np.dtype(np.int16), meeting)
-                tensors: list[Any] = [torch.from_numpy(room).view(torch.bfloat16) for room in rooms]
-                if call.op is not None:
-                    add = joining(call.op, source)
+                add = None if call.op is None else joining(call.op, source)
 
-                    def into(own: Any, arriving: Any, target: Any) -> None:
-                        add(own, arriving, out=target)
+                def into(own: Any, arriving: Any, target: Any) -> None:
+                    assert add is not None, "only reductions join"
+                    add(own, arriving, out=target)
 
-                    combine = into
-                return [source, *tensors[:2], result, tensors[2]], None, combine
+                def tensor(room: NDArray[np.uint8]) -> Any:
+                    return torch.from_numpy(room).view(torch.bfloat16)
+
+                return Work(source, result, rooms, tensor, None, call.itemsize, into, divisor)
             source, result = source.numpy(), result.numpy()
-            dtype = source.dtype
-        if call.op is not None:
-            combine = reduction(call.op, dtype)
-        shared, scratch, shown = self._rooms(program, dtype, meeting)
-        return [source, shared, scratch, result, shown], dtype, combine
-
-    def _rooms(
-        self, program: Program, dtype: np.dtype[Any], meeting: int
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Shared memory, scratch and what is shown at a meeting, as arrays of a type."""
-        return (
-            self._segment.slots(program.shared_elements, dtype),
-            np.empty(program.scratch_elements, dtype),
-            self._control.shown(meeting, dtype),
+        dtype = source.dtype
+        combine = np.add if call.op is None else reduction(call.op, dtype)
+        return Work(
+            source, result, rooms, lambda room: room.view(dtype), dtype, call.itemsize, combine, divisor
         )
+
+    def _scratch(self, length: int) -> Room:
+        """Memory of this process alone, kept between calls."""
+        if len(self._kept.data) < length:
+            self._kept = Room.of(np.empty(-(-length // 64) * 64, np.uint8))
+        return self._kept

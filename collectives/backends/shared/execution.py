@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -25,11 +26,16 @@ from collectives.backends.shared.instructions import (
     MEMORY,
     MESSAGE,
     OFFSET,
+    RESULT,
+    SCRATCH,
+    SHARED,
+    SHOWN,
+    SOURCE,
     Program,
 )
 from collectives.backends.shared.numpy_loops import loop_of
 from collectives.backends.shared.run import run
-from collectives.peers.control_page import DONE, NOTES, WORDS, Control, Placement
+from collectives.peers.control_page import DONE, NOTES, WORDS, Control, Placement, Room
 from collectives.peers.peer_watchdog import Watch
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
@@ -61,6 +67,54 @@ class Messages(Protocol):
         """Wait until all messages have left."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one run of a program works on.
+
+    Parameters
+    ----------
+    source, result : arrays
+        Of one contiguous dimension: what the rank puts in, and where its result goes.
+    rooms : three of Room
+        Shared memory, scratch, and what all ranks have shown.
+    as_elements : callable
+        An array of bytes as one of elements.
+    dtype : numpy dtype or None
+        Of the elements; None where they are tensors of a type that numpy lacks.
+    itemsize : int
+        Bytes of an element.
+    combine : callable
+        Joins two arrays into a third: a ufunc of numpy, or what does the same for tensors.
+    divisor : int
+        By which the result is divided on its way.
+    """
+
+    source: Any
+    result: Any
+    rooms: tuple[Room, Room, Room]
+    as_elements: Callable[[NDArray[np.uint8]], Any]
+    dtype: np.dtype[Any] | None
+    itemsize: int
+    combine: Any
+    divisor: int
+
+    def memory(self, number: int) -> Any:
+        """A memory of the program, as elements."""
+        if number in (SOURCE, RESULT):
+            return self.source if number == SOURCE else self.result
+        return self.as_elements(self.rooms[(SHARED, SCRATCH, SHOWN).index(number)].data)
+
+    def loops(self, addresses: tuple[int, ...]) -> tuple[int, int, int, int, int]:
+        """Addresses of the loops that join and divide, of what numpy keeps with them, and of the divisor; or 0."""
+        dtype = self.dtype
+        by = 0 if self.divisor == 1 else 1
+        if dtype is None or any(address % dtype.alignment for address in addresses):
+            return 0, 0, 0, 0, by
+        if by:
+            by = _address(_divisor(self.divisor, dtype))
+        return *loop_of(self.combine, dtype), *(loop_of(np.divide, dtype) if by else (0, 0)), by
+
+
 class Runner:
     """Runs the programs of one rank, one after another.
 
@@ -83,12 +137,8 @@ class Runner:
     def execute(
         self,
         program: Program,
-        memories: Sequence[Any],
+        work: Work,
         *,
-        combine: Any,
-        dtype: np.dtype[Any] | None,
-        itemsize: int,
-        divisor: int = 1,
         brief: bool = False,
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
@@ -99,16 +149,7 @@ class Runner:
         Parameters
         ----------
         program : Program
-        memories : sequence of arrays
-            Source, shared memory, scratch, result and what is shown, each one contiguous dimension.
-        combine : callable
-            Joins two arrays into a third: a ufunc of numpy, or what does the same for tensors.
-        dtype : numpy dtype or None
-            Of the elements; None where they are tensors of a type that numpy lacks.
-        itemsize : int
-            Bytes of an element.
-        divisor : int
-            By which the result is divided on its way.
+        work : Work
         brief : bool
             Whether it is so small that a processor should be given away before sleeping.
         meeting : int
@@ -125,14 +166,9 @@ class Runner:
         """
         self._calls += 1
         frame = self._frame
-        addresses = [_address(memory) for memory in memories]
-        join = join_data = division = division_data = 0
-        if dtype is not None and not any(address % dtype.alignment for address in addresses):
-            join, join_data = loop_of(combine, dtype)
-            if divisor != 1:
-                division, division_data = loop_of(np.divide, dtype)
-        by = 0 if divisor == 1 else _address(_divisor(divisor, dtype))
         base = self._calls << 32
+        source, result = _address(work.source), _address(work.result)
+        shared, scratch, shown = (room.address for room in work.rooms)
         frame[: machine.FUTEX] = (
             -2 if meeting else 0,
             0,
@@ -142,15 +178,11 @@ class Runner:
             base,
             program.posted,
             brief,
-            itemsize,
-            join,
-            join_data,
-            division,
-            division_data,
-            by,
+            work.itemsize,
+            *work.loops((source, result)),
         )
         frame[machine.PATIENCE] = LOOK if messages is None else MESSAGE_LOOK
-        frame[machine.MEMORIES : machine.MEMORIES + 5] = addresses
+        frame[machine.MEMORIES : machine.MEMORIES + 5] = source, shared, scratch, result, shown
         begun, waiting = 0.0, (-3, 0)
         while True:
             status = run(
@@ -179,7 +211,7 @@ class Runner:
                 differ()
                 frame[machine.POSITION] = 0
             else:
-                _aside(program, position, memories, combine, itemsize, divisor, messages)
+                _aside(program, position, work, messages)
                 frame[machine.DONE_ASIDE] = 1
         self._moves_on(waiting)
 
@@ -207,18 +239,16 @@ class Runner:
 def _aside(
     program: Program,
     position: int,
-    memories: Sequence[Any],
-    combine: Any,
-    itemsize: int,
-    divisor: int,
+    work: Work,
     messages: Messages | None,
 ) -> None:
     """Do an operation in Python."""
     line = program.operations[position].tolist()
-    message, elements = line[MESSAGE], line[BYTES] // itemsize
+    message, elements = line[MESSAGE], line[BYTES] // work.itemsize
 
     def part(memory: int, offset: int) -> Any:
-        return memories[memory][offset // itemsize : offset // itemsize + elements]
+        first = offset // work.itemsize
+        return work.memory(memory)[first : first + elements]
 
     inputs = [part(*origin) for origin in program.inputs[line[FIRST_INPUT] : line[LAST_INPUT]].tolist()]
     if messages is not None:
@@ -231,24 +261,21 @@ def _aside(
             messages.arrived(message)
     target = part(line[MEMORY], line[OFFSET])
     with np.errstate(all="ignore"):
-        if line[KIND] == HAND_OVER and divisor != 1:
-            np.divide(inputs[0], divisor, out=target)
+        if line[KIND] == HAND_OVER and work.divisor != 1:
+            np.divide(inputs[0], work.divisor, out=target)
         elif len(inputs) == 1:
             target[:] = inputs[0]
         else:
-            combine(inputs[0], inputs[1], target)
+            work.combine(inputs[0], inputs[1], target)
             for other in inputs[2:]:
-                combine(target, other, target)
+                work.combine(target, other, target)
     if messages is not None and message >= 0:
         messages.used(message)
 
 
 def _address(array: Any) -> int:
-    """Where an array begins."""
-    if isinstance(array, np.ndarray):
-        found: int = array.__array_interface__["data"][0]
-        return found
-    return int(array.data_ptr())
+    """Where an array or a tensor begins."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
 @lru_cache(maxsize=64)

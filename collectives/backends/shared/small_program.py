@@ -23,15 +23,15 @@ from collectives.backends.shared.instructions import (
 )
 from collectives.backends.shared.program import Place, aligned, merged
 from collectives.lowering.transfer_table import TransferTable
-from collectives.peers.control_page import SMALL
+from collectives.peers.control_page import SMALL, Placement
 
 
 @lru_cache(maxsize=64)
 def small_program_of(
     table: TransferTable,
-    rank: int,
+    placement: Placement,
     *,
-    given: tuple[tuple[int, int], ...],
+    given: tuple[int, int],
     blocks: tuple[tuple[int, int], ...],
     itemsize: int,
 ) -> Program:
@@ -40,13 +40,19 @@ def small_program_of(
     Parameters
     ----------
     table : TransferTable
-    rank : int
-    given, blocks : tuple of (int, int)
-        For each rank the elements that it puts in, at most `SMALL` bytes, and those of its result.
+    placement : Placement
+        All ranks on one host.
+    given : (int, int)
+        The elements that this rank puts in, at most `SMALL` bytes: all, or its block, as all ranks do.
+    blocks : tuple of (int, int)
+        For each rank the elements of its result.
     itemsize : int
         Bytes of an element.
     """
-    held = instances(table, (0,) * table.ranks)
+    rank = placement.rank
+    held = instances(table, placement.hosts)
+    everything = given == (0, table.count)
+    starting = [0 if everything else other * table.count // table.ranks for other in range(table.ranks)]
     starts, stops = table.start.tolist(), table.stop.tolist()
     first, last = blocks[rank]
     ending = [
@@ -64,7 +70,7 @@ def small_program_of(
         if instance in scratch:
             return SCRATCH, scratch[instance]
         holder = int(held.rank[instance])
-        return SHOWN, holder * (2 * SMALL // itemsize) + starts[row] - given[holder][0]
+        return SHOWN, holder * (2 * SMALL // itemsize) + starts[row] - starting[holder]
 
     for instance, rows in made_by:
         row = rows[0]
@@ -90,7 +96,7 @@ def small_program_of(
         unsent={},
         leaving=(),
         arriving=(),
-        shown_bytes=(given[rank][1] - given[rank][0]) * itemsize,
+        shown_bytes=(given[1] - given[0]) * itemsize,
         shared_elements=0,
         scratch_elements=used,
     )
