@@ -8,6 +8,7 @@ all ranks know how many a collective needs.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -48,15 +49,16 @@ class Segment:
     def _grow(self, length: int) -> None:
         if self._descriptor < 0:
             return
-        # All ranks of a collective grow it to one length, so nobody can cut off what another has just added.
-        if os.fstat(self._descriptor).st_size < length:
-            os.ftruncate(self._descriptor, length)
+        # one after another: who has seen a shorter memory must not cut off what another rank adds meanwhile
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            if os.fstat(self._descriptor).st_size < length:
+                os.ftruncate(self._descriptor, length)
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def slots(self, length: int) -> Room:
-        """At least so many bytes of slots; what they hold is undefined.
-
-        All ranks must call it in the same collective, after all have left the one before.
-        """
+        """At least so many bytes of slots; what they hold is undefined, and who uses them has met all other ranks."""
         if len(self._slots.data) < length:
             length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
             self._grow(self._control + length)

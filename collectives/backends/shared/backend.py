@@ -194,14 +194,10 @@ class SharedBackend(OneRank):
             if source.dtype == torch.bfloat16:
                 add = None if call.op is None else joining(call.op, source)
 
-                def into(own: Any, arriving: Any, target: Any) -> None:
-                    assert add is not None, "only reductions join"
-                    add(own, arriving, out=target)
-
                 def tensor(room: NDArray[np.uint8]) -> Any:
                     return torch.from_numpy(room).view(torch.bfloat16)
 
-                return Work(source, result, rooms, tensor, None, call.itemsize, into, divisor)
+                return Work(source, result, rooms, tensor, None, call.itemsize, add, divisor)
             source, result = source.numpy(), result.numpy()
         dtype = source.dtype
         combine = np.add if call.op is None else reduction(call.op, dtype)

@@ -266,9 +266,9 @@ def _aside(
         elif len(inputs) == 1:
             target[:] = inputs[0]
         else:
-            work.combine(inputs[0], inputs[1], target)
+            work.combine(inputs[0], inputs[1], out=target)
             for other in inputs[2:]:
-                work.combine(target, other, target)
+                work.combine(target, other, out=target)
     if messages is not None and message >= 0:
         messages.used(message)
 

@@ -193,6 +193,9 @@ def _done_here(operation: Numbers, inputs: Numbers, frame: Numbers) -> bool:
             frame[ARGUMENTS + 1] = frame[MEMORIES + inputs[number, 0]] + inputs[number, 1] + start
             call_numpy(function, arguments, lengths, steps, data)
             frame[ARGUMENTS] = target + start
+            if length == item:
+                # as numpy calls it for one element in its place, which rounds a complex product in another way
+                frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
         start += BLOCK
     return True
 
