@@ -1,4 +1,4 @@
-"""Compilation of loops by numba, with the types kept for the checker, and the bit counts that numba has no name for.
+"""Compilation of loops by numba, with the types kept for the checker, and the instructions that numba has no name for.
 
 The machine code is kept between processes where there is a place for it, so that only the first rank of the first run
 waits for it. What is kept is renewed when the file of a loop changes, so loops call only loops of their own file.
@@ -64,3 +64,81 @@ trailing_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(
 
 leading_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_leading_zeros))
 """Zero bits above the highest one of an int64 that is not negative; 64 where there is none. For compiled loops only."""
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    from llvmlite import ir
+
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+def _load(context: Any, address: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8)
+
+    return numba.types.int64(numba.types.int64), generate
+
+
+def _store(context: Any, address: Any, value: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return numba.types.void(numba.types.int64, numba.types.int64), generate
+
+
+def _add(context: Any, address: Any, value: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
+
+    return numba.types.int64(numba.types.int64, numba.types.int64), generate
+
+
+def _fence(context: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
+def _call(context: Any, function: Any, arguments: Any, lengths: Any, steps: Any, data: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        from llvmlite import ir
+
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 5), generate
+
+
+load_word: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_load))
+"""The word of 64 bits at an address; what is read after it is at least as new (acquire)."""
+
+store_word: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_store))
+"""Set the word at an address; what was written before is seen by whoever sees it (release)."""
+
+add_to_word: Callable[[Word, Word], Word] = cast(Callable[[Word, Word], Word], intrinsic(_add))
+"""Add to the word at an address in one step, and return what it was."""
+
+full_fence: Callable[[], None] = cast(Callable[[], None], intrinsic(_fence))
+"""What is written before is seen by all before anything is read after it: post, fence, then look who sleeps."""
+
+call_numpy: Callable[[Word, Word, Word, Word, Word], None] = cast(
+    Callable[[Word, Word, Word, Word, Word], None], intrinsic(_call)
+)
+"""Call a loop of a numpy ufunc: its address, those of arguments, lengths and steps, and what numpy keeps with it."""
+
+
+def from_system(name: str, *, arguments: int) -> Callable[..., Word]:
+    """A function of the C library, for compiled loops only; what it takes are numbers and addresses."""
+    words = [numba.types.int64] * arguments
+    found = numba.types.ExternalFunction(name, numba.types.int64(*words))
+    return cast(Callable[..., Word], found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class NumpyArrays:
 
     def dtype(self, array: AnyArray) -> str:
         """See `ArrayLibrary.dtype`; with the byte order where it is not the machine's."""
-        return array.dtype.name if array.dtype.isnative else array.dtype.str
+        return _name(array.dtype)
 
     def itemsize(self, array: AnyArray) -> int:
         """See `ArrayLibrary.itemsize`."""
@@ -145,3 +146,9 @@ class NumpyArrays:
     def divide(self, total: AnyArray, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         divide(total, ranks)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    """numpy works it out every time."""
+    return dtype.name if dtype.isnative else dtype.str

@@ -145,6 +145,7 @@ def result_block(collective: str, root: int | None, rank: int, ranks: int, count
     return (0, count)
 
 
+@lru_cache(maxsize=64)
 def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> tuple[tuple[int, int], ...]:
     """For each rank the elements of the buffer that are its result."""
     return tuple(result_block(collective, root, rank, ranks, count) for rank in range(ranks))

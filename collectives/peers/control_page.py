@@ -7,10 +7,12 @@ whole. What a word announces is written before it; a fence keeps that order on p
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collectives.peers.signature import LENGTH
 from topoplan.errors import BackendError, UsageError
@@ -31,8 +33,15 @@ CLOSED, LEAVING = 64, 65
 """Words: 1 when the rank has closed its communicator, and when its process is about to end."""
 FAILED = 80
 """Word: 1 when the rank has written a failure."""
-_FAILURE, _LARGEST, _NOTE = 1024, 1920, 2048
-"""Bytes where a failure, the leader's number and the two notes begin."""
+ASLEEP, UNTIL, BELL = 96, 97, 112
+"""Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; what it sleeps for; and
+how often others have woken it."""
+NOTE = 2048
+"""Byte where the two notes begin."""
+_FAILURE, _LARGEST = 1024, 1920
+"""Bytes where a failure and the leader's number begin."""
+SMALL = 32 << 10
+"""Bytes that a rank can show together with a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,18 @@ class Failure:
         return BackendError(text, rank=rank, peer=self.peer, step=self.step)
 
 
+class Room(NamedTuple):
+    """Memory, and the address at which it begins, which takes numpy longer to find than a small sum takes."""
+
+    data: NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def of(cls, data: NDArray[np.uint8]) -> Room:
+        """Where an array of bytes lies."""
+        return cls(data, data.ctypes.data)
+
+
 def _nothing() -> None:
     """No fence."""
 
@@ -165,7 +186,7 @@ class Control:
     Parameters
     ----------
     memory : memoryview
-        One page for each of them.
+        One page for each of them, and behind all pages twice `SMALL` for each.
     place : int
         Which page is this rank's.
     fence : callable, optional
@@ -174,7 +195,10 @@ class Control:
 
     def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
         self.words = memory.cast("q")
-        self.ranks = len(memory) // PAGE
+        self.ranks = len(memory) // (PAGE + 2 * SMALL)
+        pages = np.frombuffer(memory, np.uint8)
+        self.address: int = pages.ctypes.data
+        self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SMALL :]) for parity in range(2))
         self.fence = fence or _nothing
         self._bytes = memory
         self._place = place
@@ -183,7 +207,7 @@ class Control:
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes for so many ranks."""
-        return max(ranks * PAGE, mmap.PAGESIZE)
+        return ranks * (PAGE + 2 * SMALL)
 
     def word(self, place: int, name: int) -> int:
         """A word of a rank."""
@@ -195,16 +219,24 @@ class Control:
         self.fence()
         self.words[self._place * WORDS + name] = value
 
-    def write_note(self, number: int, note: bytes) -> None:
-        """Show a note to the other ranks; the one before stays readable."""
-        start = self._base + _NOTE + number % 2 * LENGTH
+    def put_note(self, number: int, note: bytes) -> None:
+        """Put a note where the other ranks will look for it; the one before stays readable."""
+        start = self._base + NOTE + number % 2 * LENGTH
         self._bytes[start : start + LENGTH] = note
+
+    def write_note(self, number: int, note: bytes) -> None:
+        """Show a note to the other ranks."""
+        self.put_note(number, note)
         self.announce(NOTES, number)
 
     def note(self, place: int, number: int) -> bytes:
         """A rank's note, once its word says that it is there."""
-        start = place * PAGE + _NOTE + number % 2 * LENGTH
+        start = place * PAGE + NOTE + number % 2 * LENGTH
         return bytes(self._bytes[start : start + LENGTH])
+
+    def shown(self, number: int) -> Room:
+        """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SMALL` bytes further."""
+        return self._shown[number % 2]
 
     def write_agreed(self, number: int, outcome: bytes) -> None:
         """As the host's leader: what all hosts agree on."""

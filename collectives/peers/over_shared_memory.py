@@ -78,17 +78,33 @@ class SharedWorld(World):
 
     def agree(self, signature: Signature, *, timeout: float) -> None:
         """See `World.agree`."""
-        mine = signature.pack()
 
         def compare(notes: Notes) -> bytes:
-            for peer, note in notes.items():
-                if note != mine:
-                    conflict = signature.conflict(_signature(note))
-                    if conflict:
-                        self.watch.fail(peer, 0, conflict, lost=False)
+            self._compare(signature, notes)
             return b""
 
-        self._reach(mine, compare)
+        self._reach(signature.pack(), compare)
+
+    def begin(self, signature: Signature) -> int:
+        """Put the note of a collective in its place, for who meets the others by himself; its number."""
+        self._rounds += 1
+        self._control.put_note(self._rounds, signature.pack())
+        return self._rounds
+
+    def differ(self, signature: Signature) -> None:
+        """Say in what the notes that all ranks of this one host have shown differ; raises as `agree`."""
+        self._compare(
+            signature,
+            {rank: self._control.note(place, self._rounds) for place, rank in enumerate(self._members)},
+        )
+
+    def _compare(self, signature: Signature, notes: Notes) -> None:
+        mine = signature.pack()
+        for peer, note in notes.items():
+            if note != mine:
+                conflict = signature.conflict(_signature(note))
+                if conflict:
+                    self.watch.fail(peer, 0, conflict, lost=False)
 
     def largest(self, value: float, *, timeout: float) -> float:
         """See `World.largest`."""

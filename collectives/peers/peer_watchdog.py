@@ -118,8 +118,7 @@ class Watch:
         if _came_while_yielding(done):
             return
         begun = looked = now = time.monotonic()
-        self._control.announce(ROW, row)
-        self._control.announce(PEER, peer + 1)
+        self.waits_for(peer, row)
         while not done():
             if now - begun < PATIENT:
                 if _came_while_yielding(done):
@@ -130,10 +129,31 @@ class Watch:
             self.check()
             if now - looked >= LOOK:
                 looked = now
-                self._check_peer(peer, row, done)
-                if now - begun > self._timeout and not done():
-                    self._give_up(peer, row)
-        self._control.announce(PEER, 0)
+                self.look(done, peer, row, begun)
+        self.waits_for(None, 0)
+
+    def waits_for(self, peer: int | None, row: int) -> None:
+        """Let the other ranks know whom this one waits for, at which row, or that it does not wait."""
+        self._control.announce(ROW, row)
+        self._control.announce(PEER, 0 if peer is None else peer + 1)
+
+    def look(self, done: Callable[[], bool], peer: int, row: int, begun: float) -> None:
+        """See whether something can still come to be so that this rank waits for; raises as `word`.
+
+        Parameters
+        ----------
+        done : callable
+            Whether it is so.
+        peer, row : int
+            What it depends on, and for which row it is needed.
+        begun : float
+            When the wait began, by the steady clock.
+        """
+        self.waits_for(peer, row)
+        self.check()
+        self._check_peer(peer, row, done)
+        if time.monotonic() - begun > self._timeout and not done():
+            self._give_up(peer, row)
 
     def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
         """Fail because MPI reports an error about a peer, or because of what made that one leave."""

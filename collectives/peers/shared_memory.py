@@ -8,18 +8,17 @@ all ranks know how many a collective needs.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collectives.peers.control_page import Control, Placement
+from collectives.peers.control_page import Control, Placement, Room
 from topoplan.errors import UsageError
 
 ORDERED = ("x86_64", "AMD64", "i686")
@@ -45,31 +44,32 @@ class Segment:
         self._control = -(-control // mmap.PAGESIZE) * mmap.PAGESIZE
         self._grow(self._control)
         self.control = memoryview(mmap.mmap(descriptor, self._control))
-        self._slots: mmap.mmap | None = None
+        self._slots = Room.of(np.zeros(0, np.uint8))
 
     def _grow(self, length: int) -> None:
         if self._descriptor < 0:
             return
-        # All ranks of a collective grow it to one length, so nobody can cut off what another has just added.
-        if os.fstat(self._descriptor).st_size < length:
-            os.ftruncate(self._descriptor, length)
+        # one after another: who has seen a shorter memory must not cut off what another rank adds meanwhile
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            if os.fstat(self._descriptor).st_size < length:
+                os.ftruncate(self._descriptor, length)
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def slots(self, elements: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """At least so many elements of slots, as one dimension; what they hold is undefined.
-
-        All ranks must call it in the same collective, after all have left the one before.
-        """
-        length = elements * dtype.itemsize
-        if self._slots is None or len(self._slots) < length:
-            length = -(-max(length, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    def slots(self, length: int) -> Room:
+        """At least so many bytes of slots; what they hold is undefined, and who uses them has met all other ranks."""
+        if len(self._slots.data) < length:
+            length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
             self._grow(self._control + length)
             offset = self._control if self._descriptor >= 0 else 0
-            self._slots = mmap.mmap(self._descriptor, length, offset=offset)
-        return np.frombuffer(self._slots, dtype, count=elements)
+            memory = mmap.mmap(self._descriptor, length, offset=offset)
+            self._slots = Room.of(np.frombuffer(memory, np.uint8))
+        return self._slots
 
     def close(self) -> None:
         """Give up the slots. What the ranks tell each other stays readable in this process."""
-        self._slots = None
+        self._slots = Room.of(np.zeros(0, np.uint8))
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

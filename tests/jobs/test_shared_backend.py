@@ -90,22 +90,24 @@ def test_inputs_may_be_averaged_in_place(tmp_path: Path) -> None:
 def test_survivors_name_a_rank_that_was_killed(tmp_path: Path) -> None:
     zero, one, two = job("killed", 3, tmp_path)
     assert one is None
-    for rank, (text, seconds) in ((0, zero), (2, two)):
+    for rank, (text, seconds, _) in ((0, zero), (2, two)):
         assert text.startswith(f"rank {rank}, peer 1, step "), text
         assert "the peer died" in text
         assert seconds < 10
 
 
 @pytest.mark.thorough
-def test_survivors_name_a_rank_that_stands_still_after_the_timeout(tmp_path: Path) -> None:
+def test_survivors_sleep_until_the_timeout_and_name_a_rank_that_stands_still(tmp_path: Path) -> None:
     zero, _, two = job("stopped", 3, tmp_path)
-    for rank, (text, _) in ((0, zero), (2, two)):
+    for rank, (text, seconds, busy) in ((0, zero), (2, two)):
+        assert seconds > 1
+        assert busy < 0.3
         assert text.startswith(f"rank {rank}, peer 1, step "), text
         assert "is stopped" in text
 
 
 def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> None:
-    for text, _ in job("different", 2, tmp_path):
+    for text, *_ in job("different", 2, tmp_path):
         assert "10" in text
         assert "11" in text
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from collectives.backends.mpi.abort_at_exit import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet, memory_fence
 from collectives.backends.mpi.transport import MpiHosts, MpiMessages
 from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.shared.execution import Messages
-from collectives.backends.shared.instructions import Program
+from collectives.backends.shared.execution import Messages, Work
+from collectives.backends.shared.instructions import SCRATCH, Program
+from collectives.backends.shared.run import compile_ahead
 from topoplan.errors import UsageError
 
 _UNFINISHED: set[MpiBackend] = set()
@@ -67,6 +65,7 @@ class MpiBackend(SharedBackend):
                 "MPI was started without MPI_THREAD_MULTIPLE, which collectives in the background need; "
                 "leave mpi4py.rc.thread_level at its default, or call MPI.Init_thread"
             )
+        compile_ahead()
         self._comm = (mpi.COMM_WORLD if comm is None else comm).Dup()
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         placement, segment = meet(self._comm, shared=shared, hosts=hosts)
@@ -91,11 +90,12 @@ class MpiBackend(SharedBackend):
         if failure is None or not failure.lost:
             forget(self._control)
 
-    def _messages(self, program: Program, shared: NDArray[Any]) -> tuple[NDArray[Any], Messages | None]:
+    def _messages(self, program: Program, work: Work) -> Messages | None:
         """See `SharedBackend`: messages of MPI, where there are other hosts."""
-        scratch = np.empty(program.scratch_elements, shared.dtype)
-        self._last = MpiMessages(self._comm, program, scratch, self._world.watch)
-        return scratch, self._last
+        if self._alone:
+            return None
+        self._last = MpiMessages(self._comm, program, work.memory(SCRATCH), self._world.watch)
+        return self._last
 
 
 def load_mpi() -> Any:

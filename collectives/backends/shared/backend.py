@@ -19,17 +19,22 @@ from numpy.typing import NDArray
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
-from collectives.backends.shared.execution import Messages, execute
+from collectives.backends.shared.execution import Messages, Runner, Work
 from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import program_of
+from collectives.backends.shared.run import compile_ahead
+from collectives.backends.shared.small_program import small_program_of
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import Control, Placement
+from collectives.peers.control_page import SMALL, Control, Placement, Room
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Gather, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
+
+BRIEF = 64 << 10
+"""Bytes up to which ranks that wait give their processor away before they sleep."""
 
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
@@ -74,6 +79,7 @@ class SharedBackend(OneRank):
         timeout: float = 30.0,
         arrays: ArrayLibrary[Any] | None = None,
     ) -> None:
+        compile_ahead()
         fence = None if platform.machine() in ORDERED else lock_fence()
         self._begin(*meet(gather, rank=rank, size=size), fence=fence, timeout=timeout, arrays=arrays)
 
@@ -96,8 +102,9 @@ class SharedBackend(OneRank):
         self._placement, self._segment = placement, segment
         self._control = Control(segment.control, placement.place, fence=fence)
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
-        self._places = {rank: place for place, rank in enumerate(placement.members)}
-        self._calls = 0
+        self._alone = len(placement.leaders) == 1
+        self._kept = Room.of(np.empty(0, np.uint8))
+        self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
 
     @classmethod
@@ -147,41 +154,37 @@ class SharedBackend(OneRank):
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
         about = call.signature
-        self._world.agree(about, timeout=self._timeout)
-        self._calls += 1
-        program = program_of(
-            call.table,
-            self._placement,
-            given=memory.given,
-            blocks=result_blocks(about.collective, about.root, self.size, about.count),
-            itemsize=call.itemsize,
+        meeting = self._world.begin(about) if self._alone else 0
+        if not self._alone:
+            self._world.agree(about, timeout=self._timeout)
+        blocks = result_blocks(about.collective, about.root, self.size, about.count)
+        shown = self._alone and (memory.given[1] - memory.given[0]) * call.itemsize <= SMALL
+        program = (small_program_of if shown else program_of)(
+            call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
         )
-        source, shared, result, combine = self._memory(call, memory, program.shared_elements)
-        scratch, messages = self._messages(program, shared)
-        execute(
+        work = self._work(call, memory, program, meeting)
+        self._runner.execute(
             program,
-            (source, shared, scratch),
-            result,
-            combine=combine,
-            base=self._calls << 32,
-            places=self._places,
-            place=self._placement.place,
-            control=self._control,
-            watch=self._world.watch,
-            messages=messages,
-            divisor=self.size if call.op == "avg" and call.dtype in AVERAGED else 1,
+            work,
+            brief=call.table.count * call.itemsize <= BRIEF,
+            meeting=meeting,
+            differ=lambda: self._world.differ(about),
+            messages=self._messages(program, work),
         )
 
-    def _messages(self, program: Program, shared: NDArray[Any]) -> tuple[NDArray[Any], Messages | None]:
-        """Where messages from other hosts arrive, and what moves them: there are none."""
-        return shared[:0], None
+    def _messages(self, program: Program, work: Work) -> Messages | None:
+        """What moves the messages of other hosts: there are none."""
+        return None
 
-    def _memory(self, call: Call[Any], memory: RankArrays[Any], elements: int) -> tuple[Any, Any, Any, Any]:
-        """Source, shared memory, result, and what joins them: as numpy's arrays, also where they are tensors.
-
-        bfloat16, which numpy lacks, stays tensors, and so does the shared memory then.
-        """
+    def _work(self, call: Call[Any], memory: RankArrays[Any], program: Program, meeting: int) -> Work:
+        """What a program works on; tensors as numpy's arrays, but those of bfloat16, which numpy lacks."""
         source, result = memory.source, memory.result
+        rooms = (
+            self._segment.slots(program.shared_elements * call.itemsize),
+            self._scratch(program.scratch_elements * call.itemsize),
+            self._control.shown(meeting),
+        )
+        divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
         if not isinstance(source, np.ndarray):
             import torch
 
@@ -189,15 +192,21 @@ class SharedBackend(OneRank):
 
             source, result = source.detach(), result.detach()
             if source.dtype == torch.bfloat16:
-                shared = self._segment.slots(elements, np.dtype(np.int16))
-                tensor = torch.from_numpy(shared).view(torch.bfloat16)
                 add = None if call.op is None else joining(call.op, source)
 
-                def into(own: Any, arriving: Any, target: Any) -> None:
-                    assert add is not None, "only reductions join"
-                    add(own, arriving, out=target)
+                def tensor(room: NDArray[np.uint8]) -> Any:
+                    return torch.from_numpy(room).view(torch.bfloat16)
 
-                return source, tensor, result, into
+                return Work(source, result, rooms, tensor, None, call.itemsize, add, divisor)
             source, result = source.numpy(), result.numpy()
-        combine = np.add if call.op is None else reduction(call.op, source.dtype)
-        return source, self._segment.slots(elements, source.dtype), result, combine
+        dtype = source.dtype
+        combine = np.add if call.op is None else reduction(call.op, dtype)
+        return Work(
+            source, result, rooms, lambda room: room.view(dtype), dtype, call.itemsize, combine, divisor
+        )
+
+    def _scratch(self, length: int) -> Room:
+        """Memory of this process alone, kept between calls."""
+        if len(self._kept.data) < length:
+            self._kept = Room.of(np.empty(-(-length // 64) * 64, np.uint8))
+        return self._kept

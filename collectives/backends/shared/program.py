@@ -14,7 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.shared.chunk_values import Instances, instances
-from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Message, Operation, Program
+from collectives.backends.shared.instructions import (
+    ASIDE,
+    COPY,
+    HAND_OVER,
+    JOIN,
+    RESULT,
+    SCRATCH,
+    SHARED,
+    SOURCE,
+    WAITING_ROW,
+    Message,
+    Program,
+    Writing,
+)
 from collectives.backends.shared.slots import Slots, slots_of
 from collectives.backends.shared.total_order import Order, order_of
 from collectives.lowering.edge_streams import stream_of, streams
@@ -22,10 +35,10 @@ from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.control_page import Placement
 
 Numbers = NDArray[np.int64]
-Place = tuple[int, slice]
-"""A memory, and elements of it."""
+Place = tuple[int, int]
+"""A memory, and an element of it."""
 
-NOWHERE: Place = (-1, slice(0, 0))
+NOWHERE: Place = (-1, 0)
 ALIGNMENT = 64
 """Slots begin at multiples of so many bytes, a cache line."""
 
@@ -63,15 +76,15 @@ def program_of(
     kept = (block[:, 0] <= table.start) & (table.stop <= block[:, 1])
     slots = slots_of(table, held, order, placement, kept=kept)
     longest = int((table.stop - table.start).max(initial=0))
-    slot = _aligned(longest, itemsize)
-    room = _aligned(table.count, itemsize)
+    slot = aligned(longest, itemsize)
+    room = aligned(table.count, itemsize)
 
     departures = _leaving_rows(table, held, order, rank)
     arrivals = _arriving_rows(table, held, order, rank)
     arriving, scratch = _arriving_messages(table, arrivals, slot=slot)
     messages = {int(row): number for number, row in enumerate(departures)}
     messages_in = {int(row): number for number, row in enumerate(arrivals)}
-    waits = _waits(table, held, order, slots, rank)
+    waits = _waits(table, held, order, slots, placement)
     unsent = _unsent(held, order, slots, departures)
 
     starts, stops = table.start.tolist(), table.stop.tolist()
@@ -79,81 +92,112 @@ def program_of(
     def lies(instance: int, row: int) -> Place:
         """Where an instance is, for the elements of a row."""
         number = int(slots.number[instance])
-        first = starts[row] if number < 0 else room + number * slot
-        return SHARED, slice(first, first + stops[row] - starts[row])
+        return SHARED, starts[row] if number < 0 else room + number * slot
 
     def put_in(row: int) -> Place:
-        return SOURCE, slice(starts[row] - given[0], stops[row] - given[0])
+        return SOURCE, starts[row] - given[0]
 
-    operations = []
+    writing = Writing(itemsize)
+    joined: defaultdict[int, list[int]] = defaultdict(list)
+    for row in np.flatnonzero(held.made & (table.destination == rank)).tolist():
+        joined[int(order.join_key[row])].append(row)
     for number, key in enumerate(order.own_keys.tolist()):
         row, kind = int(order.rows[key // 3]), key % 3
-        read, written, own = int(held.reads[row]), int(held.writes[row]), int(held.own[row])
-        origin, base, target = put_in(row), NOWHERE, NOWHERE
-        message = -1
+        read = int(held.reads[row])
+        inputs, target, message = [put_in(row)], NOWHERE, -1
         if kind == 0:
             target = lies(read, row)
         elif kind == 1:
             message = messages[row]
             if not held.is_input[read]:
-                origin = lies(read, row)
+                inputs = [lies(read, row)]
         else:
-            target = lies(written, row)
+            target = lies(int(held.writes[row]), row)
             if held.shared[row]:
-                origin = lies(read, row)
+                inputs = [lies(int(held.reads[other]), row) for other in joined[key]]
             else:
                 message = messages_in[row]
-                origin = SCRATCH, arriving[message].scratch
+                inputs = [(SCRATCH, arriving[message].scratch.start)]
+            own = int(held.own[joined[key][0]])
             if own >= 0:
-                base = put_in(row) if held.is_input[own] else lies(own, row)
-        operations.append(Operation(row, waits[number], unsent[number], message, *origin, *base, *target))
+                inputs.insert(0, put_in(row) if held.is_input[own] else lies(own, row))
+        aside = message >= 0 or number in unsent
+        writing.add(
+            ASIDE if aside else JOIN if len(inputs) > 1 else COPY,
+            row,
+            stops[row] - starts[row],
+            inputs,
+            target,
+            waits=waits[number],
+            message=message,
+        )
+    posted = len(writing)
+    if departures.size:
+        writing.add(ASIDE, 0, 0, [], NOWHERE)
     ending = np.flatnonzero(held.final & kept & (table.destination == rank))
+    for wait in _complete(held, order, ending, placement):
+        writing.add(COPY, wait[WAITING_ROW], 0, [(SOURCE, 0)], (SOURCE, 0), waits=(wait,))
     parts = [
-        (lies(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - blocks[rank][0])
+        (lies(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - starts[row])
         for row in ending.tolist()
     ]
+    for origin, goal, elements in merged(parts):
+        writing.add(HAND_OVER, 0, elements, [(SHARED, origin)], (RESULT, goal))
+    operations, of_operations, inputs_of_all = writing.arrays()
     return Program(
-        operations=tuple(operations),
-        complete=_complete(held, order, ending, rank),
-        parts=_merged(parts),
+        operations=operations,
+        waits=of_operations,
+        inputs=inputs_of_all,
+        posted=posted,
+        unsent=unsent,
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
+        shown_bytes=0,
         shared_elements=room + slots.count * slot,
         scratch_elements=scratch,
     )
 
 
-def _aligned(elements: int, itemsize: int) -> int:
+def aligned(elements: int, itemsize: int) -> int:
     """So many elements, or a few more, up to the next multiple of `ALIGNMENT`."""
     return -(-elements * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
 
 
-def _complete(held: Instances, order: Order, ending: Numbers, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """For each other rank the last of its operations that a result needs."""
+def _complete(
+    held: Instances, order: Order, ending: Numbers, placement: Placement
+) -> tuple[tuple[int, int, int], ...]:
+    """For each other rank the last of its operations that a result needs, as waits."""
     ready = order.ready(held)
     found = {}
     for row in ending[np.argsort(ready[held.writes[ending]])].tolist():
         instance = int(held.writes[row])
-        if held.rank[instance] != rank:
+        if held.rank[instance] != placement.rank:
             found[int(held.rank[instance])] = (int(ready[instance]), row)
-    return tuple((peer, *found[peer]) for peer in sorted(found))
+    return tuple((placement.members.index(peer), *found[peer]) for peer in sorted(found))
 
 
-def _merged(parts: list[tuple[slice, int, int]]) -> tuple[tuple[slice, slice], ...]:
-    """Parts of a result in order of their elements, neighbours as one: what a copy can do at once."""
-    found: list[tuple[slice, slice]] = []
-    for origin, start, stop in sorted(parts, key=lambda part: part[1]):
-        if found and (found[-1][0].stop, found[-1][1].stop) == (origin.start, start):
-            before, goal = found.pop()
-            origin, start = slice(before.start, origin.stop), goal.start
-        found.append((origin, slice(start, stop)))
-    return tuple(found)
+def merged(parts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Parts of a result (origin, goal, elements) in order of the goal, neighbours as one: what a copy can do at once.
+
+    Examples
+    --------
+    >>> merged([(8, 4, 4), (4, 0, 4), (0, 8, 4)])
+    [(4, 0, 8), (0, 8, 4)]
+    """
+    found: list[tuple[int, int, int]] = []
+    for origin, goal, elements in sorted(parts, key=lambda part: part[1]):
+        if found and (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2]) == (origin, goal):
+            origin, goal, before = found.pop()
+            elements += before
+        found.append((origin, goal, elements))
+    return found
 
 
 def _waits(
-    table: TransferTable, held: Instances, order: Order, slots: Slots, rank: int
-) -> defaultdict[int, tuple[tuple[int, int], ...]]:
-    """For each operation of a rank what it must wait for, as (rank, operations done)."""
+    table: TransferTable, held: Instances, order: Order, slots: Slots, placement: Placement
+) -> defaultdict[int, tuple[tuple[int, int, int], ...]]:
+    """The waits of each operation of a rank."""
+    rank = placement.rank
     ready = order.ready(held)
     reading = np.flatnonzero(held.shared & held.made & (table.destination == rank))
     read_here = held.shared & held.made & (held.rank[held.reads] == rank)
@@ -163,13 +207,15 @@ def _waits(
     peer = np.concatenate((held.rank[held.reads[reading]], table.destination[freeing]))
     least = np.concatenate((ready[held.reads[reading]], order.join_position[freeing]))
     operation = np.searchsorted(order.own_keys, key)
-    found: defaultdict[int, tuple[tuple[int, int], ...]] = defaultdict(tuple)
+    row = np.concatenate((reading, order.rows[slots.begin[following[freeing]] // 3]))
+    found: defaultdict[int, tuple[tuple[int, int, int], ...]] = defaultdict(tuple)
     for other in np.unique(peer[peer != rank]).tolist():
+        place = placement.members.index(other)
         of_other = np.flatnonzero(peer == other)
         of_other = of_other[np.lexsort((-least[of_other], operation[of_other]))]
         known = np.maximum.accumulate(np.concatenate(([0], least[of_other])))[:-1]
         for wait in of_other[least[of_other] > known].tolist():
-            found[int(operation[wait])] += ((other, int(least[wait])),)
+            found[int(operation[wait])] += ((place, int(least[wait]), int(row[wait])),)
     return found
 
 

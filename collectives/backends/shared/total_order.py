@@ -2,7 +2,8 @@
 
 Rows stand in the order of their pipeline step (`edge_streams`). A row between hosts is two operations, sending and
 receiving; an input that others read is put into shared memory by an operation of its own, just before it is read
-first. Every operation waits only for operations with smaller keys, so the ranks cannot wait for each other in a
+first. All that a rank adds to one value is one operation, in the place of the last row, where nothing of it comes from
+another host. Every operation waits only for operations with smaller keys, so the ranks cannot wait for each other in a
 circle, whatever the slots.
 """
 
@@ -36,13 +37,14 @@ class Order:
     publish_key : (I,) int64
         Key of the operation that puts an input into shared memory; `NEVER` where nobody needs it there.
     send_key, join_key : (R,) int64
-        Key of the sending of a row, and of its joining at the destination; meaningless where there is none.
+        Key of the sending of a row, and of its joining at the destination, which rows of one operation share;
+        meaningless where there is none.
     publish_position : (I,) int64
     join_position : (R,) int64
         How many operations its rank has done when this one is done; 0 where it is not done on this host.
     own_keys : (own operations,) int64
         Keys of this rank's operations, ascending: 3 s is a publication for row ``rows[s]``, 3 s + 1 its sending and
-        3 s + 2 its joining.
+        3 s + 2 its joining, or that of all rows that share it.
     rows : (R,) int64
         The rows in order.
     """
@@ -75,9 +77,17 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
     from_input = held.shared & held.is_input[held.reads]
     np.minimum.at(publish_key, held.reads[from_input], 3 * sequence[from_input])
 
+    from_afar = np.zeros(len(held.rank), dtype=np.bool_)
+    from_afar[held.writes[~held.shared]] = True
+    together = held.made & ~from_afar[held.writes]
+    last_key = np.zeros(len(held.rank), dtype=np.int64)
+    np.maximum.at(last_key, held.writes[together], join_key[together])
+    ends = held.made & (~together | (join_key == last_key[held.writes]))
+    join_key[together] = last_key[held.writes[together]]
+
     publishing = np.flatnonzero((publish_key < NEVER) & (hosts[held.rank] == mine))
     sending = np.flatnonzero(~held.shared & (hosts[table.source] == mine))
-    joining = np.flatnonzero(held.made & (hosts[table.destination] == mine))
+    joining = np.flatnonzero(ends & (hosts[table.destination] == mine))
     rank = np.concatenate((held.rank[publishing], table.source[sending], table.destination[joining]))
     key = np.concatenate((publish_key[publishing], send_key[sending], join_key[joining]))
     sorting = np.lexsort((key, rank))
@@ -88,6 +98,9 @@ def order_of(table: TransferTable, held: Instances, placement: Placement) -> Ord
     publish_position[publishing] = position[: len(publishing)]
     join_position = np.zeros(len(table), dtype=np.int64)
     join_position[joining] = position[len(publishing) + len(sending) :]
+    of_last = np.zeros(len(held.rank), dtype=np.int64)
+    np.maximum.at(of_last, held.writes[joining], join_position[joining])
+    join_position[together] = of_last[held.writes[together]]
     return Order(
         publish_key=publish_key,
         send_key=send_key,

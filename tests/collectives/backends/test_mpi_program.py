@@ -16,7 +16,24 @@ from numpy.typing import NDArray
 from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import Loopback
-from collectives.backends.shared.instructions import SCRATCH, SHARED, SOURCE, Message, Program
+from collectives.backends.shared.instructions import (
+    BYTES,
+    FIRST_INPUT,
+    FIRST_WAIT,
+    HAND_OVER,
+    KIND,
+    LAST_INPUT,
+    LAST_WAIT,
+    MEMORY,
+    MESSAGE,
+    OFFSET,
+    RESULT,
+    SCRATCH,
+    SHARED,
+    SOURCE,
+    Message,
+    Program,
+)
 from collectives.backends.shared.program import program_of
 from collectives.lowering.transfer_table import TransferTable, result_blocks
 from collectives.peers.control_page import Placement
@@ -27,20 +44,35 @@ from topoplan.plans.plan import COLLECTIVES, Plan
 Array = NDArray[Any]
 
 
+ITEM = 8
+"""Bytes of an element."""
+
+
 class Rank:
     """One rank's memories and how far it has come."""
 
-    def __init__(self, program: Program, source: Array, result: Array, shared: Array) -> None:
+    def __init__(
+        self, program: Program, host: list[int], source: Array, result: Array, shared: Array
+    ) -> None:
         self.program = program
+        self.host = host
         self.done = 0
-        self.taken = False
         self.result = result
         scratch = np.full(program.scratch_elements, np.nan)
-        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch}
+        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch, RESULT: result}
         self.open = [number for number, message in enumerate(program.arriving) if message.first]
         self.arrived: set[int] = set()
         self.sent: dict[int, Array] = {}
         self.left: set[int] = set()
+
+    @property
+    def ended(self) -> bool:
+        return self.done == len(self.program.operations)
+
+    def part(self, memory: int, offset: int) -> Array:
+        """The elements of a memory that the next operation reads or writes."""
+        elements = self.program.operations[self.done, BYTES] // ITEM
+        return self.memories[memory][offset // ITEM : offset // ITEM + elements]
 
 
 class Machine:
@@ -61,39 +93,40 @@ class Machine:
             else:
                 self.deliver(rank, number)
         for rank in self.ranks:
-            assert rank.taken, "the ranks wait for each other"
+            assert rank.ended, "the ranks wait for each other"
             assert len(rank.left) == len(rank.program.leaving), "a message was never received"
 
     def ready(self, number: int) -> bool:
         rank = self.ranks[number]
-        if rank.done == len(rank.program.operations):
-            complete = all(self.ranks[other].done >= least for other, least, _ in rank.program.complete)
-            return complete and len(rank.left) == len(rank.program.leaving) and not rank.taken
-        operation = rank.program.operations[rank.done]
+        if rank.ended:
+            return False
+        line = rank.program.operations[rank.done]
+        waits = rank.program.waits[line[FIRST_WAIT] : line[LAST_WAIT]].tolist()
+        unsent = set(rank.program.unsent.get(rank.done, ()))
+        if line[MEMORY] < 0 and line[MESSAGE] < 0:
+            unsent = set(range(len(rank.program.leaving)))
         return (
-            all(self.ranks[other].done >= least for other, least in operation.waits)
-            and rank.left.issuperset(operation.unsent)
-            and (operation.target < 0 or operation.message < 0 or operation.message in rank.arrived)
+            all(self.ranks[rank.host[place]].done >= least for place, least, _ in waits)
+            and rank.left.issuperset(unsent)
+            and (line[MEMORY] < 0 or line[MESSAGE] < 0 or line[MESSAGE] in rank.arrived)
         )
 
     def step(self, number: int) -> None:
         rank = self.ranks[number]
-        if rank.done == len(rank.program.operations):
-            for origin, elements in rank.program.parts:
-                rank.result[elements] = rank.memories[SHARED][origin]
-            rank.taken = True
-            return
-        one = rank.program.operations[rank.done]
-        arriving = rank.memories[one.arriving][one.arriving_elements]
-        if one.target < 0:
-            rank.sent[one.message] = arriving
-        else:
-            if one.own >= 0:
-                arriving = rank.memories[one.own][one.own_elements] + arriving
-            rank.memories[one.target][one.target_elements] = arriving
-            if one.message >= 0:
-                following = rank.program.arriving[one.message].following
+        line = rank.program.operations[rank.done].tolist()
+        bounds = slice(line[FIRST_INPUT], line[LAST_INPUT])
+        inputs = [rank.part(*origin) for origin in rank.program.inputs[bounds].tolist()]
+        if line[MEMORY] >= 0:
+            target = rank.part(line[MEMORY], line[OFFSET])
+            total = inputs[0]
+            for other in inputs[1:]:
+                total = total + other
+            target[:] = total
+            if line[MESSAGE] >= 0:
+                following = rank.program.arriving[line[MESSAGE]].following
                 rank.open += [following] if following >= 0 else []
+        elif line[MESSAGE] >= 0:
+            rank.sent[line[MESSAGE]] = inputs[0]
         rank.done += 1
 
     def deliverable(self, number: int) -> list[int]:
@@ -148,11 +181,12 @@ def outcome(
             Placement(rank, tuple(hosts), (0,) * size),
             given=givens[rank],
             blocks=blocks,
-            itemsize=8,
+            itemsize=ITEM,
         )
         slots = shared.setdefault(hosts[rank], np.full(program.shared_elements, np.nan))
         assert len(slots) == program.shared_elements, "all ranks of a host agree on the slots"
-        ranks.append(Rank(program, sources[rank], results[0][rank], slots))
+        members = [other for other in range(size) if hosts[other] == hosts[rank]]
+        ranks.append(Rank(program, members, sources[rank], results[0][rank], slots))
     Machine(ranks, random.Random(seed)).run()
     op = "sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else None
     memory = tuple(
@@ -241,5 +275,24 @@ def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
     ]
     for rank, program in enumerate(programs):
         root = rank == plan.root
-        assert len(program.operations) == (len(set(table.start.tolist())) if root else 0)
-        assert program.parts == (() if root else ((slice(0, 4096), slice(0, 4096)),))
+        assert program.posted == (len(set(table.start.tolist())) if root else 0)
+        taken = program.operations[program.operations[:, KIND] == HAND_OVER]
+        places = [(*program.inputs[line[FIRST_INPUT]], line[OFFSET], line[BYTES]) for line in taken]
+        assert places == ([] if root else [(SHARED, 0, 0, 4 * 4096)])
+
+
+def test_what_a_rank_adds_up_on_one_host_is_one_operation() -> None:
+    plan = forest_plan(5, "reduce", "star")
+    table = lower(plan, 5 * 373, chunk_elements=64)
+    root = plan.root
+    assert root is not None
+    program = program_of(
+        table,
+        Placement(root, (0,) * 5, (0,) * 5),
+        given=(0, 5 * 373),
+        blocks=result_blocks("reduce", root, 5, 5 * 373),
+        itemsize=4,
+    )
+    joins = program.operations[: program.posted]
+    assert len(joins) == len(set(table.start.tolist()))
+    assert (joins[:, LAST_INPUT] - joins[:, FIRST_INPUT]).tolist() == [5] * len(joins)
