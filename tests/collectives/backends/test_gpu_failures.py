@@ -347,20 +347,21 @@ def test_a_state_of_nccl_that_cupy_has_no_name_for_is_an_error_like_others(
 def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_without_end(
     machine: Machine, cupy: ModuleType, bindings: str
 ) -> None:
-    """Rank 2 never comes to its first message, so the others cannot connect to it."""
+    """Rank 2 comes to its first message after the others have given up, so they cannot connect to it."""
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "star", root=2)
-    release = threading.Event()
+    gave_up = threading.Barrier(3)
 
     def task(comm: Communicator, rank: int) -> Any:
         if rank == 2:
             lanes: Any = comm._open().backend._lanes  # type: ignore[attr-defined]
             run = lanes.run
-            lanes.run = lambda *arguments: (release.wait(20), run(*arguments))
+            lanes.run = lambda *arguments: (gave_up.wait(60), run(*arguments))
         try:
             return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         finally:
-            release.set()
+            if rank != 2:
+                gave_up.wait(60)
 
     results = on_every_rank(cupy, plan, task, timeout=0.5, bindings=bindings)
     assert all(isinstance(result, BackendError) for result in results), results
