@@ -97,6 +97,7 @@ def test_kernels_that_lack_nothing_of_the_kind_are_left_out() -> None:
         assert not list(mutants(program(name)))
 
 
+@pytest.mark.thorough
 def test_no_instruction_of_the_sample_flushes_denormals() -> None:
     assert not [name for name in SAMPLE if any(".ftz" in text for text in program(name).texts)]
 

@@ -304,6 +304,7 @@ def test_a_check_that_expects_a_refusal_fails_without_it() -> None:
         gpu_checks.refuses("NaN", lambda: None)
 
 
+@pytest.mark.thorough
 def test_the_rows_of_all_ranks_on_one_gpu_hold_on_the_stand_in(cupy: ModuleType) -> None:
     assert gpu_kernel_rows.operations().startswith(f"{len(gpu_exchange_checks.OPERATIONS)} dtypes")
     for graphs in (True, False):

@@ -68,6 +68,7 @@ def test_any_number_of_threads_gives_the_bits_of_one_row_after_another(
             assert same_bits(getattr(comm, METHODS.get(collective, collective))(arrays), expected)
 
 
+@pytest.mark.thorough
 def test_threads_work_in_place_and_with_every_chunk_size() -> None:
     plan = forest_plan(4, "allreduce", "binary")
     arrays = numbers(4, BYTES_PER_THREAD // 8)

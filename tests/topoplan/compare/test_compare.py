@@ -322,6 +322,7 @@ def test_summary_counts_the_classes_without_an_nvlink_ring() -> None:
     assert (found.over_pcie, found.without_plan) == (0, 0)
 
 
+@pytest.mark.thorough
 def test_summary_is_the_plain_arithmetic_of_its_rows() -> None:
     """Least, largest and geometric mean, over classes and weighted by members, of ratios 1, 2 and 8."""
     base = rows_of("dgx-1v", "allreduce")[1]

@@ -247,6 +247,7 @@ def best_by_enumeration(fabric: Fabric) -> float:
     return float(-solved.fun)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(small_clusters())
 def test_no_composition_is_faster(topology: Topology) -> None:
