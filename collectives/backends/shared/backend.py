@@ -33,9 +33,6 @@ from collectives.peers.shared_memory import ORDERED, Gather, Segment, lock_fence
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
 
-BRIEF = 64 << 10
-"""Bytes up to which ranks that wait give their processor away before they sleep."""
-
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
 
@@ -166,7 +163,6 @@ class SharedBackend(OneRank):
         self._runner.execute(
             program,
             work,
-            brief=call.table.count * call.itemsize <= BRIEF,
             meeting=meeting,
             differ=lambda: self._world.differ(about),
             messages=self._messages(program, work),

@@ -139,7 +139,6 @@ class Runner:
         program: Program,
         work: Work,
         *,
-        brief: bool = False,
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
@@ -150,8 +149,6 @@ class Runner:
         ----------
         program : Program
         work : Work
-        brief : bool
-            Whether it is so small that a processor should be given away before sleeping.
         meeting : int
             Number of the note that all must have shown before, and that this rank has put in its place; 0 for none.
         differ : callable, optional
@@ -177,7 +174,6 @@ class Runner:
             program.shown_bytes,
             base,
             program.posted,
-            brief,
             work.itemsize,
             *work.loops((source, result)),
         )

@@ -1,10 +1,10 @@
 """Runs a rank's program as machine code: one call for a collective, the meeting before it included.
 
 What a rank waits for are words in the pages of the others (`control_page`). It gives its processor away for a short
-while where the collective is small, and then sleeps (futex) until a rank that has done something finds that a sleeper
-waits for it. A rank that posts and then looks for sleepers, and one that announces its sleep and then looks once more,
-need a full fence in between; nothing else does. Every wait ends after a while, so that Python can look whether
-the others still live.
+while, unless a busy neighbour takes it for long, and then sleeps (futex) until a rank that has done something finds
+that a sleeper waits for it. A rank that posts and then looks for sleepers, and one that announces its sleep and then
+looks once more, need a full fence in between; nothing else does. Every wait ends after a while, so that Python can look
+whether the others still live; a rank that waits on then sleeps at once.
 
 Joins are numpy's own loops (`numpy_loops`), a block after the other, so that a sum of many values is read and written
 once. What only Python can do ends the call, which goes on where it stood when it is called again.
@@ -51,7 +51,7 @@ ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON = range(4)
 """What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do."""
 
 YIELDING = 200_000
-"""Nanoseconds in which a small collective gives its processor away before it sleeps."""
+"""Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
 
 EATEN = 500_000
 """Nanoseconds after which a processor that was given away was taken by a neighbour, who needs it too."""
@@ -70,7 +70,6 @@ BLOCK = 16 << 10
     SHOWN_BYTES,
     BASE,
     POSTED,
-    SMALL_SIZE,
     ITEM,
     JOIN,
     JOIN_DATA,
@@ -81,12 +80,12 @@ BLOCK = 16 << 10
     PATIENCE,
     RESTED,
     MEMORIES,
-) = range(18)
+) = range(17)
 """What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
 has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, the
-operations that others may wait for, whether it is small, bytes of an element, the addresses of the loops that join
-and divide and of the divisor (0 where there is none), the number of the system call futex (0 where there is none), the
-nanoseconds of a wait after which the call ends, when a processor may be given away again, and the five memories."""
+operations that others may wait for, bytes of an element, the addresses of the loops that join and divide and of the
+divisor (0 where there is none), the number of the system call futex (0 where there is none), the nanoseconds of a wait
+after which the call ends, when a processor may be given away again, and the five memories."""
 
 CLOCK, ARGUMENTS = 24, 28
 """And room for times, and for what loops of numpy are called with."""
@@ -257,7 +256,8 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
     if _reached(control, ranks, place, least):
         return True
     began = now = _now(frame)
-    while frame[SMALL_SIZE] != 0 and now >= frame[RESTED] and now - began < YIELDING:
+    yielding = min(YIELDING, frame[PATIENCE])
+    while now >= frame[RESTED] and now - began < yielding:
         before = now
         _sched_yield()
         now = _now(frame)
@@ -290,6 +290,8 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
             there = _reached(control, ranks, place, least)
         store_word(page + 8 * ASLEEP, 0)
         now = _now(frame)
+    if not there:
+        frame[RESTED] = now + 2 * frame[PATIENCE]
     return there
 
 
