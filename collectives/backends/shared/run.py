@@ -59,6 +59,9 @@ EATEN = 500_000
 RESPITE = 32
 """Times as long nothing is given away then."""
 
+LONGEST_RESPITE = 320_000_000
+"""Nanoseconds of that at most: a job may have been stopped for hours."""
+
 BLOCK = 16 << 10
 """Bytes of a join that are read from all inputs before the next ones."""
 
@@ -189,12 +192,12 @@ def _done_here(operation: Numbers, inputs: Numbers, frame: Numbers) -> bool:
             frame[ARGUMENTS + 5] = 0
             call_numpy(function, arguments, lengths, steps, data)
         for number in range(first + 1, operation[LAST_INPUT]):
+            if length == item and frame[ARGUMENTS] == target:
+                # as numpy calls it for one element in its place, which rounds a complex product in another way
+                frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
             frame[ARGUMENTS + 1] = frame[MEMORIES + inputs[number, 0]] + inputs[number, 1] + start
             call_numpy(function, arguments, lengths, steps, data)
             frame[ARGUMENTS] = target + start
-            if length == item:
-                # as numpy calls it for one element in its place, which rounds a complex product in another way
-                frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
         start += BLOCK
     return True
 
@@ -262,7 +265,7 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
         _sched_yield()
         now = _now(frame)
         if now - before > EATEN:
-            frame[RESTED] = now + RESPITE * (now - before)
+            frame[RESTED] = now + min(RESPITE * (now - before), LONGEST_RESPITE)
         if _reached(control, ranks, place, least):
             return True
     page = control + own * PAGE
