@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 
 from topoplan.errors import BackendError
 
@@ -59,17 +60,7 @@ class Signature:
 
     def pack(self) -> bytes:
         """As `LENGTH` bytes of JSON; a long refusal is cut."""
-        agreed = (
-            self.plan,
-            self.world,
-            self.collective,
-            self.root,
-            self.op,
-            self.dtype,
-            self.count,
-            self.chunk,
-        )
-        text = f'{{"call": {self.call}, {_after_call(*agreed, self.refusal)}'
+        text = f'{{"call": {self.call}, {_after_call(*_VALUES_AFTER_CALL(self))}'
         if len(text) > LENGTH:
             told = {name: getattr(self, name) for name in _NAMES}
             kept = max(0, len(self.refusal) - (len(text) - LENGTH))
@@ -121,6 +112,7 @@ class Signature:
 
 
 _NAMES = tuple(field.name for field in fields(Signature))
+_VALUES_AFTER_CALL = attrgetter(*_NAMES[1:])
 
 
 @lru_cache(maxsize=64)

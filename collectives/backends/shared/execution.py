@@ -33,10 +33,10 @@ from collectives.backends.shared.instructions import (
     SOURCE,
     Program,
 )
-from collectives.backends.shared.numpy_loops import loop_of
 from collectives.backends.shared.run import run
 from collectives.peers.control_page import DONE, NOTES, WORDS, Control, Placement, Room
 from collectives.peers.peer_watchdog import Watch
+from collectives.reduction import loop_of
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
@@ -179,7 +179,8 @@ class Runner:
         )
         frame[machine.PATIENCE] = LOOK if messages is None else MESSAGE_LOOK
         frame[machine.MEMORIES : machine.MEMORIES + 5] = source, shared, scratch, result, shown
-        begun, waiting = 0.0, (-3, 0)
+        begun = 0.0
+        waiting: tuple[int, int] | None = None
         while True:
             status = run(
                 program.operations,
@@ -190,8 +191,6 @@ class Runner:
                 self._own,
                 len(self._members),
             )
-            if status == machine.ENDED:
-                break
             position = int(frame[machine.POSITION])
             if status == machine.WAITING:
                 now = time.monotonic()
@@ -201,7 +200,11 @@ class Runner:
                     frame[machine.PATIENCE] = min(MESSAGE_LOOK + (now - begun) * 1e7, 1_000_000)
                 self._look(program, position, base, meeting, begun)
                 continue
-            waiting = self._moves_on(waiting)
+            if waiting is not None:
+                waiting = None
+                self._watch.waits_for(None, 0)
+            if status == machine.ENDED:
+                return
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "who meets compares"
                 differ()
@@ -209,13 +212,6 @@ class Runner:
             else:
                 _aside(program, position, work, messages)
                 frame[machine.DONE_ASIDE] = 1
-        self._moves_on(waiting)
-
-    def _moves_on(self, waiting: tuple[int, int]) -> tuple[int, int]:
-        """Tell the others that this rank no longer waits, if it did."""
-        if waiting != (-3, 0):
-            self._watch.waits_for(None, 0)
-        return -3, 0
 
     def _look(self, program: Program, position: int, base: int, meeting: int, begun: float) -> None:
         """See that who is waited for can still come; raises as `Watch.word`."""

@@ -6,8 +6,8 @@ that a sleeper waits for it. A rank that posts and then looks for sleepers, and 
 looks once more, need a full fence in between; nothing else does. Every wait ends after a while, so that Python can look
 whether the others still live; a rank that waits on then sleeps at once.
 
-Joins are numpy's own loops (`numpy_loops`), a block after the other, so that a sum of many values is read and written
-once. What only Python can do ends the call, which goes on where it stood when it is called again.
+Joins are numpy's own loops (`collectives.reduction.loop_of`), a block after the other, so that a sum of many values is
+read and written once. What only Python can do ends the call, which goes on where it stood when it is called again.
 
 The machine code is kept until this file changes, though it also depends on numbers of `control_page` and
 `instructions`: change them together.

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.shared.numpy_loops import loop_of
 from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
 from collectives.peers.control_page import SMALL
+from collectives.reduction import loop_of
 from tests.support.hand_plans import forest_plan
 from topoplan.plans.plan import Plan
 
