@@ -35,6 +35,31 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def dtype_name(dtype: object) -> str:
+    """numpy's name of a dtype of numpy or torch, or of such a name.
+
+    Raises
+    ------
+    UsageError
+        There is no such dtype.
+
+    Examples
+    --------
+    >>> dtype_name(np.float32), dtype_name("f8"), dtype_name("bfloat16")
+    ('float32', 'float64', 'bfloat16')
+    """
+    name: Any = dtype if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
+    if name == BFLOAT16:
+        return BFLOAT16
+    try:
+        found = np.dtype(name)
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in DTYPE_KINDS:
+        raise UsageError(f"dtype {dtype!r} cannot be moved; use one like float32, int64 or bfloat16")
+    return _name(found)
+
+
 class NumpyArrays:
     """`ArrayLibrary` of numpy."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.lowering.transfer_table import TransferTable
@@ -159,6 +159,14 @@ class GathersTexts(Protocol):
         BackendError
             A rank died, stalled, or makes another call. The back end is unusable from then on.
         """
+
+
+@runtime_checkable
+class GivesMemory(Protocol):
+    """A back end of one rank with memory of its own kind, from which it can do with fewer copies."""
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """A new contiguous array of the same dtype, contents undefined: of that memory where there is some left."""
 
 
 class OneRank:

@@ -40,7 +40,11 @@ NOTE = 2048
 """Byte where the two notes begin."""
 _FAILURE, _LARGEST = 1024, 1920
 """Bytes where a failure and the leader's number begin."""
-SMALL = 32 << 10
+GIVEN, TAKEN, ARENA = 120, 122, 124
+"""Words, of the first two one for even notes and one for odd ones: where in a rank's arena lies what it puts into the
+collective of that note, and its result, plus 1; -1 if it has none, and 0 if it lies elsewhere; and the file descriptor
+of the arena, plus 1."""
+SHOWABLE = 256 << 10
 """Bytes that a rank can show together with a note."""
 
 
@@ -186,7 +190,7 @@ class Control:
     Parameters
     ----------
     memory : memoryview
-        One page for each of them, and behind all pages twice `SMALL` for each.
+        One page for each of them, and behind all pages twice `SHOWABLE` for each.
     place : int
         Which page is this rank's.
     fence : callable, optional
@@ -195,10 +199,10 @@ class Control:
 
     def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
         self.words = memory.cast("q")
-        self.ranks = len(memory) // (PAGE + 2 * SMALL)
+        self.ranks = len(memory) // (PAGE + 2 * SHOWABLE)
         pages = np.frombuffer(memory, np.uint8)
         self.address: int = pages.ctypes.data
-        self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SMALL :]) for parity in range(2))
+        self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SHOWABLE :]) for parity in range(2))
         self.fence = fence or _nothing
         self._bytes = memory
         self._place = place
@@ -207,7 +211,7 @@ class Control:
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes for so many ranks."""
-        return ranks * (PAGE + 2 * SMALL)
+        return ranks * (PAGE + 2 * SHOWABLE)
 
     def word(self, place: int, name: int) -> int:
         """A word of a rank."""
@@ -235,7 +239,7 @@ class Control:
         return bytes(self._bytes[start : start + LENGTH])
 
     def shown(self, number: int) -> Room:
-        """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SMALL` bytes further."""
+        """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SHOWABLE` bytes further."""
         return self._shown[number % 2]
 
     def write_agreed(self, number: int, outcome: bytes) -> None:

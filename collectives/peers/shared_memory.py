@@ -13,12 +13,15 @@ import json
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from collectives.peers.control_page import Control, Placement, Room
+from collectives.peers.control_page import ARENA, Control, Placement, Room
 from topoplan.errors import UsageError
 
 ORDERED = ("x86_64", "AMD64", "i686")
@@ -73,6 +76,152 @@ class Segment:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class Arena:
+    """Memory of one rank in which it makes arrays that the other ranks of its host see.
+
+    It is as large as the machine's memory, of which it takes what is touched; what arrays held goes back to the machine
+    when they are gone.
+
+    Raises
+    ------
+    OSError
+        The system does not give so many addresses.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = create_memory()
+        try:
+            length = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            os.ftruncate(self.descriptor, length)
+            self._memory = _mapped(self.descriptor, length)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._room = _room(self._memory)
+        self._free = [(0, length)]
+        # by finalizers, which may run at any moment and in any thread
+        self._returned: list[tuple[int, int]] = []
+
+    def array(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """New memory, contents undefined; None where there is no more room."""
+        length = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        while self._returned:
+            self._free.append(self._returned.pop())
+        free: list[tuple[int, int]] = []
+        for start, stop in sorted(self._free):
+            if free and free[-1][1] == start:
+                start = free.pop()[0]
+            free.append((start, stop))
+        self._free = free
+        for number, (start, stop) in enumerate(free):
+            if stop - start >= length:
+                free[number] = (start + length, stop)
+                held = _Held(self._room.address + start, nbytes)
+                weakref.finalize(held, _give_back, self._memory, self._returned, start, length).atexit = False
+                return np.asarray(held)
+        return None
+
+    def offset(self, address: int) -> int:
+        """Where an address lies in it; -1 if it does not."""
+        offset = address - self._room.address
+        return offset if 0 <= offset < len(self._room.data) else -1
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return self._room.address
+
+    def close(self) -> None:
+        """No rank will open it any more. Arrays in it stay what they are."""
+        os.close(self.descriptor)
+
+
+class Arenas:
+    """The arenas of all ranks of a host, as one of them sees them; each is there once it is needed.
+
+    Parameters
+    ----------
+    control : Control
+    placement : Placement
+    """
+
+    def __init__(self, control: Control, placement: Placement) -> None:
+        self._control = control
+        self._placement = placement
+        self._own: Arena | None = None
+        self._others: dict[int, Room] = {}
+        self._asked = False
+
+    def array(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """New memory that the other ranks see; None where there is none."""
+        if not self._asked:
+            self._asked = True
+            with suppress(OSError):
+                self._own = Arena()
+                self._control.announce(ARENA, self._own.descriptor + 1)
+        return None if self._own is None else self._own.array(nbytes)
+
+    def offset(self, address: int) -> int:
+        """Where an address lies in this rank's arena; -1 if it does not."""
+        return -1 if self._own is None else self._own.offset(address)
+
+    def address(self, place: int) -> int:
+        """Where the arena of a rank of this host begins in this process; it has one.
+
+        Raises
+        ------
+        OSError
+            It cannot be opened.
+        """
+        if place == self._placement.place and self._own is not None:
+            return self._own.address
+        if place not in self._others:
+            pid = self._placement.pids[self._placement.members[place]]
+            descriptor = open_memory(pid, self._control.word(place, ARENA) - 1)
+            try:
+                self._others[place] = _room(_mapped(descriptor, os.fstat(descriptor).st_size))
+            finally:
+                os.close(descriptor)
+        return self._others[place].address
+
+    def close(self) -> None:
+        """Give up those of the other ranks."""
+        self._others = {}
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+
+class _Held:
+    """Memory as numpy takes it, for as long as an array refers to it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _give_back(memory: mmap.mmap, returned: list[tuple[int, int]], start: int, length: int) -> None:
+    """Give memory that no array refers to any more back to the machine, and to the arena."""
+    with suppress(OSError):  # then it is used again all the same
+        memory.madvise(mmap.MADV_REMOVE, start, length)
+    returned.append((start, start + length))
+
+
+def _mapped(descriptor: int, length: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, length)
+    with suppress(OSError):  # fewer, larger pages, where the machine has them for shared memory
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _room(memory: mmap.mmap) -> Room:
+    return Room.of(np.frombuffer(memory, np.uint8))
 
 
 def can_share() -> bool:

@@ -142,11 +142,13 @@ class ServerRoutes:
         inside = np.minimum(self._inside.cost, UNREACHABLE)
         return np.where(self.servers.same, inside, self._across.cost)
 
-    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        """See `Routes.usage`."""
         same = self.servers.same[tails, heads]
-        inside = self._inside.usage(tails[same], heads[same])
-        return np.asarray(inside + self._across.usage(tails[~same], heads[~same]))
+        inside = self._inside.usage(tails[same], heads[same], tree[same], trees)
+        return np.asarray(inside + self._across.usage(tails[~same], heads[~same], tree[~same], trees))
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
         """Links of the route between two ranks, as numbers of the fabric's links."""
@@ -294,13 +296,16 @@ class ComposedPricing(Pricing):
         else:
             assert above is not None, "every collective has a stage"
             stars = one_way_stars(up, above, packing.roots)
-        return {
-            place: packing.tree(
-                star.root,
-                star.parents(above).tolist() if above else (),
-                star.parents(below).tolist() if below else (),
-                routes,
-            )
-            for place, star in enumerate(stars)
-            if star is not None
-        }
+        made = {place: star for place, star in enumerate(stars) if star is not None}
+        columns = packing.trees(
+            [
+                (
+                    star.root,
+                    star.parents(above).tolist() if above else (),
+                    star.parents(below).tolist() if below else (),
+                )
+                for star in made.values()
+            ],
+            routes,
+        )
+        return dict(zip(made, columns, strict=True))

@@ -77,11 +77,12 @@ class Pricing:
         ups = downs
         if not packing.folded:
             ups = self._trees(routes.cost.T, effort) if packing.uses("reduce") else nothing
-        return {
-            place: packing.tree(root, up, down, routes)
+        made = {
+            place: (root, up, down)
             for place, (root, up, down) in enumerate(zip(packing.roots, ups, downs, strict=True))
             if up is not None and down is not None
         }
+        return dict(zip(made, packing.trees(made.values(), routes), strict=True))
 
     def _trees(self, cost: NDArray[np.int64], effort: int) -> list[Sequence[int] | None]:
         """A tree of every root in which parents reach children at the given cost, or None."""

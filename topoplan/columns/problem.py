@@ -15,7 +15,7 @@ broadcast, which loads both directions of a wire alike, so one row stands for bo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -162,20 +162,23 @@ class Packing:
         """The shortest routes between all ranks under whole lengths of the rows."""
         return RouteTable(self.orbits, tuple(lengths))
 
-    def tree(self, root: int, up: Sequence[int], down: Sequence[int], routes: Routes) -> TreeColumn:
-        """A column: parents of every rank in both trees, -1 for the root."""
-        made = TreeColumn(root, tuple(up), tuple(down), (), routes)
-        return replace(made, usage=self._merged_usage(made) if self.fabric.in_network else self._usage(made))
-
-    def _usage(self, tree: TreeColumn) -> tuple[int, ...]:
-        usage = np.zeros(len(self.limits), dtype=np.int64)
-        for parents, rising in ((() if self.folded else tree.up, True), (tree.down, False)):
-            if parents:
-                parent = np.array(parents, dtype=np.int64)
-                child = np.flatnonzero(parent >= 0)
-                tails, heads = (child, parent[child]) if rising else (parent[child], child)
-                usage += tree.routes.usage(tails, heads)
-        return tuple(usage.tolist())
+    def trees(
+        self, parents: Iterable[tuple[int, Sequence[int], Sequence[int]]], routes: Routes
+    ) -> list[TreeColumn]:
+        """Columns: of each the root, and the parents of every rank in both trees, -1 for the root."""
+        made = [TreeColumn(root, tuple(up), tuple(down), (), routes) for root, up, down in parents]
+        if self.fabric.in_network:
+            return [replace(tree, usage=self._merged_usage(tree)) for tree in made]
+        usage = np.zeros((len(made), len(self.limits)), dtype=np.int64)
+        rising = () if self.folded else [tree.up for tree in made]
+        for columns, above_first in ((rising, False), ([tree.down for tree in made], True)):
+            if columns and columns[0]:
+                parent = np.array(columns, dtype=np.int64)
+                number, child = np.nonzero(parent >= 0)
+                above = parent[number, child]
+                tails, heads = (above, child) if above_first else (child, above)
+                usage += routes.usage(tails, heads, number, len(made))
+        return [replace(tree, usage=tuple(row)) for tree, row in zip(made, usage.tolist(), strict=True)]
 
     def _merged_usage(self, tree: TreeColumn) -> tuple[int, ...]:
         """As `_usage`, where switches that copy or add let routes share links."""

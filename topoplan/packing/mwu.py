@@ -167,6 +167,7 @@ class _Loop:
         by_tail = cost.tolist() if not packing.folded and packing.uses("reduce") else []
         self.calls += 1
         self.least[:] = inf
+        found: list[tuple[int, list[int], list[int]]] = []
         for root in (0,) if packing.folded else packing.roots:
             up: list[int] = []
             down: list[int] = []
@@ -177,7 +178,9 @@ class _Loop:
                     down = self.oracle(by_head, root)
                 if by_tail:
                     up = self.oracle(by_tail, root)
-            self._learn(packing.tree(root, up, down, routes))
+            found.append((root, up, down))
+        for tree in packing.trees(found, routes):
+            self._learn(tree)
 
     def _routes(self) -> RouteTable:
         """The shortest routes under the lengths, as whole numbers that are fine enough for the farthest two ranks.

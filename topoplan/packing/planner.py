@@ -303,9 +303,9 @@ def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
                 below = {child: hub for child in ranks if child not in (hub, packing.root)}
                 parents.append({hub: packing.root, **below})
     routes = packing.routes([1] * len(packing.limits))
-    forest = {}
+    trees = []
     for root, parent in zip(roots, parents, strict=True):
         tree = [parent.get(child, -1) for child in ranks]
         up, down = (tree if packing.uses(op) else [] for op in ("reduce", "broadcast"))
-        forest[packing.tree(root, up, down, routes)] = Fraction(1)
-    return forest
+        trees.append((root, up, down))
+    return dict.fromkeys(packing.trees(trees, routes), Fraction(1))

@@ -151,8 +151,13 @@ class Orbits:
 class Routes(Protocol):
     """One route from rank to rank, for the edges of trees."""
 
-    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
+
+        ``tree`` tells of each route the number of its tree, below ``trees``.
+        """
         ...
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
@@ -187,15 +192,22 @@ class RouteTable:
         groups = self.orbits
         return groups.spread(self._routes[0][:, : groups.fabric.size])
 
-    def usage(self, tails: NDArray[np.int64], heads: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(rows,) int64: how often the routes from the tails to the heads cross each orbit of links together."""
+    def usage(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
+    ) -> NDArray[np.int64]:
+        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
+
+        ``tree`` tells of each route the number of its tree, below ``trees``.
+        """
         groups = self.orbits
         place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
+        rows = len(self.lengths)
         crossed = [
-            groups.row_of_link[links] for _, links in self._steps(place, groups.seen_from_first[tails, heads])
+            rows * tree[routes] + groups.row_of_link[links]
+            for routes, links in self._steps(place, groups.seen_from_first[tails, heads])
         ]
-        rows = np.concatenate([*crossed, np.zeros(0, dtype=np.int64)])
-        return np.bincount(rows, minlength=len(self.lengths))
+        counted = np.bincount(np.concatenate([*crossed, np.zeros(0, dtype=np.int64)]), minlength=rows * trees)
+        return counted.reshape(trees, rows)
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
         """Links of the route between two ranks, as numbers of the fabric's links."""
@@ -294,6 +306,8 @@ class ShortestRoutes:
         via : (starts, nodes) int32
             Number of the link that ends the route to each node; -1 where there is none.
         """
+        if not self._forwards.any():
+            return self._links(lengths, starts)
         nodes, tails, heads = self._nodes, self._tails, self._heads
         entered, first = self._entered, self._first
         weights = (lengths[self._order] << _HOPS) + 1
@@ -303,9 +317,10 @@ class ShortestRoutes:
         while True:
             through = np.where(passes, reach[:, tails], _FAR) + weights
             nearest = np.minimum.reduceat(through, first, axis=1)
-            if not (nearest < reach[:, entered]).any():
+            before = reach[:, entered]
+            if not (nearest < before).any():
                 break
-            reach[:, entered] = np.minimum(reach[:, entered], nearest)
+            reach[:, entered] = np.minimum(before, nearest)
         none = np.iinfo(np.int64).max
         last = np.where(through == reach[:, heads], reach[:, tails] * nodes + tails, none)
         chosen = np.minimum.reduceat(last, first, axis=1)
@@ -314,3 +329,15 @@ class ShortestRoutes:
         via = np.full(reach.shape, -1, dtype=np.int32)
         via[:, entered] = np.where(chosen < none, number, -1)
         return np.where(reach < _FAR, reach >> _HOPS, -1), via
+
+    def _links(
+        self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """As a call, where nothing passes on what it gets: every route is one link."""
+        distance = np.full((len(starts), self._nodes), -1, dtype=np.int64)
+        via = distance.astype(np.int32)
+        place, link = np.nonzero(self._tails == starts[:, None])
+        distance[place, self._heads[link]] = lengths[self._order[link]]
+        via[place, self._heads[link]] = self._order[link]
+        distance[np.arange(len(starts)), starts] = 0
+        return distance, via

@@ -7,6 +7,7 @@ ranks are on several hosts, `collectives.backends.mpi` adds what carries message
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -19,19 +20,22 @@ from numpy.typing import NDArray
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
-from collectives.backends.shared.execution import Messages, Runner, Work
+from collectives.backends.shared.execution import Arithmetic, Lines, Messages, Runner, Work
+from collectives.backends.shared.host_program import ARRAYS, SMALL, host_program_of, road_of
 from collectives.backends.shared.instructions import Program
-from collectives.backends.shared.program import program_of
+from collectives.backends.shared.program import BLOCK_BYTES, program_of
 from collectives.backends.shared.run import compile_ahead
-from collectives.backends.shared.small_program import small_program_of
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import SMALL, Control, Placement, Room
+from collectives.peers.control_page import GIVEN, TAKEN, Control, Placement, Room
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
-from collectives.peers.shared_memory import ORDERED, Gather, Segment, lock_fence, meet
+from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
+
+SLOW_BLOCK_BYTES = 256 << 10
+"""Bytes that are added up at once where that is done in Python."""
 
 CACHED_CHUNK = 256 << 10
 """Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
@@ -100,6 +104,7 @@ class SharedBackend(OneRank):
         self._control = Control(segment.control, placement.place, fence=fence)
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
         self._alone = len(placement.leaders) == 1
+        self._arenas = Arenas(self._control, placement)
         self._kept = Room.of(np.empty(0, np.uint8))
         self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
@@ -143,43 +148,74 @@ class SharedBackend(OneRank):
         if not self._closed:
             self._closed = True
             self._world.close()
+            self._arenas.close()
             self._segment.close()
 
     def _telling(self) -> AbstractContextManager[None]:
         return self._world.watch.telling()
 
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """See `GivesMemory.empty`: memory that all ranks of this host see, where the system gives it."""
+        memory = self._arenas.array(math.prod(shape) * self.arrays.itemsize(like)) if self._alone else None
+        if memory is None:
+            return self.arrays.empty(shape, like)
+        if isinstance(like, np.ndarray):
+            return memory.view(like.dtype).reshape(shape)
+        import torch
+
+        return torch.from_numpy(memory).view(like.dtype).view(shape)
+
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
         about = call.signature
-        meeting = self._world.begin(about) if self._alone else 0
-        if not self._alone:
-            self._world.agree(about, timeout=self._timeout)
         blocks = result_blocks(about.collective, about.root, self.size, about.count)
-        shown = self._alone and (memory.given[1] - memory.given[0]) * call.itemsize <= SMALL
-        program = (small_program_of if shown else program_of)(
+        lines = self._lines(call, memory)
+        if self._alone:
+            self._run_here(call, memory, blocks, lines)
+            return
+        self._world.agree(about, timeout=self._timeout)
+        program = program_of(
             call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
         )
-        work = self._work(call, memory, program, meeting)
+        work = self._work(program, lines, 0)
+        self._runner.execute(program, work, messages=self._messages(program, work))
+
+    def _run_here(
+        self, call: Call[Any], memory: RankArrays[Any], blocks: tuple[tuple[int, int], ...], lines: Lines
+    ) -> None:
+        """Run a collective of ranks that all see the same memory."""
+        about = call.signature
+        meeting = self._world.begin(about)
+        given = (memory.given[1] - memory.given[0]) * call.itemsize
+        quick = call.op is None or lines.arithmetic.loops[0] != 0
+
+        def on_road(road: int, arrays: tuple[int, ...] = ()) -> tuple[Program, Work]:
+            program = host_program_of(
+                call.table,
+                self.ranks[0],
+                given=memory.given,
+                blocks=blocks,
+                itemsize=call.itemsize,
+                block_bytes=BLOCK_BYTES if quick else SLOW_BLOCK_BYTES,
+                road=road,
+            )
+            return program, self._work(program, lines, meeting, arrays)
+
+        seen = quick and given > SMALL and self._show_arrays(memory, lines, meeting)
         self._runner.execute(
-            program,
-            work,
+            *on_road(road_of(given)),
             meeting=meeting,
             differ=lambda: self._world.differ(about),
-            messages=self._messages(program, work),
+            on_arrays=(lambda: on_road(ARRAYS, self._arrays(meeting))) if seen else None,
         )
 
     def _messages(self, program: Program, work: Work) -> Messages | None:
         """What moves the messages of other hosts: there are none."""
         return None
 
-    def _work(self, call: Call[Any], memory: RankArrays[Any], program: Program, meeting: int) -> Work:
-        """What a program works on; tensors as numpy's arrays, but those of bfloat16, which numpy lacks."""
+    def _lines(self, call: Call[Any], memory: RankArrays[Any]) -> Lines:
+        """Input and result; tensors as numpy's arrays, but those of bfloat16, which numpy lacks."""
         source, result = memory.source, memory.result
-        rooms = (
-            self._segment.slots(program.shared_elements * call.itemsize),
-            self._scratch(program.scratch_elements * call.itemsize),
-            self._control.shown(meeting),
-        )
         divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
         if not isinstance(source, np.ndarray):
             import torch
@@ -189,16 +225,42 @@ class SharedBackend(OneRank):
             source, result = source.detach(), result.detach()
             if source.dtype == torch.bfloat16:
                 add = None if call.op is None else joining(call.op, source)
-
-                def tensor(room: NDArray[np.uint8]) -> Any:
-                    return torch.from_numpy(room).view(torch.bfloat16)
-
-                return Work(source, result, rooms, tensor, None, call.itemsize, add, divisor)
+                arithmetic = Arithmetic(_bfloat16, None, call.itemsize, add, divisor, (0, 0, 0, 0, 0))
+                return Lines(source, result, source.data_ptr(), result.data_ptr(), arithmetic)
             source, result = source.numpy(), result.numpy()
-        dtype = source.dtype
-        combine = np.add if call.op is None else reduction(call.op, dtype)
-        return Work(
-            source, result, rooms, lambda room: room.view(dtype), dtype, call.itemsize, combine, divisor
+        function = np.add if call.op is None else reduction(call.op, source.dtype)
+        arithmetic = Arithmetic.of(source.dtype, function, divisor)
+        return Lines(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
+
+    def _work(self, program: Program, lines: Lines, meeting: int, arrays: tuple[int, ...] = ()) -> Work:
+        """What a program works on."""
+        itemsize = lines.arithmetic.itemsize
+        rooms = (
+            self._segment.slots(program.shared_elements * itemsize),
+            self._scratch(program.scratch_elements * itemsize),
+            self._control.shown(meeting),
+        )
+        return Work(lines, rooms, arrays)
+
+    def _show_arrays(self, memory: RankArrays[Any], lines: Lines, meeting: int) -> bool:
+        """Tell the others where this rank's arrays lie, if they see that; whether they do."""
+        places = [
+            -1 if first == last else self._arenas.offset(address) + 1
+            for (first, last), address in ((memory.given, lines.source_at), (memory.block, lines.result_at))
+        ]
+        seen = all(places) and lines.aligned
+        for name, place in zip((GIVEN, TAKEN), places, strict=True):
+            self._control.announce(name + meeting % 2, place if seen else 0)
+        return seen
+
+    def _arrays(self, meeting: int) -> tuple[int, ...]:
+        """Where the inputs of all ranks lie in this process, and then their results."""
+        return tuple(
+            self._arenas.address(place) + self._control.word(place, name + meeting % 2) - 1
+            if self._control.word(place, name + meeting % 2) > 0
+            else 0
+            for name in (GIVEN, TAKEN)
+            for place in range(self._control.ranks)
         )
 
     def _scratch(self, length: int) -> Room:
@@ -206,3 +268,10 @@ class SharedBackend(OneRank):
         if len(self._kept.data) < length:
             self._kept = Room.of(np.empty(-(-length // 64) * 64, np.uint8))
         return self._kept
+
+
+def _bfloat16(room: NDArray[np.uint8]) -> Any:
+    """Bytes as a tensor."""
+    import torch
+
+    return torch.from_numpy(room).view(torch.bfloat16)

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from collectives.backends.shared import run as machine
 from collectives.backends.shared.instructions import (
+    BLOCK,
     BYTES,
+    DIVIDE,
+    FIRST_ARRAY,
     FIRST_INPUT,
     FIRST_WAIT,
-    HAND_OVER,
     KIND,
     LAST_INPUT,
     MEMORY,
@@ -31,6 +33,7 @@ from collectives.backends.shared.instructions import (
     SHARED,
     SHOWN,
     SOURCE,
+    TOGETHER,
     Program,
 )
 from collectives.backends.shared.run import run
@@ -68,15 +71,11 @@ class Messages(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one run of a program works on.
+class Arithmetic:
+    """How elements are joined and divided.
 
     Parameters
     ----------
-    source, result : arrays
-        Of one contiguous dimension: what the rank puts in, and where its result goes.
-    rooms : three of Room
-        Shared memory, scratch, and what all ranks have shown.
     as_elements : callable
         An array of bytes as one of elements.
     dtype : numpy dtype or None
@@ -86,33 +85,94 @@ class Work:
     combine : callable
         Joins two arrays into a third: a ufunc of numpy, or what does the same for tensors.
     divisor : int
-        By which the result is divided on its way.
+        By which sums are divided.
+    loops : (int, int, int, int, int)
+        Addresses of the loops that join and divide, each with what numpy keeps with it, and of the divisor; or 0.
     """
 
-    source: Any
-    result: Any
-    rooms: tuple[Room, Room, Room]
     as_elements: Callable[[NDArray[np.uint8]], Any]
     dtype: np.dtype[Any] | None
     itemsize: int
     combine: Any
     divisor: int
+    loops: tuple[int, int, int, int, int]
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(dtype: np.dtype[Any], function: np.ufunc, divisor: int) -> Arithmetic:
+        """Of a type of numpy's."""
+        divide = (
+            (*loop_of(np.divide, dtype), _divisor(divisor, dtype).ctypes.data) if divisor > 1 else (0, 0, 0)
+        )
+        return Arithmetic(
+            lambda room: room.view(dtype),
+            dtype,
+            dtype.itemsize,
+            function,
+            divisor,
+            (*loop_of(function, dtype), *divide),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What one rank puts into a collective, and where its result goes.
+
+    Parameters
+    ----------
+    source, result : arrays
+        Of one contiguous dimension.
+    source_at, result_at : int
+        Their addresses.
+    arithmetic : Arithmetic
+    """
+
+    source: Any
+    result: Any
+    source_at: int
+    result_at: int
+    arithmetic: Arithmetic
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the machine can read and write their elements at once."""
+        dtype = self.arithmetic.dtype
+        return dtype is None or not (self.source_at | self.result_at) % dtype.alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one run of a program works on.
+
+    Parameters
+    ----------
+    lines : Lines
+    rooms : three of Room
+        Shared memory, scratch, and what all ranks have shown.
+    arrays : tuple of int
+        Addresses of the memories from `FIRST_ARRAY` on, where a program has some.
+    """
+
+    lines: Lines
+    rooms: tuple[Room, Room, Room]
+    arrays: tuple[int, ...] = ()
 
     def memory(self, number: int) -> Any:
         """A memory of the program, as elements."""
         if number in (SOURCE, RESULT):
-            return self.source if number == SOURCE else self.result
-        return self.as_elements(self.rooms[(SHARED, SCRATCH, SHOWN).index(number)].data)
+            return self.lines.source if number == SOURCE else self.lines.result
+        room = self.rooms[{SHARED: 0, SCRATCH: 1, BLOCK: 1, SHOWN: 2}[number]]
+        return self.lines.arithmetic.as_elements(room.data)
 
-    def loops(self, addresses: tuple[int, ...]) -> tuple[int, int, int, int, int]:
-        """Addresses of the loops that join and divide, of what numpy keeps with them, and of the divisor; or 0."""
-        dtype = self.dtype
-        by = 0 if self.divisor == 1 else 1
-        if dtype is None or any(address % dtype.alignment for address in addresses):
-            return 0, 0, 0, 0, by
-        if by:
-            by = _address(_divisor(self.divisor, dtype))
-        return *loop_of(self.combine, dtype), *(loop_of(np.divide, dtype) if by else (0, 0)), by
+    def loops(self) -> tuple[int, int, int, int, int]:
+        """As those of `Arithmetic`; 0 where elements do not lie as the machine needs them."""
+        arithmetic = self.lines.arithmetic
+        return arithmetic.loops if self.lines.aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
+
+    def memories(self) -> tuple[int, ...]:
+        """Addresses of the memories up to `FIRST_ARRAY`, in their order."""
+        shared, scratch, shown = (room.address for room in self.rooms)
+        return self.lines.source_at, shared, scratch, self.lines.result_at, shown, scratch
 
 
 class Runner:
@@ -130,7 +190,7 @@ class Runner:
         self._watch = watch
         self._members = placement.members
         self._own = placement.place
-        self._frame = np.zeros(machine.FRAME, dtype=np.int64)
+        self._frame = np.zeros(machine.FRAME + 2 * len(self._members), dtype=np.int64)
         self._frame[machine.FUTEX] = FUTEX
         self._calls = 0
 
@@ -142,6 +202,7 @@ class Runner:
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
+        on_arrays: Callable[[], tuple[Program, Work]] | None = None,
     ) -> None:
         """Run a program to its end.
 
@@ -155,6 +216,8 @@ class Runner:
             Raises where the notes of that meeting do not agree.
         messages : Messages, optional
             Where the program has some.
+        on_arrays : callable, optional
+            Where this rank's arrays lie where all see them: the program and work if those of all ranks do.
 
         Raises
         ------
@@ -164,8 +227,6 @@ class Runner:
         self._calls += 1
         frame = self._frame
         base = self._calls << 32
-        source, result = _address(work.source), _address(work.result)
-        shared, scratch, shown = (room.address for room in work.rooms)
         frame[: machine.FUTEX] = (
             -2 if meeting else 0,
             0,
@@ -173,12 +234,13 @@ class Runner:
             meeting,
             program.shown_bytes,
             base,
-            program.posted,
-            work.itemsize,
-            *work.loops((source, result)),
+            on_arrays is not None,
+            program.block_bytes,
+            work.lines.arithmetic.itemsize,
+            *work.loops(),
         )
         frame[machine.PATIENCE] = LOOK if messages is None else MESSAGE_LOOK
-        frame[machine.MEMORIES : machine.MEMORIES + 5] = source, shared, scratch, result, shown
+        frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -209,6 +271,12 @@ class Runner:
                 assert differ is not None, "who meets compares"
                 differ()
                 frame[machine.POSITION] = 0
+            elif status == machine.ALL_SHARED:
+                assert on_arrays is not None, "asked for"
+                program, work = on_arrays()
+                frame[machine.BLOCK_BYTES] = program.block_bytes
+                frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
+                frame[machine.FRAME :] = work.arrays
             else:
                 _aside(program, position, work, messages)
                 frame[machine.DONE_ASIDE] = 1
@@ -234,40 +302,45 @@ def _aside(
     work: Work,
     messages: Messages | None,
 ) -> None:
-    """Do an operation in Python."""
-    line = program.operations[position].tolist()
-    message, elements = line[MESSAGE], line[BYTES] // work.itemsize
+    """Do in Python what is done together from an operation on."""
+    together = program.operations[position : position + program.operations[position, TOGETHER]].tolist()
+    head = together[0]
+    message, nbytes, arithmetic = head[MESSAGE], head[BYTES], work.lines.arithmetic
 
-    def part(memory: int, offset: int) -> Any:
-        first = offset // work.itemsize
-        return work.memory(memory)[first : first + elements]
+    def part(memory: int, offset: int, start: int, stop: int) -> Any:
+        first = (offset + (0 if memory == BLOCK else start)) // arithmetic.itemsize
+        return work.memory(memory)[first : first + (stop - start) // arithmetic.itemsize]
 
-    inputs = [part(*origin) for origin in program.inputs[line[FIRST_INPUT] : line[LAST_INPUT]].tolist()]
     if messages is not None:
         for number in program.unsent.get(position, ()):
             messages.left(number)
-        if line[MEMORY] < 0:
-            messages.send(message, inputs[0]) if message >= 0 else messages.finish()
+        if head[MEMORY] < 0:
+            origins = program.inputs[head[FIRST_INPUT] : head[LAST_INPUT]].tolist()
+            messages.send(
+                message, part(origins[0][0], origins[0][1], 0, nbytes)
+            ) if message >= 0 else messages.finish()
             return
         if message >= 0:
             messages.arrived(message)
-    target = part(line[MEMORY], line[OFFSET])
+    block = nbytes if len(together) == 1 else program.block_bytes
     with np.errstate(all="ignore"):
-        if line[KIND] == HAND_OVER and work.divisor != 1:
-            np.divide(inputs[0], work.divisor, out=target)
-        elif len(inputs) == 1:
-            target[:] = inputs[0]
-        else:
-            work.combine(inputs[0], inputs[1], out=target)
-            for other in inputs[2:]:
-                work.combine(target, other, out=target)
+        for start in range(0, nbytes, block or 1):
+            stop = min(start + block, nbytes)
+            for line in together:
+                target = part(line[MEMORY], line[OFFSET], start, stop)
+                origins = program.inputs[line[FIRST_INPUT] : line[LAST_INPUT]].tolist()
+                inputs = [part(origin[0], origin[1], start, stop) for origin in origins]
+                if line[KIND] == DIVIDE:
+                    if arithmetic.divisor != 1:
+                        np.divide(target, arithmetic.divisor, out=target)
+                elif len(inputs) == 1:
+                    target[:] = inputs[0]
+                else:
+                    arithmetic.combine(inputs[0], inputs[1], out=target)
+                    for other in inputs[2:]:
+                        arithmetic.combine(target, other, out=target)
     if messages is not None and message >= 0:
         messages.used(message)
-
-
-def _address(array: Any) -> int:
-    """Where an array or a tensor begins."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())
 
 
 @lru_cache(maxsize=64)

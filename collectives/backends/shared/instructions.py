@@ -10,24 +10,43 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
 
-SOURCE, SHARED, SCRATCH, RESULT, SHOWN = range(5)
-"""The memories of a rank: what it puts in, what its host shares (`slots`), where messages arrive or what it adds up by
-itself lies, its result, and what all ranks of the host have shown when they met (`small_program`)."""
+SOURCE, SHARED, SCRATCH, RESULT, SHOWN, BLOCK, FIRST_ARRAY = range(7)
+"""The memories of a rank: what it puts in; what its host shares; where messages arrive; its result; what all ranks of
+the host have shown when they met; room for sums of a block, in which nothing is further on in the next block; and from
+here on what every rank of the host puts in, then the result of each, where these lie in memory that all see."""
 
-COPY, JOIN, HAND_OVER, ASIDE = range(4)
-"""What an operation does: copy its one input, or join all of them, first and second, then that and the third; copy to
-the result and divide where there is a divisor; or what only Python can do."""
+COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE = range(5)
+"""What an operation does: copy its one input; join all of them, first and second, then that and the third; join single
+elements (numpy rounds complex products of one element in its place in another way); divide what it has in its place
+where there is a divisor; or what only Python can do."""
 
-COLUMNS = ROW, KIND, FIRST_WAIT, LAST_WAIT, FIRST_INPUT, LAST_INPUT, MEMORY, OFFSET, BYTES, MESSAGE = range(
-    10
-)
-"""The columns of operations: row of the table; kind; the waits and the inputs that belong to it, from one and up to
-another; memory, byte and length in bytes of what it writes, memory -1 for sending; number of the message that it sends
-or whose arrival it waits for, -1 for none."""
+COLUMNS = (
+    ROW,
+    KIND,
+    TOGETHER,
+    FIRST_WAIT,
+    LAST_WAIT,
+    FIRST_INPUT,
+    LAST_INPUT,
+    MEMORY,
+    OFFSET,
+    BYTES,
+    MESSAGE,
+    POST,
+) = range(12)
+"""The columns of operations: row of the table; kind; how many operations from here on are done together, block by
+block; the waits, which the first of them has, and the inputs that belong to it, from one and up to another; memory,
+byte and length in bytes of what it writes, memory -1 for sending; number of the message that it sends or whose arrival
+it waits for, -1 for none; and what the rank has done with it, as others wait for it, 0 for nothing to tell."""
 
 PLACE, LEAST, WAITING_ROW = range(3)
-"""The columns of waits: whose operations (place among the ranks of the host), how many of them must be done, and for
-which row."""
+"""The columns of waits: whose operations (place among the ranks of the host), what they must have posted, and for which
+row."""
+
+Place = tuple[int, int]
+"""A memory, and an element of it."""
+
+Waits = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +85,21 @@ class Program:
     waits : (W, 3) int64
     inputs : (I, 2) int64
         Memory and byte.
-    posted : int
-        How many operations others may wait for.
+    block_bytes : int
+        Of what is done together; as much as a multiple of every element, and what fits into `BLOCK`'s rooms.
     unsent : mapping of int to tuple of int
         For operations the messages of this rank that must have left before.
     leaving, arriving : tuple of Message
     shown_bytes : int
         How much of what it puts in a rank shows when all meet.
     shared_elements, scratch_elements : int
-        Elements of the memory that the host shares, and of this rank's memory for arriving messages.
+        Elements of the memory that the host shares, and of this rank's memory for arriving messages or for sums.
     """
 
     operations: Numbers
     waits: Numbers
     inputs: Numbers
-    posted: int
+    block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
     leaving: tuple[Message, ...]
     arriving: tuple[Message, ...]
@@ -113,20 +132,35 @@ class Writing:
         kind: int,
         row: int,
         elements: int,
-        inputs: list[tuple[int, int]],
-        target: tuple[int, int],
+        inputs: list[Place],
+        target: Place,
         *,
-        waits: tuple[tuple[int, int, int], ...] = (),
+        waits: Waits = (),
         message: int = -1,
+        post: int = 0,
     ) -> None:
         """Add an operation; inputs and target are a memory and the element of it where they begin."""
-        memory, start = target
+        self.together([(kind, inputs, target)], row, elements, waits=waits, message=message, post=post)
+
+    def together(
+        self,
+        lines: list[tuple[int, list[Place], Place]],
+        row: int,
+        elements: int,
+        *,
+        waits: Waits = (),
+        message: int = -1,
+        post: int = 0,
+    ) -> None:
+        """Add operations that are done together: kind, inputs and target of each."""
         size = self._itemsize
-        first_wait, first_input = len(self._waits), len(self._inputs)
-        self._waits += waits
-        self._inputs += [(origin, first * size) for origin, first in inputs]
-        bounds = (first_wait, len(self._waits), first_input, len(self._inputs))
-        self._operations.append((row, kind, *bounds, memory, start * size, elements * size, message))
+        for number, (kind, inputs, (memory, start)) in enumerate(lines):
+            first_wait, first_input = len(self._waits), len(self._inputs)
+            self._waits += () if number else waits
+            self._inputs += [(origin, first * size) for origin, first in inputs]
+            bounds = (first_wait, len(self._waits), first_input, len(self._inputs))
+            row_of_all = (row, kind, len(lines) - number, *bounds, memory, start * size)
+            self._operations.append((*row_of_all, elements * size, message, post))
 
     def arrays(self) -> tuple[Numbers, Numbers, Numbers]:
         """Operations, waits and inputs of a `Program`."""

@@ -17,15 +17,18 @@ from collectives.backends.shared.chunk_values import Instances, instances
 from collectives.backends.shared.instructions import (
     ASIDE,
     COPY,
-    HAND_OVER,
+    DIVIDE,
     JOIN,
+    JOIN_ONE,
     RESULT,
     SCRATCH,
     SHARED,
     SOURCE,
     WAITING_ROW,
     Message,
+    Place,
     Program,
+    Waits,
     Writing,
 )
 from collectives.backends.shared.slots import Slots, slots_of
@@ -35,10 +38,10 @@ from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.control_page import Placement
 
 Numbers = NDArray[np.int64]
-Place = tuple[int, int]
-"""A memory, and an element of it."""
-
 NOWHERE: Place = (-1, 0)
+BLOCK_BYTES = 16 << 10
+"""Bytes that are copied before they are divided: what stays in the nearest cache."""
+
 ALIGNMENT = 64
 """Slots begin at multiples of so many bytes, a cache line."""
 
@@ -103,6 +106,7 @@ def program_of(
         joined[int(order.join_key[row])].append(row)
     for number, key in enumerate(order.own_keys.tolist()):
         row, kind = int(order.rows[key // 3]), key % 3
+        elements = stops[row] - starts[row]
         read = int(held.reads[row])
         inputs, target, message = [put_in(row)], NOWHERE, -1
         if kind == 0:
@@ -123,15 +127,15 @@ def program_of(
                 inputs.insert(0, put_in(row) if held.is_input[own] else lies(own, row))
         aside = message >= 0 or number in unsent
         writing.add(
-            ASIDE if aside else JOIN if len(inputs) > 1 else COPY,
+            ASIDE if aside else join_of(elements) if len(inputs) > 1 else COPY,
             row,
-            stops[row] - starts[row],
+            elements,
             inputs,
             target,
             waits=waits[number],
             message=message,
+            post=number + 1,
         )
-    posted = len(writing)
     if departures.size:
         writing.add(ASIDE, 0, 0, [], NOWHERE)
     ending = np.flatnonzero(held.final & kept & (table.destination == rank))
@@ -142,13 +146,14 @@ def program_of(
         for row in ending.tolist()
     ]
     for origin, goal, elements in merged(parts):
-        writing.add(HAND_OVER, 0, elements, [(SHARED, origin)], (RESULT, goal))
+        lines = [(COPY, [(SHARED, origin)], (RESULT, goal)), (DIVIDE, [], (RESULT, goal))]
+        writing.together(lines, 0, elements)
     operations, of_operations, inputs_of_all = writing.arrays()
     return Program(
         operations=operations,
         waits=of_operations,
         inputs=inputs_of_all,
-        posted=posted,
+        block_bytes=BLOCK_BYTES,
         unsent=unsent,
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
@@ -158,14 +163,17 @@ def program_of(
     )
 
 
+def join_of(elements: int) -> int:
+    """The kind of an operation that joins so many elements of a row."""
+    return JOIN_ONE if elements == 1 else JOIN
+
+
 def aligned(elements: int, itemsize: int) -> int:
     """So many elements, or a few more, up to the next multiple of `ALIGNMENT`."""
     return -(-elements * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
 
 
-def _complete(
-    held: Instances, order: Order, ending: Numbers, placement: Placement
-) -> tuple[tuple[int, int, int], ...]:
+def _complete(held: Instances, order: Order, ending: Numbers, placement: Placement) -> Waits:
     """For each other rank the last of its operations that a result needs, as waits."""
     ready = order.ready(held)
     found = {}
@@ -195,7 +203,7 @@ def merged(parts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def _waits(
     table: TransferTable, held: Instances, order: Order, slots: Slots, placement: Placement
-) -> defaultdict[int, tuple[tuple[int, int, int], ...]]:
+) -> defaultdict[int, Waits]:
     """The waits of each operation of a rank."""
     rank = placement.rank
     ready = order.ready(held)
@@ -208,7 +216,7 @@ def _waits(
     least = np.concatenate((ready[held.reads[reading]], order.join_position[freeing]))
     operation = np.searchsorted(order.own_keys, key)
     row = np.concatenate((reading, order.rows[slots.begin[following[freeing]] // 3]))
-    found: defaultdict[int, tuple[tuple[int, int, int], ...]] = defaultdict(tuple)
+    found: defaultdict[int, Waits] = defaultdict(tuple)
     for other in np.unique(peer[peer != rank]).tolist():
         place = placement.members.index(other)
         of_other = np.flatnonzero(peer == other)

@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from collectives.backends.shared.instructions import (
     ASIDE,
+    BLOCK,
     BYTES,
     COPY,
+    DIVIDE,
+    FIRST_ARRAY,
     FIRST_INPUT,
     FIRST_WAIT,
-    HAND_OVER,
+    JOIN_ONE,
     KIND,
     LAST_INPUT,
     LAST_WAIT,
@@ -32,7 +35,9 @@ from collectives.backends.shared.instructions import (
     MEMORY,
     OFFSET,
     PLACE,
+    POST,
     SOURCE,
+    TOGETHER,
 )
 from collectives.compiled import (
     Word,
@@ -44,11 +49,23 @@ from collectives.compiled import (
     load_word,
     store_word,
 )
-from collectives.peers.control_page import ASLEEP, BELL, DONE, NOTE, NOTES, PAGE, SMALL, UNTIL
+from collectives.peers.control_page import (
+    ASLEEP,
+    BELL,
+    DONE,
+    GIVEN,
+    NOTE,
+    NOTES,
+    PAGE,
+    SHOWABLE,
+    TAKEN,
+    UNTIL,
+)
 from collectives.peers.signature import LENGTH
 
-ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON = range(4)
-"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do."""
+ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, ALL_SHARED = range(5)
+"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do; or the
+arrays of all ranks lie in memory that all see, so there is a better program."""
 
 YIELDING = 200_000
 """Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
@@ -62,9 +79,6 @@ RESPITE = 32
 LONGEST_RESPITE = 320_000_000
 """Nanoseconds of that at most: a job may have been stopped for hours."""
 
-BLOCK = 16 << 10
-"""Bytes of a join that are read from all inputs before the next ones."""
-
 (
     POSITION,
     WAIT,
@@ -72,7 +86,8 @@ BLOCK = 16 << 10
     MEETING,
     SHOWN_BYTES,
     BASE,
-    POSTED,
+    ARRAYS,
+    BLOCK_BYTES,
     ITEM,
     JOIN,
     JOIN_DATA,
@@ -83,18 +98,16 @@ BLOCK = 16 << 10
     PATIENCE,
     RESTED,
     MEMORIES,
-) = range(17)
+) = range(18)
 """What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
-has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, the
-operations that others may wait for, bytes of an element, the addresses of the loops that join and divide and of the
-divisor (0 where there is none), the number of the system call futex (0 where there is none), the nanoseconds of a wait
-after which the call ends, when a processor may be given away again, and the five memories."""
+has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at,
+whether this rank's arrays lie where all see them, bytes of a block and of an element, the addresses of the loops that
+join and divide and of the divisor (0 where there is none), the number of the system call futex (0 where there is none),
+the nanoseconds of a wait after which the call ends, when a processor may be given away again, and the memories up to
+`FIRST_ARRAY`."""
 
-CLOCK, ARGUMENTS = 24, 28
-"""And room for times, and for what loops of numpy are called with."""
-
-FRAME = 36
-"""Words of a frame."""
+CLOCK, ARGUMENTS, FRAME = 25, 29, 36
+"""And room for times, for what loops of numpy are called with, and, from `FRAME` on, two memories for each rank."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -121,7 +134,7 @@ def run(
     ----------
     operations, waits, inputs : arrays of int64
         Of a `Program`.
-    frame : (FRAME,) int64
+    frame : (FRAME + 2 ranks,) int64
         Where it stands, and what it works on.
     control : int
         Address of the pages of all ranks of this host.
@@ -131,7 +144,7 @@ def run(
     Returns
     -------
     int
-        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER`` or ``BY_PYTHON``.
+        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER``, ``BY_PYTHON`` or ``ALL_SHARED``.
     """
     if frame[POSITION] == -2:
         _show(frame, control, own, ranks)
@@ -144,61 +157,97 @@ def run(
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
         frame[POSITION] = 0
+        if frame[ARRAYS] and _all_shared(frame, control, ranks):
+            return ALL_SHARED
     while frame[POSITION] < len(operations):
-        operation = operations[frame[POSITION]]
+        number = frame[POSITION]
         if frame[DONE_ASIDE] == 0:
-            while operation[FIRST_WAIT] + frame[WAIT] < operation[LAST_WAIT]:
-                wait = waits[operation[FIRST_WAIT] + frame[WAIT]]
-                if not _wait(frame, control, own, ranks, wait[PLACE], frame[BASE] + wait[LEAST]):
+            while operations[number, FIRST_WAIT] + frame[WAIT] < operations[number, LAST_WAIT]:
+                wait = operations[number, FIRST_WAIT] + frame[WAIT]
+                least = frame[BASE] + waits[wait, LEAST]
+                if not _wait(frame, control, own, ranks, waits[wait, PLACE], least):
                     return WAITING
                 frame[WAIT] += 1
-            if not _done_here(operation, inputs, frame):
+            if not _done_here(operations, inputs, frame, number):
                 return BY_PYTHON
         frame[DONE_ASIDE] = 0
         frame[WAIT] = 0
-        frame[POSITION] += 1
-        if frame[POSITION] <= frame[POSTED]:
-            _post(frame, control, own, ranks, frame[BASE] + frame[POSITION])
+        frame[POSITION] += operations[number, TOGETHER]
+        post = operations[frame[POSITION] - 1, POST]
+        if post > 0:
+            _post(frame, control, own, ranks, frame[BASE] + post)
     return ENDED
 
 
 @compiled
-def _done_here(operation: Numbers, inputs: Numbers, frame: Numbers) -> bool:
-    """Do an operation, unless Python must."""
-    kind, length = operation[KIND], operation[BYTES]
-    if kind == ASIDE:
-        return False
-    target = frame[MEMORIES + operation[MEMORY]] + operation[OFFSET]
-    first = operation[FIRST_INPUT]
-    if kind == COPY or (kind == HAND_OVER and frame[DIVISOR] == 0):
-        _memcpy(target, frame[MEMORIES + inputs[first, 0]] + inputs[first, 1], length)
-        return True
-    function, data = frame[JOIN], frame[JOIN_DATA]
-    if kind == HAND_OVER:
-        function, data = frame[DIVISION], frame[DIVISION_DATA]
-    if function == 0:
-        return False
+def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word) -> bool:
+    """Do the operations that are done together with the first of them, unless Python must."""
+    last = first + operations[first, TOGETHER]
+    for number in range(first, last):
+        kind = operations[number, KIND]
+        divides = kind == DIVIDE and frame[DIVISOR] != 0
+        joins = kind != COPY and kind != DIVIDE
+        if kind == ASIDE or (joins and frame[JOIN] == 0) or (divides and frame[DIVISION] == 0):
+            return False
+    length = operations[first, BYTES]
+    block = length if last - first == 1 and operations[first, KIND] == COPY else frame[BLOCK_BYTES]
+    start = 0
+    while start < length:
+        part = min(block, length - start)
+        for number in range(first, last):
+            _do(operations, inputs, frame, number, start, part)
+        start += block
+    return True
+
+
+@compiled
+def _do(
+    operations: Numbers, inputs: Numbers, frame: Numbers, number: Word, start: Word, length: Word
+) -> None:
+    """Do a part of an operation."""
+    kind, first = operations[number, KIND], operations[number, FIRST_INPUT]
+    target = _address(frame, operations[number, MEMORY], operations[number, OFFSET], start)
+    if kind == COPY:
+        _memcpy(target, _address(frame, inputs[first, 0], inputs[first, 1], start), length)
+        return
     item = frame[ITEM]
     arguments = frame.ctypes.data + 8 * ARGUMENTS
     lengths, steps = arguments + 24, arguments + 32
+    frame[ARGUMENTS + 3] = length // item
     frame[ARGUMENTS + 4 : ARGUMENTS + 7] = item
-    start = 0
-    while start < length:
-        frame[ARGUMENTS + 3] = min(BLOCK, length - start) // item
-        frame[ARGUMENTS] = frame[MEMORIES + inputs[first, 0]] + inputs[first, 1] + start
-        frame[ARGUMENTS + 2] = target + start
-        if kind == HAND_OVER:
+    frame[ARGUMENTS + 2] = target
+    if kind == DIVIDE:
+        if frame[DIVISOR]:
+            frame[ARGUMENTS] = target
             frame[ARGUMENTS + 1] = frame[DIVISOR]
             frame[ARGUMENTS + 5] = 0
-            call_numpy(function, arguments, lengths, steps, data)
-        for number in range(first + 1, operation[LAST_INPUT]):
-            if length == item and frame[ARGUMENTS] == target:
-                # as numpy calls it for one element in its place, which rounds a complex product in another way
-                frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
-            frame[ARGUMENTS + 1] = frame[MEMORIES + inputs[number, 0]] + inputs[number, 1] + start
-            call_numpy(function, arguments, lengths, steps, data)
-            frame[ARGUMENTS] = target + start
-        start += BLOCK
+            call_numpy(frame[DIVISION], arguments, lengths, steps, frame[DIVISION_DATA])
+        return
+    frame[ARGUMENTS] = _address(frame, inputs[first, 0], inputs[first, 1], start)
+    for one in range(first + 1, operations[number, LAST_INPUT]):
+        if kind == JOIN_ONE and frame[ARGUMENTS] == target:
+            frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
+        frame[ARGUMENTS + 1] = _address(frame, inputs[one, 0], inputs[one, 1], start)
+        call_numpy(frame[JOIN], arguments, lengths, steps, frame[JOIN_DATA])
+        frame[ARGUMENTS] = target
+
+
+@compiled
+def _address(frame: Numbers, memory: Word, offset: Word, start: Word) -> Word:
+    """Where a block is that begins so many bytes further on."""
+    if memory >= FIRST_ARRAY:
+        return frame[FRAME + memory - FIRST_ARRAY] + offset + start
+    return frame[MEMORIES + memory] + offset + (0 if memory == BLOCK else start)
+
+
+@compiled
+def _all_shared(frame: Numbers, control: Word, ranks: Word) -> bool:
+    """Whether all ranks have said that their arrays lie where all see them."""
+    parity = frame[MEETING] % 2
+    for place in range(ranks):
+        page = control + place * PAGE
+        if load_word(page + 8 * (GIVEN + parity)) == 0 or load_word(page + 8 * (TAKEN + parity)) == 0:
+            return False
     return True
 
 
@@ -207,7 +256,7 @@ def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
     """Show this rank's note, and what belongs to it, and wake all where it is the last one."""
     number = frame[MEETING]
     if frame[SHOWN_BYTES] > 0:
-        place = control + ranks * PAGE + (2 * own + number % 2) * SMALL
+        place = control + ranks * PAGE + (2 * own + number % 2) * SHOWABLE
         _memcpy(place, frame[MEMORIES + SOURCE], frame[SHOWN_BYTES])
     store_word(control + own * PAGE + 8 * NOTES, number)
     full_fence()
@@ -301,4 +350,4 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
 def compile_ahead() -> None:
     """Compile `run`, or load it, before anybody waits for this rank."""
     nothing = np.zeros((0, 1), dtype=np.int64)
-    run(nothing, nothing, nothing, np.zeros(FRAME, dtype=np.int64), 0, 0, 1)
+    run(nothing, nothing, nothing, np.zeros(FRAME + 2, dtype=np.int64), 0, 0, 1)

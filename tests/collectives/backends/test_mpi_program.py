@@ -16,27 +16,35 @@ from numpy.typing import NDArray
 from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.backend import Loopback
+from collectives.backends.shared import host_program
+from collectives.backends.shared.host_program import ARRAYS, EACH, ROUNDS, host_program_of
 from collectives.backends.shared.instructions import (
+    ASIDE,
+    BLOCK,
     BYTES,
+    DIVIDE,
+    FIRST_ARRAY,
     FIRST_INPUT,
     FIRST_WAIT,
-    HAND_OVER,
     KIND,
     LAST_INPUT,
     LAST_WAIT,
     MEMORY,
     MESSAGE,
     OFFSET,
+    POST,
     RESULT,
     SCRATCH,
     SHARED,
+    SHOWN,
     SOURCE,
+    TOGETHER,
     Message,
     Program,
 )
 from collectives.backends.shared.program import program_of
 from collectives.lowering.transfer_table import TransferTable, result_blocks
-from collectives.peers.control_page import Placement
+from collectives.peers.control_page import SHOWABLE, Placement
 from collectives.peers.signature import Signature
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import COLLECTIVES, Plan
@@ -56,10 +64,10 @@ class Rank:
     ) -> None:
         self.program = program
         self.host = host
-        self.done = 0
+        self.done = self.told = 0
         self.result = result
         scratch = np.full(program.scratch_elements, np.nan)
-        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch, RESULT: result}
+        self.memories = {SOURCE: source, SHARED: shared, SCRATCH: scratch, RESULT: result, BLOCK: scratch}
         self.open = [number for number, message in enumerate(program.arriving) if message.first]
         self.arrived: set[int] = set()
         self.sent: dict[int, Array] = {}
@@ -69,10 +77,10 @@ class Rank:
     def ended(self) -> bool:
         return self.done == len(self.program.operations)
 
-    def part(self, memory: int, offset: int) -> Array:
-        """The elements of a memory that the next operation reads or writes."""
-        elements = self.program.operations[self.done, BYTES] // ITEM
-        return self.memories[memory][offset // ITEM : offset // ITEM + elements]
+    def part(self, memory: int, offset: int, start: int, stop: int) -> Array:
+        """The bytes of a memory that an operation reads or writes in a block, as elements."""
+        first = (offset + (0 if memory == BLOCK else start)) // ITEM
+        return self.memories[memory][first : first + (stop - start) // ITEM]
 
 
 class Machine:
@@ -106,28 +114,40 @@ class Machine:
         if line[MEMORY] < 0 and line[MESSAGE] < 0:
             unsent = set(range(len(rank.program.leaving)))
         return (
-            all(self.ranks[rank.host[place]].done >= least for place, least, _ in waits)
+            all(self.ranks[rank.host[place]].told >= least for place, least, _ in waits)
             and rank.left.issuperset(unsent)
             and (line[MEMORY] < 0 or line[MESSAGE] < 0 or line[MESSAGE] in rank.arrived)
         )
 
     def step(self, number: int) -> None:
         rank = self.ranks[number]
-        line = rank.program.operations[rank.done].tolist()
+        together = rank.program.operations[
+            rank.done : rank.done + rank.program.operations[rank.done, TOGETHER]
+        ]
+        head = together[0].tolist()
+        block = head[BYTES] if len(together) == 1 else rank.program.block_bytes
+        for start in range(0, head[BYTES], block or 1):
+            for line in together.tolist():
+                self.do(rank, line, start, min(start + block, head[BYTES]))
+        if head[MEMORY] >= 0 and head[MESSAGE] >= 0:
+            following = rank.program.arriving[head[MESSAGE]].following
+            rank.open += [following] if following >= 0 else []
+        rank.done += len(together)
+        rank.told = max(rank.told, head[POST])
+
+    def do(self, rank: Rank, line: list[int], start: int, stop: int) -> None:
         bounds = slice(line[FIRST_INPUT], line[LAST_INPUT])
-        inputs = [rank.part(*origin) for origin in rank.program.inputs[bounds].tolist()]
-        if line[MEMORY] >= 0:
-            target = rank.part(line[MEMORY], line[OFFSET])
+        inputs = [
+            rank.part(memory, offset, start, stop) for memory, offset in rank.program.inputs[bounds].tolist()
+        ]
+        if line[MEMORY] >= 0 and line[KIND] != DIVIDE:
+            target = rank.part(line[MEMORY], line[OFFSET], start, stop)
             total = inputs[0]
             for other in inputs[1:]:
                 total = total + other
             target[:] = total
-            if line[MESSAGE] >= 0:
-                following = rank.program.arriving[line[MESSAGE]].following
-                rank.open += [following] if following >= 0 else []
-        elif line[MESSAGE] >= 0:
+        elif line[KIND] == ASIDE and line[MESSAGE] >= 0:
             rank.sent[line[MESSAGE]] = inputs[0]
-        rank.done += 1
 
     def deliverable(self, number: int) -> list[int]:
         """Messages that MPI may move now: the first of each stream that is sent and awaited."""
@@ -159,9 +179,9 @@ class Machine:
 
 
 def outcome(
-    plan: Plan, table: TransferTable, hosts: Sequence[int], seed: int
+    plan: Plan, table: TransferTable, hosts: Sequence[int], seed: int, *, road: int | None = None
 ) -> tuple[list[Array], list[Array]]:
-    """The results of the programs and of loopback."""
+    """The results of the programs, of one host where a road is given, and of loopback."""
     size = len(hosts)
     generator = np.random.default_rng(seed)
     about = Signature(0, "", size, plan.collective, plan.root, None, "float64", table.count, 1)
@@ -176,17 +196,21 @@ def outcome(
     ranks = []
     shared: dict[int, Array] = {}
     for rank in range(size):
-        program = program_of(
-            table,
-            Placement(rank, tuple(hosts), (0,) * size),
-            given=givens[rank],
-            blocks=blocks,
-            itemsize=ITEM,
-        )
+        asked: dict[str, Any] = {"given": givens[rank], "blocks": blocks, "itemsize": ITEM}
+        if road is None:
+            program = program_of(table, Placement(rank, tuple(hosts), (0,) * size), **asked)
+        else:
+            program = host_program_of(table, rank, **asked, block_bytes=24 * ITEM, road=road)
         slots = shared.setdefault(hosts[rank], np.full(program.shared_elements, np.nan))
         assert len(slots) == program.shared_elements, "all ranks of a host agree on the slots"
         members = [other for other in range(size) if hosts[other] == hosts[rank]]
         ranks.append(Rank(program, members, sources[rank], results[0][rank], slots))
+    seen = np.full((size, 2 * SHOWABLE // ITEM), np.nan)
+    for rank, one in enumerate(ranks):
+        one.memories |= {FIRST_ARRAY + other: sources[other] for other in range(size)}
+        one.memories |= {FIRST_ARRAY + size + other: results[0][other] for other in range(size)}
+        one.memories[SHOWN] = seen.reshape(-1)
+        seen[rank, : one.program.shown_bytes // ITEM] = sources[rank][: one.program.shown_bytes // ITEM]
     Machine(ranks, random.Random(seed)).run()
     op = "sum" if plan.collective in ("allreduce", "reduce", "reduce_scatter") else None
     memory = tuple(
@@ -224,6 +248,34 @@ def test_any_order_of_operations_gives_the_result_of_loopback(shape: str, collec
     for seed in range(3):
         ours, wanted = outcome(plan, table, hosts_of(form, 5), seed)
         assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("road", range(EACH, ARRAYS + 1))
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_any_order_of_operations_on_one_host_does_on_every_road(
+    monkeypatch: pytest.MonkeyPatch, shape: str, collective: str, road: int
+) -> None:
+    monkeypatch.setattr(host_program, "ROUND_BYTES", 1024)
+    plan = forest_plan(5, collective, shape)
+    for seed, count in enumerate((5 * 373, 5, 5 * 65)):
+        table = lower(plan, count, chunk_elements=64)
+        host_program_of.cache_clear()
+        ours, wanted = outcome(plan, table, [0] * 5, seed, road=road)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    host_program_of.cache_clear()
+
+
+def test_on_one_host_a_chain_takes_as_many_operations_as_a_star() -> None:
+    lengths = set()
+    for shape in SHAPES:
+        table = lower(forest_plan(4, "allreduce", shape), 1 << 20, chunk_elements=1 << 16)
+        asked: dict[str, Any] = {"given": (0, 1 << 20), "blocks": ((0, 1 << 20),) * 4, "itemsize": 4}
+        program = host_program_of(table, 2, **asked, block_bytes=1 << 14, road=ROUNDS)
+        waits = program.operations[:, LAST_WAIT] - program.operations[:, FIRST_WAIT]
+        lengths.add((np.count_nonzero(waits), program.operations[:, POST].max(), program.shared_elements))
+    assert len(lengths) == 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -275,8 +327,9 @@ def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
     ]
     for rank, program in enumerate(programs):
         root = rank == plan.root
-        assert program.posted == (len(set(table.start.tolist())) if root else 0)
-        taken = program.operations[program.operations[:, KIND] == HAND_OVER]
+        assert program.operations[:, POST].max() == (len(set(table.start.tolist())) if root else 0)
+        taken = program.operations[program.operations[:, MEMORY] == RESULT]
+        taken = taken[taken[:, KIND] != DIVIDE]
         places = [(*program.inputs[line[FIRST_INPUT]], line[OFFSET], line[BYTES]) for line in taken]
         assert places == ([] if root else [(SHARED, 0, 0, 4 * 4096)])
 
@@ -293,6 +346,6 @@ def test_what_a_rank_adds_up_on_one_host_is_one_operation() -> None:
         blocks=result_blocks("reduce", root, 5, 5 * 373),
         itemsize=4,
     )
-    joins = program.operations[: program.posted]
+    joins = program.operations[program.operations[:, POST] > 0]
     assert len(joins) == len(set(table.start.tolist()))
     assert (joins[:, LAST_INPUT] - joins[:, FIRST_INPUT]).tolist() == [5] * len(joins)

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.backends.shared.backend import SharedBackend
+from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
 from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
-from collectives.peers.control_page import SMALL
+from collectives.peers.control_page import SHOWABLE
 from collectives.reduction import loop_of
 from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
@@ -119,20 +121,22 @@ def given_to(rank: int, count: int, dtype: str) -> Array:
     return values.astype(np.float64 if np.dtype(dtype).kind == "f" else np.int64).astype(dtype)
 
 
+def run(comm: Communicator, collective: str, inputs: Any, op: str, out: Any = None) -> Any:
+    """A collective of this name."""
+    if collective == "allgather":
+        return comm.all_gather(inputs, out=out)
+    if collective == "broadcast":
+        return comm.broadcast(inputs, out=out)
+    call = {"allreduce": comm.all_reduce, "reduce": comm.reduce, "reduce_scatter": comm.reduce_scatter}
+    return call[collective](inputs, op=op, out=out)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "reduce_scatter", "allgather", "broadcast"])
 @pytest.mark.parametrize("shape", ["star", "chain", "binary"])
-@pytest.mark.parametrize("nbytes", [8, SMALL, SMALL + 64, 40 * SMALL])
+@pytest.mark.parametrize("nbytes", [8, SMALL, SMALL + 64, SHOWABLE + 64])
 def test_every_road_adds_in_the_order_of_the_plan(shape: str, collective: str, nbytes: int) -> None:
     plan = forest_plan(4, collective, shape)
-
-    def run(comm: Communicator, inputs: Any, op: str) -> Any:
-        if collective == "allgather":
-            return comm.all_gather(inputs)
-        if collective == "broadcast":
-            return comm.broadcast(inputs)
-        return (comm.all_reduce if collective == "allreduce" else comm.reduce_scatter)(inputs, op=op)
-
     cases = [
         (dtype, op)
         for dtype in TYPES
@@ -144,18 +148,78 @@ def test_every_road_adds_in_the_order_of_the_plan(shape: str, collective: str, n
         return given_to(rank, -(-nbytes // np.dtype(dtype).itemsize // 4) * 4, dtype)
 
     def work(comm: Communicator, rank: int) -> list[Array]:
-        return [run(comm, of(rank, dtype), op) for dtype, op in cases]
+        return [run(comm, collective, of(rank, dtype), op) for dtype, op in cases]
 
     found = in_threads(plan, work, chunk_bytes=1 << 14)
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         for number, (dtype, op) in enumerate(cases):
-            wanted = run(comm, [of(rank, dtype) for rank in range(4)], op)
+            wanted = run(comm, collective, [of(rank, dtype) for rank in range(4)], op)
             for rank in range(4):
                 ours, theirs = found[rank][number], wanted[rank]
                 if dtype == "longdouble":  # with bytes that mean nothing
                     assert np.array_equal(ours, theirs, equal_nan=True), (op, rank)
                 else:
                     assert ours.tobytes() == theirs.tobytes(), (dtype, op, rank)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter", "allgather", "broadcast"])
+@pytest.mark.parametrize("shape", ["star", "chain", "binary"])
+@pytest.mark.parametrize("rounds", [0, 1, 2 * RING + 1])
+def test_arrays_that_all_ranks_see_end_with_the_same_bits(shape: str, collective: str, rounds: int) -> None:
+    plan = forest_plan(4, collective, shape)
+    count = (SMALL + rounds * ROUND_BYTES) // 8 + 4
+    count += 1 if collective == "allreduce" else 0  # its last chunk is one element
+    given = [given_to(rank, count, "complex64") for rank in range(4)]
+    whole = count * (4 if collective == "allgather" else 1) // (4 if collective == "reduce_scatter" else 1)
+
+    def work(comm: Communicator, rank: int) -> list[Array]:
+        apart, seen = given[rank].copy(), comm.empty(count, "complex64")
+        seen[:] = given[rank]
+        out = comm.empty((whole,), np.complex64)
+        assert comm.backend == "shared"
+        results = [run(comm, collective, apart, "prod"), run(comm, collective, seen, "prod", out)]
+        assert np.array_equal(seen, given[rank])
+        # the third rank's lie elsewhere, so nobody's are used
+        mixed = run(comm, collective, apart if rank == 2 else seen, "prod", comm.empty(whole, "complex64"))
+        in_place = run(comm, collective, seen, "prod", seen) if whole == count else mixed
+        return [np.zeros(0) if one is None else np.array(one) for one in (*results, mixed, in_place)]
+
+    found = in_threads(plan, work, chunk_bytes=1 << 14)
+    with Communicator(plan, chunk_bytes=1 << 14) as comm:
+        wanted = run(comm, collective, given, "prod")
+    for rank in range(4):
+        expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
+        assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 4, rank
+
+
+def test_memory_of_arrays_that_are_gone_is_used_again_and_arrays_outlive_their_communicator() -> None:
+    def work(comm: Communicator, rank: int) -> list[Array]:
+        first, second = comm.empty((3, 1000)), comm.empty(5, "int8")
+        assert (first.shape, first.dtype, second.dtype) == ((3, 1000), np.float32, np.int8)
+        assert not np.shares_memory(first, second)
+        first[:], second[:] = rank, rank
+        view, place = first[1], first.ctypes.data
+        del first
+        assert comm.empty((3, 1000)).ctypes.data != place  # a view keeps it
+        del view
+        again = comm.empty(1000, np.float64)
+        assert again.ctypes.data == place
+        assert not again.any()  # what it held is gone
+        return [second]
+
+    for rank, (kept,) in enumerate(in_threads(forest_plan(2, "allreduce", "star"), work)):
+        assert kept.tolist() == [rank] * 5
+
+
+def test_other_back_ends_give_arrays_like_any_other_and_say_what_they_cannot() -> None:
+    with Communicator(forest_plan(2, "allreduce", "star")) as comm:
+        arrays = comm.empty((2, 3), np.dtype("int64"))
+        assert [(one.shape, one.dtype.name) for one in arrays] == [((2, 3), "int64")] * 2
+        assert comm.empty(4, "bfloat16")[0].dtype.name == "bfloat16"
+        for shape, dtype in ((3, "float33"), (3, object), (3, "datetime64[s]"), ((2, -1), "int8")):
+            with pytest.raises(UsageError, match=r"cannot be moved|does not exist"):
+                comm.empty(shape, dtype)
 
 
 def test_numpy_has_a_loop_for_every_sum_of_numbers() -> None:

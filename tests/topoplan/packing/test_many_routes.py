@@ -202,5 +202,5 @@ def test_the_cheapest_route_is_the_cheapest_of_all(drawn: tuple[Fabric, list[int
             assert (fabric.arc(found).tail, fabric.arc(found).head) == (tail, head)
             assert found in known
             assert sum(lengths[link] for link in found) == least == routes.cost[tail, head]
-            crossed = routes.usage(np.array([tail]), np.array([head]))
+            crossed = routes.usage(np.array([tail]), np.array([head]), np.array([0]), 1)[0]
             assert sorted(found) == np.flatnonzero(crossed).tolist()

@@ -1,0 +1,407 @@
+"""What a rank does in a collective whose ranks are all on one host, and see the same memory.
+
+There the edges of a plan move nothing: what counts is which sum each rank ends with, in which order it is added up.
+So every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and
+every rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for a
+star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS`; it never changes the
+order of additions.
+
+=========  ==========================  ======================================================================
+`EACH`     up to `SMALL` bytes         All have shown what they put in when they met, and each adds up all it needs.
+`SHOWN`    up to `SHOWABLE`         The same, but each adds up a part, which the others copy.
+`ROUNDS`   more                        The line goes round by round through rings that the ranks fill for each other.
+`ARRAYS`   as soon as worthwhile       Inputs and results lie in memory that all see: nothing is copied.
+=========  ==========================  ======================================================================
+
+But for `ARRAYS`, where sums are written to the results at once, results are complete before a rank begins to copy its
+own, so that a failure leaves no half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from collectives.backends.shared import instructions
+from collectives.backends.shared.chunk_values import values
+from collectives.backends.shared.instructions import (
+    BLOCK,
+    COPY,
+    DIVIDE,
+    FIRST_ARRAY,
+    JOIN,
+    JOIN_ONE,
+    RESULT,
+    SHARED,
+    SOURCE,
+    Place,
+    Program,
+    Writing,
+)
+from collectives.backends.shared.program import ALIGNMENT, aligned, merged
+from collectives.lowering.edge_streams import streams
+from collectives.lowering.transfer_table import TransferTable
+from collectives.peers.control_page import SHOWABLE
+
+EACH, SHOWN, ROUNDS, ARRAYS = range(4)
+"""The roads."""
+
+SMALL = 32 << 10
+"""Bytes up to which it is quicker to add up everything than to wait once more."""
+
+ROUND_BYTES = 512 << 10
+"""Bytes of the line that go through the rings together."""
+
+RING = 4
+"""Rounds for which a ring has room."""
+
+Sum = int | tuple["Sum", ...]
+"""What is added up: the input of a rank, or the first two of several, then that and the third, and so on."""
+
+Lines = list[tuple[int, list[Place], Place]]
+"""Operations that are done together: kind, inputs and target of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the results, which is added up in one way.
+
+    Parameters
+    ----------
+    row : int
+        The first row that makes it.
+    start, stop : int
+        Elements of the buffer.
+    place : int
+        Where it begins in the line.
+    sum : int or tuple
+    ranks : tuple of int
+        Whose result it is.
+    """
+
+    row: int
+    start: int
+    stop: int
+    place: int
+    sum: Sum
+    ranks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the line."""
+        return self.place + self.stop - self.start
+
+
+def road_of(nbytes: int) -> int:
+    """The road of a collective in which every rank puts in so many bytes, where they are not in shared memory."""
+    return EACH if nbytes <= SMALL else SHOWN if nbytes <= SHOWABLE else ROUNDS
+
+
+@lru_cache(maxsize=64)
+def results_of(table: TransferTable, blocks: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """The line: what ranks end with and somebody adds up, in order of the buffer, and then what is only copied.
+
+    The last element of a shard is a piece of its own where its chunk holds nothing else: see `instructions.JOIN_ONE`.
+
+    Parameters
+    ----------
+    table : TransferTable
+    blocks : tuple of (int, int)
+        For each rank the elements of its result.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from collectives import lower
+    >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 80, chunk_elements=80)
+    >>> [(piece.start, piece.stop, piece.sum, piece.ranks) for piece in results_of(table, ((0, 80), (0, 80)))]
+    [(0, 80, (0, 1), (0, 1))]
+    """
+    parts = streams(table)
+    known = values(table)
+    read_from = {stream: number for number, value in enumerate(known) for stream in value.readers}
+    sums: dict[int, Sum] = {}
+    for number in sorted(range(len(known)), key=lambda number: known[number].writers[-1:]):
+        value = known[number]
+        terms = [sums[read_from[stream]] for stream in value.writers]
+        if value.before >= 0:
+            terms.insert(0, sums[value.before])
+        if len(terms) > 1 and isinstance(terms[0], tuple):
+            terms[:1] = terms[0]
+        sums[number] = value.rank if not terms else terms[0] if len(terms) == 1 else tuple(terms)
+    found: dict[tuple[bool, int, int, Sum], list[int]] = {}
+    rows: dict[tuple[bool, int, int, Sum], int] = {}
+    for number, value in enumerate(known):
+        if not value.writers or value.after >= 0:
+            continue
+        part = parts[value.writers[-1]]
+        first, last = blocks[part.destination]
+        if not first <= part.start < part.stop <= last:
+            continue
+        border = part.stop - ((part.stop - part.start) % table.chunk_elements == 1)
+        for start, stop in ((part.start, border), (border, part.stop)):
+            if start < stop:
+                key = (isinstance(sums[number], int), start, stop, sums[number])
+                found.setdefault(key, []).append(part.destination)
+                rows.setdefault(key, part.number)
+    line = []
+    place = 0
+    for key in sorted(found, key=lambda key: (*key[:3], rows[key])):
+        _, start, stop, added = key
+        line.append(Piece(rows[key], start, stop, place, added, tuple(sorted(found[key]))))
+        place += stop - start
+    return tuple(line)
+
+
+@lru_cache(maxsize=64)
+def host_program_of(
+    table: TransferTable,
+    rank: int,
+    *,
+    given: tuple[int, int],
+    blocks: tuple[tuple[int, int], ...],
+    itemsize: int,
+    block_bytes: int,
+    road: int,
+) -> Program:
+    """The program of a rank; the last 64 are kept.
+
+    Parameters
+    ----------
+    table : TransferTable
+    rank : int
+    given : (int, int)
+        The elements that this rank puts in: all, or its block, as all ranks do.
+    blocks : tuple of (int, int)
+        For each rank the elements of its result.
+    itemsize : int
+        Bytes of an element.
+    block_bytes : int
+        Bytes of a block that is added up at once.
+    road : int
+
+    Notes
+    -----
+    A Python loop over the operations of this rank: one for each chunk of a ring, at most.
+    """
+    return _HostProgram(table, rank, given, blocks, itemsize, block_bytes, road).written()
+
+
+class _HostProgram:
+    """A program of `host_program_of` while it is written; all in elements, but for arguments in bytes."""
+
+    def __init__(
+        self,
+        table: TransferTable,
+        rank: int,
+        given: tuple[int, int],
+        blocks: tuple[tuple[int, int], ...],
+        itemsize: int,
+        block_bytes: int,
+        road: int,
+    ) -> None:
+        self._rank, self._ranks, self._road = rank, table.ranks, road
+        self._itemsize, self._block = itemsize, block_bytes // itemsize
+        self._blocks = blocks
+        self._given = given[1] - given[0]
+        whole = self._given == table.count
+        self._starts = [0 if whole else other * table.count // table.ranks for other in range(table.ranks)]
+        self._line = results_of(table, blocks)
+        self._added = [piece for piece in self._line if isinstance(piece.sum, tuple)]
+        self._end = self._added[-1].end if self._added else 0
+        self._room = aligned(self._line[-1].end if self._line else 0, itemsize)
+        self._round = ROUND_BYTES // itemsize
+        self._slot = min(self._round, aligned(self._end, itemsize))
+        self._writing = Writing(itemsize)
+        self._registers: list[bool] = []
+        self._posted = 0
+
+    def written(self) -> Program:
+        """All of it."""
+        if self._road == EACH:
+            self._add_up(0, self._end)
+            self._copy_inputs()
+        elif self._road == SHOWN:
+            if self._added:
+                self._add_up(*self._part(0, self._end))
+                self._tell()
+            self._copy_inputs()
+            self._copy_line(self._added)
+        elif self._road == ROUNDS:
+            self._publish()
+            self._go_round()
+            self._copy_line(self._line)
+        else:
+            self._add_up(*self._part(0, self._end))
+            self._copy_inputs()
+            self._tell()
+            self._wait(self._posted)
+        shown = self._given if self._road in (EACH, SHOWN) else 0
+        rings = self._ranks * RING * self._slot if self._road == ROUNDS else 0
+        return Program(
+            *self._writing.arrays(),
+            block_bytes=self._block * self._itemsize,
+            unsent={},
+            leaving=(),
+            arriving=(),
+            shown_bytes=shown * self._itemsize,
+            shared_elements=self._room + rings,
+            scratch_elements=len(self._registers) * self._block,
+        )
+
+    def _part(self, first: int, last: int) -> tuple[int, int]:
+        """What this rank adds up of a part of the line."""
+        step = max(1, ALIGNMENT // self._itemsize)
+        shares = [(last - first) * number // self._ranks // step * step for number in range(self._ranks)]
+        return first + shares[self._rank], first + ([*shares[1:], last - first])[self._rank]
+
+    def _add_up(self, first: int, last: int) -> None:
+        """Add up a part of the line."""
+        for piece in self._added:
+            start, stop = max(first, piece.place), min(last, piece.end)
+            if start >= stop or (self._road == EACH and self._rank not in piece.ranks):
+                continue
+            element = piece.start + start - piece.place
+            lines: Lines = []
+            targets = self._targets(piece, start, element)
+            total = targets[0] if len(targets) == 1 and self._road != ARRAYS else self._take()
+            join = JOIN_ONE if piece.stop - piece.start == 1 else JOIN
+            self._join(piece.sum, (start, element), total, join, lines)
+            lines.append((DIVIDE, [], total))
+            if total not in targets:
+                lines += [(COPY, [total], target) for target in targets]
+                self._give_back(total)
+            self._writing.together(lines, piece.row, stop - start)
+
+    def _join(self, total: Sum, at: tuple[int, int], target: Place, join: int, lines: Lines) -> None:
+        """Add up a sum, at a place of the line and an element, and before it the sums in it, where there is room."""
+        assert isinstance(total, tuple), "more than an input"
+        inputs = []
+        for term in total:
+            if isinstance(term, int):
+                inputs.append(self._input(term, *at))
+            else:
+                inputs.append(self._take())
+                self._join(term, at, inputs[-1], join, lines)
+        lines.append((join, inputs, target))
+        for place in inputs:
+            self._give_back(place)
+
+    def _take(self) -> Place:
+        """Room for the sum of a block."""
+        if all(self._registers):
+            self._registers.append(False)
+        number = self._registers.index(False)
+        self._registers[number] = True
+        return BLOCK, number * self._block
+
+    def _give_back(self, place: Place) -> None:
+        """A room may be used again, if it is one."""
+        if place[0] == BLOCK:
+            self._registers[place[1] // self._block] = False
+
+    def _input(self, rank: int, place: int, element: int) -> Place:
+        """Where a rank's input lies, for a place of the line and an element of the buffer."""
+        if self._road == ARRAYS:
+            return FIRST_ARRAY + rank, element - self._starts[rank]
+        if self._road == ROUNDS:
+            if rank == self._rank:
+                return SOURCE, element - self._starts[rank]
+            number, within = divmod(place, self._round)
+            return SHARED, self._ring(rank, number) + within
+        return instructions.SHOWN, rank * (2 * SHOWABLE // self._itemsize) + element - self._starts[rank]
+
+    def _targets(self, piece: Piece, place: int, element: int) -> list[Place]:
+        """Where a sum goes."""
+        if self._road == EACH:
+            return [(RESULT, element - self._blocks[self._rank][0])]
+        if self._road == ARRAYS:
+            first = FIRST_ARRAY + self._ranks
+            return [(first + rank, element - self._blocks[rank][0]) for rank in piece.ranks]
+        return [(SHARED, place)]
+
+    def _ring(self, rank: int, number: int) -> int:
+        """Where a rank puts its inputs of a round."""
+        return self._room + (rank * RING + number % RING) * self._slot
+
+    def _publish(self) -> None:
+        """Put what is only copied into the line."""
+        copied = [piece for piece in self._line if isinstance(piece.sum, int)]
+        for piece in copied:
+            if piece.sum == self._rank:
+                start = piece.start - self._starts[self._rank]
+                self._writing.add(
+                    COPY, piece.row, piece.stop - piece.start, [(SOURCE, start)], (SHARED, piece.place)
+                )
+        if copied:
+            self._tell()
+
+    def _go_round(self) -> None:
+        """Fill the rings, one round ahead of those that are added up."""
+        filled: list[int] = []
+        added: list[int] = []
+        rounds = -(-self._end // self._round)
+        for number in range(rounds + 1):
+            first = number * self._round
+            if number < rounds:
+                if number >= RING:
+                    self._wait(added[number - RING])
+                self._fill(number, first, min(first + self._round, self._end))
+                filled.append(self._tell())
+            if number > 0:
+                self._wait(filled[number - 1])
+                self._add_up(*self._part(first - self._round, min(first, self._end)))
+                added.append(self._tell())
+
+    def _fill(self, number: int, first: int, last: int) -> None:
+        """Put what the others add up of a round into this rank's ring."""
+        own, end = self._part(first, last)
+        ring = self._ring(self._rank, number)
+        parts = []
+        for piece in self._added:
+            for start, stop in ((first, own), (end, last)):
+                start, stop = max(start, piece.place), min(stop, piece.end)
+                if start < stop:
+                    element = piece.start + start - piece.place - self._starts[self._rank]
+                    parts.append((element, ring + start - first, stop - start))
+        for element, goal, elements in merged(parts):
+            self._writing.add(COPY, 0, elements, [(SOURCE, element)], (SHARED, goal))
+
+    def _copy_inputs(self) -> None:
+        """Copy what is an input of some rank, and lies where all see it, to this rank's result."""
+        for rank in range(self._ranks):
+            parts = [
+                (self._input(rank, 0, piece.start)[1], piece.start, piece.stop - piece.start)
+                for piece in self._line
+                if piece.sum == rank and self._rank in piece.ranks
+            ]
+            self._hand_over(self._input(rank, 0, 0)[0], parts)
+
+    def _copy_line(self, pieces: Sequence[Piece]) -> None:
+        """Copy parts of the line, when they are complete, to this rank's result."""
+        parts = [
+            (piece.place, piece.start, piece.stop - piece.start)
+            for piece in pieces
+            if self._rank in piece.ranks
+        ]
+        if parts:
+            self._wait(self._posted)
+            self._hand_over(SHARED, parts)
+
+    def _hand_over(self, memory: int, parts: list[tuple[int, int, int]]) -> None:
+        for origin, element, elements in merged(parts):
+            goal = element - self._blocks[self._rank][0]
+            self._writing.add(COPY, 0, elements, [(memory, origin)], (RESULT, goal))
+
+    def _tell(self) -> int:
+        """Tell the others how far this rank is; all of them tell the same number here."""
+        self._posted += 1
+        self._writing.add(COPY, 0, 0, [(SOURCE, 0)], (SOURCE, 0), post=self._posted)
+        return self._posted
+
+    def _wait(self, told: int) -> None:
+        """Wait until all others have told so much."""
+        row = self._line[0].row if self._line else 0
+        waits = tuple((rank, told, row) for rank in range(self._ranks) if rank != self._rank)
+        self._writing.add(COPY, row, 0, [(SOURCE, 0)], (SOURCE, 0), waits=waits)
