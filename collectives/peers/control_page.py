@@ -40,6 +40,8 @@ NOTE = 2048
 """Byte where the two notes begin."""
 _FAILURE, _LARGEST = 1024, 1920
 """Bytes where a failure and the leader's number begin."""
+LOOK = 99
+"""Word: 1 where the rank is to look after the others now, as one has died or failed; whoever knows sets it."""
 GIVEN, TAKEN, ARENA = 120, 122, 124
 """Words, of the first two one for even notes and one for odd ones: where in a rank's arena lies what it puts into the
 collective of that note, and its result, plus 1; -1 if it has none, and 0 if it lies elsewhere; and the file descriptor
@@ -181,7 +183,7 @@ class Room(NamedTuple):
 
 
 def _nothing() -> None:
-    """No fence."""
+    """No fence, no alarm."""
 
 
 class Control:
@@ -195,6 +197,11 @@ class Control:
         Which page is this rank's.
     fence : callable, optional
         Keeps what was read and written before it ahead of what comes after, as other processors see it.
+
+    Attributes
+    ----------
+    alarm : callable
+        Wakes the ranks that sleep, so that they look after the others; set by who lets them sleep.
     """
 
     def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
@@ -204,6 +211,7 @@ class Control:
         self.address: int = pages.ctypes.data
         self._shown = tuple(Room.of(pages[self.ranks * PAGE + parity * SHOWABLE :]) for parity in range(2))
         self.fence = fence or _nothing
+        self.alarm = _nothing
         self._bytes = memory
         self._place = place
         self._base = place * PAGE
@@ -253,12 +261,13 @@ class Control:
         return bytes(self._bytes[start : start + length])
 
     def write_failure(self, failure: Failure) -> None:
-        """Show a failure to the other ranks; only the first of each rank counts."""
+        """Show a failure to the other ranks, and wake them; only the first of each rank counts."""
         if not self.word(self._place, FAILED):
             packed = failure.pack()
             start = self._base + _FAILURE
             self._bytes[start : start + len(packed)] = packed
             self.announce(FAILED, 1)
+            self.alarm()
 
     def failure(self) -> Failure | None:
         """The earliest failure that a rank of this host has seen."""

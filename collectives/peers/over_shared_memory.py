@@ -176,6 +176,8 @@ class SharedWorld(World):
     def close(self) -> None:
         """See `World.close`."""
         self._control.announce(CLOSED, 1)
+        self._control.alarm()
+        self.watch.close()
         if self._listening is not None and self._control.failure() is None:
             self._listening.close()
 

@@ -3,12 +3,15 @@
 A waiting rank first gives its processor away again and again, which is the fastest when there are more ranks than
 processors, and sleeps a little only after some milliseconds. Now and then it looks whether the peer's process still
 exists (``/proc``), and whether another rank has noticed a failure. When its time is up it follows who waits for
-whom to the rank that waits for nobody: that one stalls.
+whom to the rank that waits for nobody: that one stalls. Ranks that sleep inside machine code are woken for that
+(`Control.alarm`) by a thread that the system tells when a process of the host ends.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +89,35 @@ class Watch:
         self._others = others
         self._timeout = timeout
         self._place = {rank: place for place, rank in enumerate(placement.members)}
+        self._tell = -1
         self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
+
+    def see_deaths(self) -> bool:
+        """Let a thread raise the alarm as soon as a process of this host ends; whether the system can tell of each.
+
+        The thread sleeps until then, or until `close`.
+        """
+        pids = {self._placement.pids[rank] for rank in self._place} - {os.getpid()}
+        processes: list[int] = []
+        try:
+            for pid in sorted(pids):
+                processes.append(os.pidfd_open(pid))
+        except (AttributeError, OSError):  # the system is too old, or forbids it, or one has ended already
+            for descriptor in processes:
+                os.close(descriptor)
+            return False
+        if processes:
+            told, self._tell = os.pipe()
+            arguments = (self._control, processes, told)
+            threading.Thread(target=_see, args=arguments, name="topoplan-deaths", daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        """End that thread, if there is one."""
+        if self._tell >= 0:
+            os.write(self._tell, b".")
+            os.close(self._tell)
+            self._tell = -1
 
     @property
     def rank(self) -> int:
@@ -239,6 +270,21 @@ class Watch:
                 "batches on each"
             )
             self.fail(peer, row, text, lost=False)
+
+
+def _see(control: Control, processes: list[int], told: int) -> None:
+    """Raise the alarm whenever a process ends, until there is something to read from ``told``; closes all of them."""
+    waiting = select.poll()
+    for descriptor in (told, *processes):
+        waiting.register(descriptor, select.POLLIN)
+    over = False
+    while not over:
+        for descriptor, _ in waiting.poll():
+            over |= descriptor == told
+            waiting.unregister(descriptor)
+            control.alarm()
+    for descriptor in (told, *processes):
+        os.close(descriptor)
 
 
 def _came_while_yielding(done: Callable[[], bool]) -> bool:

@@ -21,7 +21,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
 from collectives.backends.shared.execution import Arithmetic, Lines, Messages, Runner, Work
-from collectives.backends.shared.host_program import ARRAYS, SMALL, host_program_of, road_of
+from collectives.backends.shared.host_program import ARRAYS, EACH, host_program_of, road_of
 from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import BLOCK_BYTES, program_of
 from collectives.backends.shared.run import compile_ahead
@@ -189,24 +189,23 @@ class SharedBackend(OneRank):
         given = (memory.given[1] - memory.given[0]) * call.itemsize
         quick = call.op is None or lines.arithmetic.loops[0] != 0
 
-        def on_road(road: int, arrays: tuple[int, ...] = ()) -> tuple[Program, Work]:
-            program = host_program_of(
-                call.table,
-                self.ranks[0],
-                given=memory.given,
-                blocks=blocks,
-                itemsize=call.itemsize,
-                block_bytes=BLOCK_BYTES if quick else SLOW_BLOCK_BYTES,
-                road=road,
-            )
-            return program, self._work(program, lines, meeting, arrays)
-
-        seen = quick and given > SMALL and self._show_arrays(memory, lines, meeting)
+        road = road_of(given)
+        program = host_program_of(
+            call.table,
+            self.ranks[0],
+            given=memory.given,
+            blocks=blocks,
+            itemsize=call.itemsize,
+            block_bytes=BLOCK_BYTES if quick else SLOW_BLOCK_BYTES,
+            roads=(road, ARRAYS) if quick and road != EACH else (road,),
+        )
+        seen = quick and road != EACH and self._show_arrays(memory, lines, meeting)
         self._runner.execute(
-            *on_road(road_of(given)),
+            program,
+            self._work(program, lines, meeting),
             meeting=meeting,
             differ=lambda: self._world.differ(about),
-            on_arrays=(lambda: on_road(ARRAYS, self._arrays(meeting))) if seen else None,
+            arenas=self._arenas if seen else None,
         )
 
     def _messages(self, program: Program, work: Work) -> Messages | None:
@@ -232,7 +231,7 @@ class SharedBackend(OneRank):
         arithmetic = Arithmetic.of(source.dtype, function, divisor)
         return Lines(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
 
-    def _work(self, program: Program, lines: Lines, meeting: int, arrays: tuple[int, ...] = ()) -> Work:
+    def _work(self, program: Program, lines: Lines, meeting: int) -> Work:
         """What a program works on."""
         itemsize = lines.arithmetic.itemsize
         rooms = (
@@ -240,7 +239,7 @@ class SharedBackend(OneRank):
             self._scratch(program.scratch_elements * itemsize),
             self._control.shown(meeting),
         )
-        return Work(lines, rooms, arrays)
+        return Work(lines, rooms)
 
     def _show_arrays(self, memory: RankArrays[Any], lines: Lines, meeting: int) -> bool:
         """Tell the others where this rank's arrays lie, if they see that; whether they do."""
@@ -252,16 +251,6 @@ class SharedBackend(OneRank):
         for name, place in zip((GIVEN, TAKEN), places, strict=True):
             self._control.announce(name + meeting % 2, place if seen else 0)
         return seen
-
-    def _arrays(self, meeting: int) -> tuple[int, ...]:
-        """Where the inputs of all ranks lie in this process, and then their results."""
-        return tuple(
-            self._arenas.address(place) + self._control.word(place, name + meeting % 2) - 1
-            if self._control.word(place, name + meeting % 2) > 0
-            else 0
-            for name in (GIVEN, TAKEN)
-            for place in range(self._control.ranks)
-        )
 
     def _scratch(self, length: int) -> Room:
         """Memory of this process alone, kept between calls."""

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,15 +37,19 @@ from collectives.backends.shared.instructions import (
     Program,
 )
 from collectives.backends.shared.run import run
-from collectives.peers.control_page import DONE, NOTES, WORDS, Control, Placement, Room
+from collectives.peers.control_page import DONE, LOOK, NOTES, WORDS, Control, Placement, Room
 from collectives.peers.peer_watchdog import Watch
+from collectives.peers.shared_memory import Arenas
 from collectives.reduction import loop_of
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
 
-LOOK = 20_000_000
+PATIENCE = 20_000_000
 """Nanoseconds of waiting between two looks at the other ranks."""
+
+WATCHED_PATIENCE = 100_000_000
+"""The same where the system tells at once that one of them has died."""
 
 MESSAGE_LOOK = 100_000
 """The same where messages between hosts move only while somebody looks after them, at first."""
@@ -149,13 +153,10 @@ class Work:
     lines : Lines
     rooms : three of Room
         Shared memory, scratch, and what all ranks have shown.
-    arrays : tuple of int
-        Addresses of the memories from `FIRST_ARRAY` on, where a program has some.
     """
 
     lines: Lines
     rooms: tuple[Room, Room, Room]
-    arrays: tuple[int, ...] = ()
 
     def memory(self, number: int) -> Any:
         """A memory of the program, as elements."""
@@ -190,9 +191,11 @@ class Runner:
         self._watch = watch
         self._members = placement.members
         self._own = placement.place
-        self._frame = np.zeros(machine.FRAME + 2 * len(self._members), dtype=np.int64)
+        self._frame = np.zeros(machine.FRAME + 3 * len(self._members), dtype=np.int64)
         self._frame[machine.FUTEX] = FUTEX
         self._calls = 0
+        control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
+        self._patience = WATCHED_PATIENCE if watch.see_deaths() else PATIENCE
 
     def execute(
         self,
@@ -202,7 +205,7 @@ class Runner:
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
-        on_arrays: Callable[[], tuple[Program, Work]] | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         """Run a program to its end.
 
@@ -216,8 +219,8 @@ class Runner:
             Raises where the notes of that meeting do not agree.
         messages : Messages, optional
             Where the program has some.
-        on_arrays : callable, optional
-            Where this rank's arrays lie where all see them: the program and work if those of all ranks do.
+        arenas : Arenas, optional
+            Where this rank's arrays lie in its own: then there is a program for those of all ranks.
 
         Raises
         ------
@@ -234,12 +237,13 @@ class Runner:
             meeting,
             program.shown_bytes,
             base,
-            on_arrays is not None,
+            program.end,
+            arenas is not None,
             program.block_bytes,
             work.lines.arithmetic.itemsize,
             *work.loops(),
         )
-        frame[machine.PATIENCE] = LOOK if messages is None else MESSAGE_LOOK
+        frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
         frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
         begun = 0.0
         waiting: tuple[int, int] | None = None
@@ -270,13 +274,11 @@ class Runner:
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "who meets compares"
                 differ()
-                frame[machine.POSITION] = 0
-            elif status == machine.ALL_SHARED:
-                assert on_arrays is not None, "asked for"
-                program, work = on_arrays()
-                frame[machine.BLOCK_BYTES] = program.block_bytes
-                frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
-                frame[machine.FRAME :] = work.arrays
+                raise AssertionError("notes that differ mean different calls")
+            if status == machine.UNSEEN:
+                assert arenas is not None, "asked for"
+                first = machine.FRAME + 2 * len(self._members)
+                frame[first:] = [arenas.address(number) for number in range(len(self._members))]
             else:
                 _aside(program, position, work, messages)
                 frame[machine.DONE_ASIDE] = 1
@@ -284,6 +286,7 @@ class Runner:
     def _look(self, program: Program, position: int, base: int, meeting: int, begun: float) -> None:
         """See that who is waited for can still come; raises as `Watch.word`."""
         words = self._control.words
+        self._control.announce(LOOK, 0)
         if position < 0:
             name, least, row = NOTES, meeting, 0
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)

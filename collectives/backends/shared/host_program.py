@@ -3,14 +3,14 @@
 There the edges of a plan move nothing: what counts is which sum each rank ends with, in which order it is added up.
 So every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and
 every rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for a
-star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS`; it never changes the
-order of additions.
+star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS`, of which the ranks know
+when they have met; it never changes the order of additions.
 
 =========  ==========================  ======================================================================
 `EACH`     up to `SMALL` bytes         All have shown what they put in when they met, and each adds up all it needs.
 `SHOWN`    up to `SHOWABLE`         The same, but each adds up a part, which the others copy.
 `ROUNDS`   more                        The line goes round by round through rings that the ranks fill for each other.
-`ARRAYS`   as soon as worthwhile       Inputs and results lie in memory that all see: nothing is copied.
+`ARRAYS`   more than `EACH`            Inputs and results lie in memory that all see: nothing is copied.
 =========  ==========================  ======================================================================
 
 But for `ARRAYS`, where sums are written to the results at once, results are complete before a rank begins to copy its
@@ -163,7 +163,7 @@ def host_program_of(
     blocks: tuple[tuple[int, int], ...],
     itemsize: int,
     block_bytes: int,
-    road: int,
+    roads: tuple[int, ...],
 ) -> Program:
     """The program of a rank; the last 64 are kept.
 
@@ -179,13 +179,14 @@ def host_program_of(
         Bytes of an element.
     block_bytes : int
         Bytes of a block that is added up at once.
-    road : int
+    roads : tuple of int
+        One, and `ARRAYS` behind it where those may be taken.
 
     Notes
     -----
     A Python loop over the operations of this rank: one for each chunk of a ring, at most.
     """
-    return _HostProgram(table, rank, given, blocks, itemsize, block_bytes, road).written()
+    return _HostProgram(table, rank, given, blocks, itemsize, block_bytes, roads).written()
 
 
 class _HostProgram:
@@ -199,9 +200,10 @@ class _HostProgram:
         blocks: tuple[tuple[int, int], ...],
         itemsize: int,
         block_bytes: int,
-        road: int,
+        roads: tuple[int, ...],
     ) -> None:
-        self._rank, self._ranks, self._road = rank, table.ranks, road
+        self._rank, self._ranks = rank, table.ranks
+        self._road, *self._others = roads
         self._itemsize, self._block = itemsize, block_bytes // itemsize
         self._blocks = blocks
         self._given = given[1] - given[0]
@@ -219,6 +221,27 @@ class _HostProgram:
 
     def written(self) -> Program:
         """All of it."""
+        shown = self._given if self._road in (EACH, SHOWN) else 0
+        rings = self._ranks * RING * self._slot if self._road == ROUNDS else 0
+        self._write()
+        end = len(self._writing)
+        for other in self._others:
+            self._road, self._posted = other, 0
+            self._write()
+        return Program(
+            *self._writing.arrays(),
+            block_bytes=self._block * self._itemsize,
+            unsent={},
+            end=end,
+            leaving=(),
+            arriving=(),
+            shown_bytes=shown * self._itemsize,
+            shared_elements=self._room + rings,
+            scratch_elements=len(self._registers) * self._block,
+        )
+
+    def _write(self) -> None:
+        """Write what is done on a road."""
         if self._road == EACH:
             self._add_up(0, self._end)
             self._copy_inputs()
@@ -237,18 +260,6 @@ class _HostProgram:
             self._copy_inputs()
             self._tell()
             self._wait(self._posted)
-        shown = self._given if self._road in (EACH, SHOWN) else 0
-        rings = self._ranks * RING * self._slot if self._road == ROUNDS else 0
-        return Program(
-            *self._writing.arrays(),
-            block_bytes=self._block * self._itemsize,
-            unsent={},
-            leaving=(),
-            arriving=(),
-            shown_bytes=shown * self._itemsize,
-            shared_elements=self._room + rings,
-            scratch_elements=len(self._registers) * self._block,
-        )
 
     def _part(self, first: int, last: int) -> tuple[int, int]:
         """What this rank adds up of a part of the line."""

@@ -89,6 +89,8 @@ class Program:
         Of what is done together; as much as a multiple of every element, and what fits into `BLOCK`'s rooms.
     unsent : mapping of int to tuple of int
         For operations the messages of this rank that must have left before.
+    end : int
+        Where it ends, and where another one begins for arrays that all ranks see, if there is one.
     leaving, arriving : tuple of Message
     shown_bytes : int
         How much of what it puts in a rank shows when all meet.
@@ -101,6 +103,7 @@ class Program:
     inputs: Numbers
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
+    end: int
     leaving: tuple[Message, ...]
     arriving: tuple[Message, ...]
     shown_bytes: int

@@ -155,6 +155,7 @@ def program_of(
         inputs=inputs_of_all,
         block_bytes=BLOCK_BYTES,
         unsent=unsent,
+        end=len(operations),
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
         shown_bytes=0,

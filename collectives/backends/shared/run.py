@@ -54,6 +54,7 @@ from collectives.peers.control_page import (
     BELL,
     DONE,
     GIVEN,
+    LOOK,
     NOTE,
     NOTES,
     PAGE,
@@ -63,9 +64,9 @@ from collectives.peers.control_page import (
 )
 from collectives.peers.signature import LENGTH
 
-ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, ALL_SHARED = range(5)
+ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, UNSEEN = range(5)
 """What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do; or the
-arrays of all ranks lie in memory that all see, so there is a better program."""
+arrays of all ranks lie in arenas, of which this process has not yet opened one."""
 
 YIELDING = 200_000
 """Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
@@ -86,6 +87,7 @@ LONGEST_RESPITE = 320_000_000
     MEETING,
     SHOWN_BYTES,
     BASE,
+    END,
     ARRAYS,
     BLOCK_BYTES,
     ITEM,
@@ -98,16 +100,17 @@ LONGEST_RESPITE = 320_000_000
     PATIENCE,
     RESTED,
     MEMORIES,
-) = range(18)
+) = range(19)
 """What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
-has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at,
-whether this rank's arrays lie where all see them, bytes of a block and of an element, the addresses of the loops that
-join and divide and of the divisor (0 where there is none), the number of the system call futex (0 where there is none),
-the nanoseconds of a wait after which the call ends, when a processor may be given away again, and the memories up to
-`FIRST_ARRAY`."""
+has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, where
+the program ends, whether this rank's arrays lie in its arena, bytes of a block and of an element, the addresses of the
+loops that join and divide and of the divisor (0 where there is none), the number of the system call futex (0 where
+there is none), the nanoseconds of a wait after which the call ends, when a processor may be given away again, and the
+memories up to `FIRST_ARRAY`."""
 
-CLOCK, ARGUMENTS, FRAME = 25, 29, 36
-"""And room for times, for what loops of numpy are called with, and, from `FRAME` on, two memories for each rank."""
+CLOCK, ARGUMENTS, FRAME = 26, 30, 37
+"""And room for times, for what loops of numpy are called with, and, from `FRAME` on, two memories for each rank and the
+address of its arena, 0 where that is not open."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -134,7 +137,7 @@ def run(
     ----------
     operations, waits, inputs : arrays of int64
         Of a `Program`.
-    frame : (FRAME + 2 ranks,) int64
+    frame : (FRAME + 3 ranks,) int64
         Where it stands, and what it works on.
     control : int
         Address of the pages of all ranks of this host.
@@ -144,7 +147,7 @@ def run(
     Returns
     -------
     int
-        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER``, ``BY_PYTHON`` or ``ALL_SHARED``.
+        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER``, ``BY_PYTHON`` or ``UNSEEN``.
     """
     if frame[POSITION] == -2:
         _show(frame, control, own, ranks)
@@ -156,10 +159,13 @@ def run(
         for place in range(ranks):
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
-        frame[POSITION] = 0
-        if frame[ARRAYS] and _all_shared(frame, control, ranks):
-            return ALL_SHARED
-    while frame[POSITION] < len(operations):
+        position = 0
+        if frame[ARRAYS] and _in_arenas(control, ranks, frame[MEETING] % 2):
+            if not _take_arrays(frame, control, ranks):
+                return UNSEEN
+            position, frame[END] = frame[END], len(operations)
+        frame[POSITION] = position
+    while frame[POSITION] < frame[END]:
         number = frame[POSITION]
         if frame[DONE_ASIDE] == 0:
             while operations[number, FIRST_WAIT] + frame[WAIT] < operations[number, LAST_WAIT]:
@@ -241,13 +247,25 @@ def _address(frame: Numbers, memory: Word, offset: Word, start: Word) -> Word:
 
 
 @compiled
-def _all_shared(frame: Numbers, control: Word, ranks: Word) -> bool:
-    """Whether all ranks have said that their arrays lie where all see them."""
-    parity = frame[MEETING] % 2
+def _in_arenas(control: Word, ranks: Word, parity: Word) -> bool:
+    """Whether all ranks have said that their arrays lie in arenas."""
     for place in range(ranks):
         page = control + place * PAGE
         if load_word(page + 8 * (GIVEN + parity)) == 0 or load_word(page + 8 * (TAKEN + parity)) == 0:
             return False
+    return True
+
+
+@compiled
+def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> bool:
+    """Find out where these arrays are in this process; whether all arenas are open."""
+    for place in range(ranks):
+        arena = frame[FRAME + 2 * ranks + place]
+        if arena == 0:
+            return False
+        for which in range(2):
+            word = (GIVEN, TAKEN)[which] + frame[MEETING] % 2
+            frame[FRAME + which * ranks + place] = arena + load_word(control + place * PAGE + 8 * word) - 1
     return True
 
 
@@ -319,7 +337,7 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
             return True
     page = control + own * PAGE
     there = False
-    while not there and now - began < frame[PATIENCE]:
+    while not there and now - began < frame[PATIENCE] and load_word(page + 8 * LOOK) == 0:
         store_word(page + 8 * UNTIL, least)
         store_word(page + 8 * ASLEEP, place + 1 if place >= 0 else place)
         full_fence()
@@ -347,7 +365,20 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
     return there
 
 
+@compiled
+def alarm(futex: Word, control: Word, ranks: Word) -> None:
+    """Let every rank that waits, or is about to, return and look after the others."""
+    for place in range(ranks):
+        page = control + place * PAGE
+        store_word(page + 8 * LOOK, 1)
+        full_fence()
+        add_to_word(page + 8 * BELL, 1)
+        if futex:
+            _syscall(futex, page + 8 * BELL, 1, 1, 0, 0, 0)
+
+
 def compile_ahead() -> None:
-    """Compile `run`, or load it, before anybody waits for this rank."""
+    """Compile `run` and `alarm`, or load them, before anybody waits for this rank."""
     nothing = np.zeros((0, 1), dtype=np.int64)
-    run(nothing, nothing, nothing, np.zeros(FRAME + 2, dtype=np.int64), 0, 0, 1)
+    run(nothing, nothing, nothing, np.zeros(FRAME + 3, dtype=np.int64), 0, 0, 1)
+    alarm(0, 0, 0)

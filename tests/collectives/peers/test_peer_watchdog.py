@@ -1,0 +1,51 @@
+"""Waiting for other ranks: who dies is seen at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from collectives.peers.control_page import Control, Placement
+from collectives.peers.peer_watchdog import Watch
+
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux tells of the end of processes")
+
+
+def watch_over(pids: tuple[int, ...]) -> tuple[Watch, threading.Event]:
+    """Of rank 0, and what its alarm sets."""
+    control = Control(memoryview(bytearray(Control.size(len(pids)))), 0)
+    alarmed = threading.Event()
+    control.alarm = alarmed.set
+    return Watch(control, Placement(0, (0,) * len(pids), pids), timeout=1.0), alarmed
+
+
+@needs_pidfd
+def test_the_alarm_is_raised_as_soon_as_a_process_ends_and_nothing_stays_open() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        watch, alarmed = watch_over((os.getpid(), other.pid))
+        assert watch.see_deaths()
+        assert not alarmed.wait(0.05)
+        other.kill()
+        assert alarmed.wait(10)
+        watch.close()
+        watch.close()
+    for thread in threading.enumerate():
+        if thread.name == "topoplan-deaths":
+            thread.join(10)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@needs_pidfd
+def test_without_word_from_the_system_nobody_relies_on_it() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    watch, _ = watch_over((os.getpid(), os.getppid(), gone.pid))
+    assert not watch.see_deaths()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
