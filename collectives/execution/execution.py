@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.plan_store import PlanStore, made_here
-from collectives.execution.request import Request
+from collectives.execution.request import Kind, Request
+from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
 from collectives.lowering.transfer_table import TransferTable
@@ -29,6 +31,9 @@ from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
 
 Array = TypeVar("Array")
+
+KINDS = 64
+"""Kinds of calls of which is kept what is run."""
 
 
 class Execution(Generic[Array]):
@@ -54,6 +59,7 @@ class Execution(Generic[Array]):
         self._calls = 0
         self._failed = False
         self._staging: dict[tuple[int, str], Array] = {}
+        self._lowered: dict[Kind, tuple[PlanKey, TransferTable, Signature]] = {}
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; the result, or a list with one for each rank of this process.
@@ -64,35 +70,43 @@ class Execution(Generic[Array]):
             Another process failed, now or before.
         """
         self._check_alive()
-        library = self.backend.arrays
-        first = request.inputs[0]
-        itemsize = library.itemsize(first)
-        nbytes = request.count * itemsize
-        plan = self._plan(request.collective, request.root, nbytes)
-        key = self._store.key(plan)
-        chunk_bytes = self.chunks.choose(key.digest, nbytes)
-        chunk_elements = max(1, chunk_bytes // max(1, itemsize))
-        table = lower(key.plan, request.count, chunk_elements=chunk_elements, digest=key.digest)
+        library, kind = self.backend.arrays, request.kind
+        key, table, signature = self._lowered.get(kind) or self._lower(kind)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct:
             memory = set_apart(memory, library)
-        signature = self._signature(
-            plan=key.digest[:16],
-            collective=request.collective,
-            root=request.root,
-            op=request.op if request.about is None else request.about,
-            dtype=library.dtype(first),
-            count=request.count,
-            chunk=table.chunk_elements,
-        )
-        call = Call(key.plan, table, signature, request.op, signature.dtype, itemsize, tuple(memory))
-        self._run(call, key.digest, nbytes)
+        agreed = signature.of_call(self._calls)
+        if request.about is not None:
+            agreed = replace(agreed, op=request.about)
+        call = Call(key.plan, table, agreed, kind.op, kind.dtype, kind.itemsize, tuple(memory))
+        self._run(call, key.digest, kind.nbytes)
         put_kept(table, memory, library)
         results = [
-            self._finished(request, one, request.outputs[place]) if one.rank in request.holders else None
+            self._finished(request, one, request.outputs[place]) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
         return results[0] if self.backend.one_rank else results
+
+    def _lower(self, kind: Kind) -> tuple[PlanKey, TransferTable, Signature]:
+        """What is run for calls of a kind; kept once their chunk size is settled."""
+        key = self._store.key(self._plan(kind.collective, kind.root, kind.nbytes))
+        chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
+        chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
+        table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
+        signature = self._signature(
+            plan=key.digest[:16],
+            collective=kind.collective,
+            root=kind.root,
+            op=kind.op,
+            dtype=kind.dtype,
+            count=kind.count,
+            chunk=table.chunk_elements,
+        )
+        if self.chunks.settled(key.digest, kind.nbytes):
+            if len(self._lowered) == KINDS:
+                del self._lowered[next(iter(self._lowered))]
+            self._lowered[kind] = key, table, signature
+        return key, table, signature
 
     def run_round(
         self,
@@ -261,17 +275,21 @@ class Execution(Generic[Array]):
     def _memory(self, request: Request[Array], place: int, rank: int) -> RankArrays[Array]:
         """Where a rank's input lies and where its result is put together."""
         library = self.backend.arrays
-        first, output = request.inputs[0], request.outputs[place]
-        elements = request.blocks[place][1] - request.blocks[place][0]
+        first, output, kind = request.inputs[0], request.outputs[place], request.kind
+        elements = kind.blocks[place][1] - kind.blocks[place][0]
         if output is None:
             result = library.empty((elements,), first)
-        elif self.backend.direct and library.contiguous(output):
+        elif self._into(output):
             result = library.line(output)
         else:
             result = library.part(self._room(rank, elements, first), 0, elements)
         return RankArrays(
-            rank, request.given[place], library.line(request.inputs[place]), request.blocks[place], result
+            rank, kind.given[place], library.line(request.inputs[place]), kind.blocks[place], result
         )
+
+    def _into(self, output: Array) -> bool:
+        """Whether the back end may write a result to the caller's array itself."""
+        return self.backend.direct and self.backend.arrays.contiguous(output)
 
     def _room(self, rank: int, elements: int, like: Array) -> Array:
         """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""
@@ -284,12 +302,12 @@ class Execution(Generic[Array]):
     def _finished(self, request: Request[Array], one: RankArrays[Array], output: Array | None) -> Array:
         """The result in its shape, in the caller's array where he gave one."""
         library = self.backend.arrays
-        if request.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
+        if request.kind.op == "avg" and not (self.backend.averages and library.dtype(one.result) in AVERAGED):
             library.divide(one.result, self.backend.size)
-        result = library.shaped(one.result, request.shape)
+        result = library.shaped(one.result, request.kind.shape)
         if output is None:
             return result
-        if not library.same(result, output):
+        if not self._into(output):
             library.copy(output, result)
         return output
 

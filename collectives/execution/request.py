@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -27,9 +28,9 @@ Array = TypeVar("Array")
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Generic[Array]):
-    """A collective whose arguments fit.
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What calls of one collective on arrays of one shape and dtype have in common; one object for all of them.
 
     Parameters
     ----------
@@ -37,31 +38,53 @@ class Request(Generic[Array]):
     root : int or None
     op : str or None
         Reduction; None where data is only copied.
-    inputs : list of arrays, one for each rank of this process
-    outputs : list of arrays or None
-        The caller's arrays for results, where he gave some.
-    given, blocks : list of (start, stop)
-        The elements of the buffer that each of these ranks puts in, and that are its result.
+    dtype : str
+    itemsize : int
+        Bytes of an element.
+    given, blocks : tuple of (start, stop)
+        The elements of the buffer that each rank of this process puts in, and that are its result.
     holders : sequence of int
         The ranks that get a result.
     shape : tuple of int
         Of a result.
     count : int
         Elements of the buffer.
-    about : str or None
-        What the elements mean, where ranks that differ in it must not exchange them.
     """
 
     collective: str
     root: int | None
     op: str | None
-    inputs: list[Array]
-    outputs: list[Array | None]
-    given: list[tuple[int, int]]
-    blocks: list[tuple[int, int]]
+    dtype: str
+    itemsize: int
+    given: tuple[tuple[int, int], ...]
+    blocks: tuple[tuple[int, int], ...]
     holders: Sequence[int]
     shape: tuple[int, ...]
     count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.count * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Array]):
+    """A collective whose arguments fit.
+
+    Parameters
+    ----------
+    kind : Kind
+    inputs : list of arrays, one for each rank of this process
+    outputs : list of arrays or None
+        The caller's arrays for results, where he gave some.
+    about : str or None
+        What the elements mean, where ranks that differ in it must not exchange them.
+    """
+
+    kind: Kind
+    inputs: list[Array]
+    outputs: list[Array | None]
     about: str | None = None
 
 
@@ -97,36 +120,41 @@ def request(
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
     if op is not None:
         library.check_reduction(op, inputs[0])
-    whole = library.shape(inputs[0])
-    shape = _result_shape(collective, whole, backend.size)
-    count = math.prod(shape if collective == "allgather" else whole)
-    holders = (root,) if collective == "reduce" and root is not None else backend.ranks
+    first = inputs[0]
+    asked = (collective, root, op, library.dtype(first), library.itemsize(first), library.shape(first))
+    kind = _kind(*asked, backend.size, backend.ranks)
     outputs = check_outputs(
         [out] if backend.one_rank and out is not None else out,
         backend.ranks,
         library,
-        shape=shape,
-        like=inputs[0],
-        holders=holders,
+        shape=kind.shape,
+        like=first,
+        holders=kind.holders,
     )
-    block = count // backend.size
-    own = [(rank * block, (rank + 1) * block) for rank in backend.ranks]
-    full = [(0, count)] * len(inputs)
+    return Request(kind, inputs, outputs)
+
+
+@lru_cache(maxsize=256)
+def _kind(
+    collective: str,
+    root: int | None,
+    op: str | None,
+    dtype: str,
+    itemsize: int,
+    whole: tuple[int, ...],
+    size: int,
+    ranks: tuple[int, ...],
+) -> Kind:
+    """The kind of a call on arrays of the shape ``whole``."""
+    shape = _result_shape(collective, whole, size)
+    count = math.prod(shape if collective == "allgather" else whole)
+    holders = (root,) if collective == "reduce" and root is not None else ranks
+    own = tuple((rank * (count // size), (rank + 1) * (count // size)) for rank in ranks)
+    full = ((0, count),) * len(ranks)
     results = own if collective == "reduce_scatter" else full
-    return Request(
-        collective=collective,
-        root=root,
-        op=op,
-        inputs=inputs,
-        outputs=outputs,
-        given=own if collective == "allgather" else full,
-        blocks=[
-            result if rank in holders else (0, 0) for rank, result in zip(backend.ranks, results, strict=True)
-        ],
-        holders=holders,
-        shape=shape,
-        count=count,
-    )
+    blocks = tuple(result if rank in holders else (0, 0) for rank, result in zip(ranks, results, strict=True))
+    given = own if collective == "allgather" else full
+    return Kind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count)
 
 
 def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -58,6 +58,10 @@ class Signature:
     chunk: int
     refusal: str = ""
 
+    def of_call(self, call: int) -> Signature:
+        """The same of another call."""
+        return Signature(call, *_VALUES_AFTER_CALL(self))
+
     def pack(self) -> bytes:
         """As `LENGTH` bytes of JSON; a long refusal is cut."""
         text = f'{{"call": {self.call}, {_after_call(*_VALUES_AFTER_CALL(self))}'
