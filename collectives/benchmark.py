@@ -1,6 +1,9 @@
 """Timing a communicator in the columns of nccl-tests, every element of every result checked.
 
-The time of a run is that of its slowest rank, from a common start; the row gives the median of the runs.
+Calls run back to back in blocks, as in MPI's own benchmarks: ranks meet once before a block, so that what they leave
+the meeting one after another with does not count in every small call. A block is timed on its slowest rank, from a
+common start, over its calls; the row gives the median of the blocks. Where one call fills `BLOCK`, it is a block.
+
 Inputs are small whole numbers, so that every dtype adds them exactly and a wrong element cannot hide in rounding.
 """
 
@@ -41,6 +44,13 @@ DTYPES = {
 """Bytes of an element of each dtype that collectives move."""
 
 REPEATS = 5
+"""Blocks of calls, of which the median counts."""
+
+BLOCK = 0.02
+"""Seconds that a block of calls takes, unless one call takes longer."""
+
+CALLS = 1000
+"""Calls of a block at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,7 @@ class Row:
         Elements as nccl-tests counts them: of one rank's part for allgather and reduce_scatter.
     type, redop : str
     seconds : float
+        Of one call.
     algbw, busbw : float
         GB/s.
     wrong : int
@@ -118,7 +129,7 @@ def measure(
     schedule: str = "plan",
     own: Callable[[Any, Any], None] | None = None,
 ) -> Row:
-    """Time the collective of a communicator's plan for one size; every rank must call it.
+    """Time the collective of a communicator's plan for one size, in blocks of calls; every rank must call it.
 
     Parameters
     ----------
@@ -172,12 +183,8 @@ def measure(
     while own is None and not communicator.settled(count * itemsize):
         run()
     run()
-    seconds = []
-    for _ in range(REPEATS):
-        _meet(communicator)
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
+    calls = _calls_of_a_block(communicator, run)
+    seconds = [_block(communicator, run, calls) for _ in range(REPEATS)]
     slowest = _over_ranks(communicator, np.array(seconds), "max")
     listed = [results] if communicator.one_rank else results
     wrong = count_wrong(
@@ -189,7 +196,7 @@ def measure(
             if result is not None
         },
     )
-    median = statistics.median(slowest.tolist())
+    median = statistics.median(slowest.tolist()) / calls
     algbw = count * itemsize / median / 1e9
     return Row(
         schedule=schedule,
@@ -214,10 +221,25 @@ def _given(communicator: Communicator, arrays: list[Any]) -> Any:
     return arrays[0] if communicator.one_rank else arrays
 
 
-def _meet(communicator: Communicator) -> None:
-    """Wait until every rank is here."""
+def _calls_of_a_block(communicator: Communicator, run: Callable[[], None]) -> int:
+    """How many calls fill a block, the same on every rank: found by blocks that grow tenfold at most."""
+    calls = 1
+    while calls < CALLS:
+        took = float(_over_ranks(communicator, np.array([_block(communicator, run, calls)]), "max")[0])
+        if 2 * took > BLOCK:
+            break
+        calls = min(CALLS, 10 * calls, int(calls * BLOCK / max(took, 1e-9)))
+    return calls
+
+
+def _block(communicator: Communicator, run: Callable[[], None], calls: int) -> float:
+    """Seconds that this rank takes for some calls, one behind the other, once every rank is here."""
     if communicator.one_rank:
         _over_ranks(communicator, np.zeros(1), "sum")
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - started
 
 
 def _over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> NDArray[Any]:
