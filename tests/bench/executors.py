@@ -462,7 +462,7 @@ def _ratio(cell: Cell, rival: Cell) -> str:
             for ours, theirs in zip(cell.rounds, rival.rounds, strict=True)
         ]
     )
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+    return f"{middle:.3g} ({low:.3g}-{high:.3g})"
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
