@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -309,7 +310,13 @@ def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
     parser.add_argument(
         "--sizes", type=size_list, default=sizes, metavar="S", help=f"bytes (default: {sizes})"
     )
-    parser.add_argument("--ranks", type=_numbers, default=ranks, metavar="N", help=f"(default: {ranks})")
+    parser.add_argument(
+        "--ranks",
+        type=partial(_numbers, least=2, most=8),
+        default=ranks,
+        metavar="N",
+        help=f"(default: {ranks})",
+    )
     parser.add_argument(
         "--busy", type=_numbers, default="0", metavar="N", help="busy neighbours (default: 0)"
     )
@@ -322,8 +329,8 @@ def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
     return parser
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(whole(0, 99, "list of numbers such as 2,4"), text.split(",")))
+def _numbers(text: str, *, least: int = 0, most: int = 99) -> tuple[int, ...]:
+    return tuple(map(whole(least, most, f"number from {least} to {most}"), text.split(",")))
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
