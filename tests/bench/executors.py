@@ -321,7 +321,9 @@ def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
         "--busy", type=_numbers, default="0", metavar="N", help="busy neighbours (default: 0)"
     )
     parser.add_argument("--rounds", type=whole(1, 1000, "number of rounds"), default=6, metavar="N")
-    parser.add_argument("--only", metavar="NAMES", help="contenders, those whose names begin so: shared,gloo")
+    parser.add_argument(
+        "--only", metavar="NAMES", help="contenders, those whose names begin so: shared,gloo,MPI"
+    )
     parser.add_argument(
         "--against", metavar="PATH", type=Path, help="another checkout, timed in the same rounds"
     )
