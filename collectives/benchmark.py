@@ -1,15 +1,21 @@
 """Timing a communicator in the columns of nccl-tests, every element of every result checked.
 
-The time of a run is that of its slowest rank, from a common start; the row gives the median of the runs.
+Calls run back to back in blocks, as in MPI's own benchmarks: ranks meet once before a block, so that what they leave
+the meeting one after another with does not count in every small call. A block is timed on its slowest rank, from a
+common start, over its calls; the row gives the median of the blocks. Where one call fills `BLOCK`, it is a block.
+
 Inputs are small whole numbers, so that every dtype adds them exactly and a wrong element cannot hide in rounding.
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +25,8 @@ from collectives.arrays.numpy_arrays import numpy_dtype
 from collectives.communicator.communicator import Communicator
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
+from topoplan.simulation import events
+from topoplan.simulation.events import Run
 from topoplan.simulation.model import bus_factor, simulate
 
 METHODS = {
@@ -41,6 +49,13 @@ DTYPES = {
 """Bytes of an element of each dtype that collectives move."""
 
 REPEATS = 5
+"""Blocks of calls, of which the median counts."""
+
+BLOCK = 0.02
+"""Seconds that a block of calls takes, unless one call takes longer."""
+
+CALLS = 1000
+"""Calls of a block at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,7 @@ class Row:
         Elements as nccl-tests counts them: of one rank's part for allgather and reduce_scatter.
     type, redop : str
     seconds : float
+        Of one call.
     algbw, busbw : float
         GB/s.
     wrong : int
@@ -92,6 +108,25 @@ class Row:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call as a process saw it.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        Of the process.
+    call : int
+    start, end : float
+        Seconds from the first call of its host.
+    """
+
+    ranks: tuple[int, ...]
+    call: int
+    start: float
+    end: float
+
+
 def check_dtype(dtype: str, backend: str, collective: str) -> None:
     """Raise `UsageError` where a dtype is unknown, needs a package that is not there, or has no sums and needs them.
 
@@ -118,7 +153,7 @@ def measure(
     schedule: str = "plan",
     own: Callable[[Any, Any], None] | None = None,
 ) -> Row:
-    """Time the collective of a communicator's plan for one size; every rank must call it.
+    """Time the collective of a communicator's plan for one size, in blocks of calls; every rank must call it.
 
     Parameters
     ----------
@@ -149,35 +184,13 @@ def measure(
     plan = communicator.plan
     size = len(plan.ranks)
     itemsize = DTYPES[dtype]
-    count = nbytes // itemsize
-    if plan.collective in ("allgather", "reduce_scatter"):
-        count -= count % size
-    each = count // size if plan.collective == "allgather" else count
-    given = [communicator.arrays.of(_numbers(each, rank, size), dtype) for rank in communicator.ranks]
-    inputs = _given(communicator, given)
-    results: Any
-    if own is None:
-        method = getattr(communicator, METHODS[plan.collective])
-        results = method(inputs)
-
-        def run() -> None:
-            method(inputs, out=results)
-
-    else:
-        results = communicator.arrays.of(_numbers(each, communicator.ranks[0], size), dtype)
-
-        def run() -> None:
-            own(inputs, results)
-
+    count, each = _counts(plan, nbytes // itemsize)
+    results, run = _ready(communicator, each, dtype, own)
     while own is None and not communicator.settled(count * itemsize):
         run()
     run()
-    seconds = []
-    for _ in range(REPEATS):
-        _meet(communicator)
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
+    calls = _calls_of_a_block(communicator, run)
+    seconds = [_block(communicator, run, calls) for _ in range(REPEATS)]
     slowest = _over_ranks(communicator, np.array(seconds), "max")
     listed = [results] if communicator.one_rank else results
     wrong = count_wrong(
@@ -189,7 +202,7 @@ def measure(
             if result is not None
         },
     )
-    median = statistics.median(slowest.tolist())
+    median = statistics.median(slowest.tolist()) / calls
     algbw = count * itemsize / median / 1e9
     return Row(
         schedule=schedule,
@@ -204,6 +217,121 @@ def measure(
     )
 
 
+def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Span, ...]:
+    """When each rank began and ended `REPEATS` calls back to back; every rank must call it.
+
+    The clock is the steady one of the host, which all its processes read; on each host it begins with the first call
+    there, since clocks of different hosts know nothing of each other.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    nbytes, dtype
+        As for `measure`, which should have run before: it settles the size of chunks.
+
+    Returns
+    -------
+    tuple of Span
+        By rank and call; the same on every rank.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
+    >>> with Communicator(plan) as comm:
+    ...     spans = timeline(comm, nbytes=1000, dtype="float32")
+    >>> spans[0].ranks, spans[0].start, len(spans)
+    ((0, 1, 2), 0.0, 5)
+    """
+    _, each = _counts(communicator.plan, nbytes // DTYPES[dtype])
+    _, run = _ready(communicator, each, dtype, None)
+    run()
+    _meet(communicator)
+    clock = [time.monotonic_ns()]
+    for _ in range(REPEATS):
+        run()
+        clock.append(time.monotonic_ns())
+    told = communicator.gather_texts(json.dumps([platform.node(), communicator.ranks, clock]))
+    processes = {tuple(ranks): (host, times) for host, ranks, times in map(json.loads, told)}
+    begun: dict[str, int] = {}
+    for host, times in processes.values():
+        begun[host] = min(times[0], begun.get(host, times[0]))
+    return tuple(
+        Span(ranks, call, (start - begun[host]) / 1e9, (end - begun[host]) / 1e9)
+        for ranks, (host, times) in sorted(processes.items())
+        for call, (start, end) in enumerate(pairwise(times))
+    )
+
+
+def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> str:
+    """Calls as a Chrome trace, in JSON, as `topoplan.simulation.events.chrome_trace`: one row for each process.
+
+    Parameters
+    ----------
+    spans : sequence of Span
+    what : str
+        What ran.
+    model : Run, optional
+        Of one call, in rows of its own, from the same zero.
+
+    Examples
+    --------
+    >>> events = json.loads(chrome_trace([Span((2,), 0, 0.0, 1e-3)], "allreduce of 1MB"))["traceEvents"]
+    >>> [(event["name"], event.get("dur")) for event in events]
+    [('process_name', None), ('thread_name', None), ('call 0', 1000.0)]
+    """
+    rows: list[dict[str, object]] = [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"measured: {what}"}}
+    ]
+    for ranks in sorted({span.ranks for span in spans}):
+        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        rows.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": ranks[0], "args": {"name": name}})
+    rows += [
+        {
+            "name": f"call {span.call}",
+            "cat": "call",
+            "ph": "X",
+            "ts": round(span.start * 1e6, 4),
+            "dur": round((span.end - span.start) * 1e6, 4),
+            "pid": 1,
+            "tid": span.ranks[0],
+            "args": {"call": span.call},
+        }
+        for span in spans
+    ]
+    if model is not None:
+        rows += json.loads(events.chrome_trace(model))["traceEvents"]
+    body = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{body}\n]}}\n'
+
+
+def _counts(plan: Plans, count: int) -> tuple[int, int]:
+    """Elements of the whole buffer, cut to whole blocks, and of what each rank gives."""
+    size = len(plan.ranks)
+    if plan.collective in ("allgather", "reduce_scatter"):
+        count -= count % size
+    return count, count // size if plan.collective == "allgather" else count
+
+
+def _ready(
+    communicator: Communicator, each: int, dtype: str, own: Callable[[Any, Any], None] | None
+) -> tuple[Any, Callable[[], None]]:
+    """Results, and the call that computes them from inputs of `_numbers`."""
+    size = len(communicator.plan.ranks)
+    given = [communicator.arrays.of(_numbers(each, rank, size), dtype) for rank in communicator.ranks]
+    inputs = _given(communicator, given)
+    if own is not None:
+        results = communicator.arrays.of(_numbers(each, communicator.ranks[0], size), dtype)
+        return results, lambda: own(inputs, results)
+    method = getattr(communicator, METHODS[communicator.plan.collective])
+    results = method(inputs)
+
+    def run() -> None:
+        method(inputs, out=results)
+
+    return results, run
+
+
 def _numbers(count: int, rank: int, ranks: int) -> NDArray[np.int64]:
     """What a rank gives: whole numbers whose sums over up to 256 ranks bfloat16 holds, with its 8 bits."""
     return (np.arange(count) + rank) % max(2, min(7, 1 + 256 // ranks))
@@ -212,6 +340,26 @@ def _numbers(count: int, rank: int, ranks: int) -> NDArray[np.int64]:
 def _given(communicator: Communicator, arrays: list[Any]) -> Any:
     """One array where a process holds one rank, else the list."""
     return arrays[0] if communicator.one_rank else arrays
+
+
+def _calls_of_a_block(communicator: Communicator, run: Callable[[], None]) -> int:
+    """How many calls fill a block, the same on every rank: found by blocks that grow tenfold at most."""
+    calls = 1
+    while calls < CALLS:
+        took = float(_over_ranks(communicator, np.array([_block(communicator, run, calls)]), "max")[0])
+        if 2 * took > BLOCK:
+            break
+        calls = min(CALLS, 10 * calls, int(calls * BLOCK / max(took, 1e-9)))
+    return calls
+
+
+def _block(communicator: Communicator, run: Callable[[], None], calls: int) -> float:
+    """Seconds that this rank takes for some calls, one behind the other, once every rank is here."""
+    _meet(communicator)
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - started
 
 
 def _meet(communicator: Communicator) -> None:

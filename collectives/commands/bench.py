@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes
+from topoplan.cli.output import check_target, counted, plan_notes, print_json, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.clusters.memory import physical_memory
@@ -28,6 +28,7 @@ from topoplan.units import format_size
 if TYPE_CHECKING:
     from collectives.backends.backend import Backend
     from collectives.benchmark import Row
+    from collectives.communicator.communicator import Communicator
 
 
 LINE = "run a plan on real arrays, checked and timed"
@@ -86,6 +87,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--scale", type=arguments.factor, metavar="F", help="of the bandwidths of --paced (default: 1e-3)"
     )
     parser.add_argument(
+        "--trace",
+        metavar="F.json",
+        help="write when each rank began and ended calls of the largest size as a Chrome trace, with --paced beside "
+        "the model's run",
+    )
+    parser.add_argument(
         "--chunk",
         type=arguments.size,
         metavar="S",
@@ -111,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
+    check_target(options.trace, "--trace")
     check_backend(options.backend, pace=_pace(options))
     plan = read_plan(options.plan)
     check_dtype(options.dtype, options.backend, plan.collective)
@@ -157,9 +165,24 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
                 rows.append(
                     measure(communicator, nbytes=nbytes, dtype=options.dtype, schedule=own.name, own=own.run)
                 )
+        if options.trace:
+            _write_trace(options, communicator)
     if 0 in backend.ranks:
         _report(options, plan, rows, notes)
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _write_trace(options: argparse.Namespace, communicator: Communicator) -> None:
+    """Run calls of the largest size once more, and let rank 0 write when they ran."""
+    from collectives.benchmark import chrome_trace, timeline
+    from topoplan.simulation.events import run_events
+
+    nbytes, pace, plan = max(options.sizes), _pace(options), communicator.plan
+    spans = timeline(communicator, nbytes=nbytes, dtype=options.dtype)
+    if 0 in communicator.ranks:
+        model = None if pace is None else run_events(plan.at(nbytes), nbytes=round(nbytes / pace))
+        what = f"{plan.collective} of {format_size(nbytes)}, {options.backend}"
+        write_whole(options.trace, chrome_trace(spans, what, model))
 
 
 def _pace(options: argparse.Namespace) -> float | None:
@@ -206,6 +229,8 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
         print(f"# {plan.collective} of {ranks}, {options.backend}{what}, median of {REPEATS}")
         print(_format_table([row for row in rows if row.schedule == schedule]))
     print_notes(*notes)
+    if options.trace:
+        print(f"written: {options.trace}")
 
 
 def _check_memory(nbytes: int, ranks: int) -> None:
@@ -263,6 +288,7 @@ def start_processes(options: argparse.Namespace, plan: Plans) -> int:
             *("--timeout", str(options.timeout)),
             *(("--chunk", str(options.chunk)) if options.chunk else ()),
             *(("--chunk-file", str(Path(options.chunk_file).absolute())) if options.chunk_file else ()),
+            *(("--trace", str(Path(options.trace).absolute())) if options.trace else ()),
             *(("--paced",) if options.paced else ()),
             *(("--scale", str(options.scale)) if options.scale else ()),
             *(("--rivals",) if options.rivals else ()),

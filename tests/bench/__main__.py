@@ -1,4 +1,8 @@
-"""``make bench``: speeds as ratios against a named rival that ran on the same machine in the same minute."""
+"""``make bench``: speeds as ratios against a named rival that ran on the same machine in the same minute.
+
+``python -m tests.bench NAME ...`` runs those that are named; what follows the name of one of `WITH_OPTIONS` are its
+options.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from tests.bench import (
     alignment,
     allocations,
     descriptions,
+    executors,
     fabrics,
     gpu,
     gpu_selection,
@@ -17,7 +22,6 @@ from tests.bench import (
     lars,
     loopback,
     modes,
-    mpi,
     nccl_graphs,
     paced,
     planning,
@@ -30,15 +34,26 @@ from tests.bench import (
     testbed,
     three_phases,
 )
+from topoplan.errors import UsageError
+
+WITH_OPTIONS = {"executors": executors.main, "hook": hook.main}
 
 
 def main() -> int:
     """Run every benchmark, or those named on the command line."""
+    if len(sys.argv) > 2 and sys.argv[1] in WITH_OPTIONS and sys.argv[2].startswith("-"):
+        try:
+            WITH_OPTIONS[sys.argv[1]](sys.argv[2:])
+        except UsageError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
     benchmarks = {
         "agreement": agreement.main,
         "alignment": alignment.main,
         "allocations": allocations.main,
         "descriptions": descriptions.main,
+        "executors": executors.main,
         "fabrics": fabrics.main,
         "gpu": gpu.main,
         "gpu_selection": gpu_selection.main,
@@ -47,7 +62,6 @@ def main() -> int:
         "lars": lars.main,
         "loopback": loopback.main,
         "modes": modes.main,
-        "mpi": mpi.main,
         "nccl_graphs": nccl_graphs.main,
         "paced": paced.main,
         "planning": planning.main,

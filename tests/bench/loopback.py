@@ -1,9 +1,4 @@
-"""An allreduce among ranks of one process, against others that do the same sum.
-
-Rivals in one process: numpy doing the sum and the copies. With a process for each rank: a ring of MPI messages written
-by hand, and torch's gloo. Those start anew in every round, and rounds alternate; each round gives the median of its
-runs.
-"""
+"""An allreduce among ranks of one process, against numpy doing the same sum and the copies."""
 
 from __future__ import annotations
 
@@ -15,12 +10,9 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from tests.bench.rivals import gloo_seconds, mpi_name, ring_seconds
 
 MEGABYTES = (1, 16, 64)
 RUNS = 7
-RANKS = 4
-ROUNDS = 3
 
 
 def main() -> None:
@@ -34,13 +26,6 @@ def main() -> None:
                 f"  {megabytes:3} MB  plan {ours * 1e3:7.2f} ms  numpy sum and copies {rival * 1e3:7.2f} ms  "
                 f"ratio {rival / ours:.2f} x"
             )
-    print(
-        f"allreduce of {RANKS} ranks, float32, median of {ROUNDS} rounds of {RUNS}; rivals in {RANKS} processes:"
-    )
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
-    with Communicator(plan) as communicator:
-        for megabytes in (16, 64):
-            _print_processes(communicator, megabytes)
 
 
 def _beside_numpy(communicator: Communicator, megabytes: int) -> tuple[float, float]:
@@ -59,33 +44,6 @@ def _beside_numpy(communicator: Communicator, megabytes: int) -> tuple[float, fl
     ]
     ours, rival = (statistics.median(times) for times in zip(*pairs, strict=True))
     return ours, rival
-
-
-def _print_processes(communicator: Communicator, megabytes: int) -> None:
-    inputs, results = _arrays(communicator.size, megabytes)
-    ours: list[float] = []
-    rings: list[float | None] = []
-    gloos: list[float | None] = []
-    for _ in range(ROUNDS):
-        runs = [_seconds(lambda: communicator.all_reduce(inputs, out=results)) for _ in range(RUNS)]
-        ours.append(statistics.median(runs))
-        rings.append(ring_seconds(RANKS, megabytes, RUNS))
-        gloos.append(gloo_seconds(RANKS, megabytes, RUNS))
-    mine = statistics.median(ours)
-    print(f"  {megabytes:3} MB  plan {mine * 1e3:7.2f} ms")
-    _print_rival("ring of messages", rings, mine, "mpi4py or mpiexec", mpi_name)
-    _print_rival("gloo", gloos, mine, "torch", lambda: "torch")
-
-
-def _print_rival(
-    name: str, times: list[float | None], mine: float, needs: str, library: Callable[[], str]
-) -> None:
-    found = [seconds for seconds in times if seconds is not None]
-    if not found:
-        print(f"          {name}: not measured, {needs} is not installed")
-        return
-    rival = statistics.median(found)
-    print(f"          {name}, {library()}: {rival * 1e3:7.2f} ms  ratio {rival / mine:.2f} x")
 
 
 def _arrays(ranks: int, megabytes: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -105,14 +105,41 @@ def test_every_collective_runs_on_processes(collective: str) -> None:
     assert len([line for line in lines if line.startswith("#")]) == 3
 
 
-def test_paced_links_stand_beside_the_model(plan_path: Path) -> None:
-    """A collective on links at a thousandth takes no less than the model's bandwidth term."""
-    done = bench(plan_path, "--paced", "--scale", "1e-3", "--sizes", "4MB", "--json")
+def test_paced_links_stand_beside_the_model(plan_path: Path, tmp_path: Path) -> None:
+    """A collective on links at a thousandth takes no less than the model's bandwidth term; its trace holds both."""
+    trace = tmp_path / "trace.json"
+    done = bench(plan_path, "--paced", "--scale", "1e-3", "--sizes", "4MB", "--json", "--trace", trace)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
     assert row["time"] > 0.9 * row["size"] / (plan.rate * 1e9 * 1e-3) * 1e6
     assert row["model"] == pytest.approx(row["size"] / (plan.rate * 1e9 * 1e-3) * 1e6, rel=0.1)
+    boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    calls = [box["dur"] for box in boxes if box["pid"] == 1]
+    ends = [box["ts"] + box["dur"] for box in boxes if box["pid"] == 0]
+    assert len(calls) == 5
+    assert min(calls) > 0.9 * row["model"]
+    assert max(ends) == pytest.approx(row["model"], rel=0.1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["shared", "tcp", "mpi"])
+def test_a_trace_shows_the_calls_of_all_ranks_on_one_clock(
+    backend: str, plan_path: Path, tmp_path: Path
+) -> None:
+    """No rank ends a call of a sum before every other one has begun it."""
+    needs(backend)
+    trace = tmp_path / "trace.json"
+    done = bench(plan_path, "--backend", backend, "--sizes", "8,64KB", "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"written: {trace}"
+    boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert sorted((box["tid"], box["name"]) for box in boxes) == [
+        (rank, f"call {call}") for rank in range(3) for call in range(5)
+    ]
+    for call in range(5):
+        of_one = [box for box in boxes if box["args"]["call"] == call]
+        assert max(box["ts"] for box in of_one) <= min(box["ts"] + box["dur"] for box in of_one)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,43 @@
+"""The blocks of calls that a time is taken of."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import topoplan
+from collectives import Communicator
+from collectives.benchmark import BLOCK, CALLS, REPEATS, measure
+
+
+class Slow(Communicator):
+    """Counts its calls, each of which takes a while."""
+
+    pause, calls = 0.0, 0
+
+    def all_reduce(self, *arguments: Any, **settings: Any) -> Any:
+        self.calls += 1
+        time.sleep(self.pause)
+        return super().all_reduce(*arguments, **settings)
+
+
+def slow(pause: float) -> Slow:
+    comm = Slow(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5]))
+    comm.pause = pause
+    return comm
+
+
+def test_short_calls_run_back_to_back_and_the_time_is_of_one() -> None:
+    with slow(BLOCK / 20) as comm:
+        row = measure(comm, nbytes=64, dtype="float32")
+        assert 2 * REPEATS < comm.calls < 2 * REPEATS * CALLS
+    assert BLOCK / 20 <= row.seconds < BLOCK
+    assert row.wrong == 0
+
+
+def test_a_call_that_fills_a_block_is_one() -> None:
+    """One call makes the result, one warms up, one finds how long it takes."""
+    with slow(1.5 * BLOCK) as comm:
+        row = measure(comm, nbytes=64, dtype="float32")
+        assert comm.calls == 3 + REPEATS
+    assert row.seconds >= 1.5 * BLOCK

@@ -1,0 +1,69 @@
+"""The benchmark of executors starts what it times beside busy processes, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.executors import Contender, Failed, Job, neighbours
+from tests.support.checkout import ROOT
+
+
+@pytest.mark.thorough
+def test_contenders_of_two_checkouts_run_in_the_same_rounds() -> None:
+    """Here both are the same one; every round has its blocks, the empty neighbourhood and the busy one."""
+    words = [
+        "--ranks",
+        "2",
+        "--sizes",
+        "8,64KB",
+        "--rounds",
+        "2",
+        "--busy",
+        "0,1",
+        "--only",
+        "tcp,memcpy",
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "executors", *words, "--against", str(ROOT)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(done.stdout)
+    assert [(cell["busy"], cell["size"], cell["contender"]) for cell in cells] == [
+        (busy, size, name)
+        for busy in (0, 1)
+        for size in (8, 65536)
+        for name in ("tcp", "tcp, before", "memcpy")
+    ]
+    assert all([len(blocks) for blocks in cell["seconds"]] == [2, 2] for cell in cells)
+
+
+@pytest.mark.thorough
+def test_a_contender_that_does_not_start_says_why() -> None:
+    wrong = Contender(
+        "tcp", {"kind": "planned", "backend": "smoke", "in_place": False, "shared_arrays": False}, "tcp"
+    )
+    with pytest.raises(Failed, match="'smoke'"):
+        Job(wrong, 2)
+
+
+def test_busy_neighbours_end_where_they_are_no_longer_needed() -> None:
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if not children.exists():
+        pytest.skip("this system does not list a process's children")
+    before = set(children.read_text().split())
+    with neighbours(2):
+        started = set(children.read_text().split()) - before
+        assert len(started) == 2
+    assert not started & set(children.read_text().split())
