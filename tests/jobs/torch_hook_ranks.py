@@ -142,6 +142,30 @@ def dense() -> dict[str, Any]:
     return found
 
 
+def threads() -> dict[str, list[list[str]]]:
+    """In which threads the buckets of the last step were exchanged, in order: with one bucket, and with several."""
+    found = {}
+    for name, megabytes in (("one", 100), ("several", 0.0005)):
+        for how in ("dense", "sparse"):
+            state = HookState(plan(), density=0.5 if how == "sparse" else None)
+            assert state.communicator is not None
+            backend: Any = state.communicator._open().backend
+            names: list[str] = []
+
+            def run(call: Any, real: Any = backend.run, names: list[str] = names) -> None:
+                names.append(threading.current_thread().name)
+                real(call)
+
+            backend.run = run
+            ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
+            trained(ddp, steps=range(3))
+            names.clear()
+            trained(ddp, steps=range(3, 4))
+            found[f"{name}, {how}"] = [names[:1], names[-1:]]
+            state.close()
+    return found
+
+
 def mixed() -> dict[str, Any]:
     """bf16 beside float32, and gradients that travel in 16 bits."""
     found: dict[str, Any] = {}
@@ -561,7 +585,7 @@ def apart() -> dict[str, Any]:
 
 
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, mixed, restored, empty, misplaced, own_group, planned_group, apart),
+    2: (dense, threads, mixed, restored, empty, misplaced, own_group, planned_group, apart),
     4: (dense, conserved, losses, fallen_back, plans_given),
 }
 """By the number of processes."""
