@@ -8,6 +8,7 @@ itself would turn it into another one. Where no plan fits the process group, tor
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
 from collectives.training.recorder import Recorder
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types in which dense gradients may travel; sparse ones of them are kept, chosen from and sent in float32."""
@@ -46,7 +47,7 @@ class BucketExchange:
         self._averager = averager
         self._numbers = numbers
         self._narrow = None if how.compress is None else NARROW[how.compress]
-        self._under_way: list[torch.futures.Future[Any]] = []
+        self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Begin to average a bucket; the future is that of its buffer, which then holds the average.
@@ -59,20 +60,23 @@ class BucketExchange:
         try:
             if not bucket.is_last():
                 self._under_way.append(self._start(bucket, async_op=True))
-                return self._under_way[-1]
+                return self._under_way[-1][1]
             with self._averager.recorder.waiting():
-                for one in self._under_way:
+                for handle, one in self._under_way:
+                    with suppress(Exception):  # the future tells of it with step and bucket
+                        handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
                     one.wait()
-                future = self._start(bucket, async_op=False)
-                future.wait()  # raises what putting the average into its place has met
-        except BackendError:
+                _, future = self._start(bucket, async_op=False)
+                future.wait()
+        except BaseException:
             self._under_way.clear()
             raise
         self._under_way.clear()
         self._averager.end_step()
         return future
 
-    def _start(self, bucket: GradBucket, *, async_op: bool) -> torch.futures.Future[Any]:
+    def _start(self, bucket: GradBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
+        """Start the exchange of a bucket; what runs, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
 
@@ -88,7 +92,7 @@ class BucketExchange:
             if given is not buffer:
                 buffer.copy_(given)
 
-        return future_of(
+        return handle, future_of(
             handle,
             buffer,
             device=buffer.device,

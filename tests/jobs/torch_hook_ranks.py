@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.torch import HookState, PlannedGroup, topoplan_hook
 from tests.jobs.torch_hook_faults import faults
 from tests.support.hand_plans import forest_plan
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 STEPS = 5
 LIMIT = timedelta(seconds=60)
@@ -163,6 +165,30 @@ def threads() -> dict[str, list[list[str]]]:
             trained(ddp, steps=range(3, 4))
             found[f"{name}, {how}"] = [names[:1], names[-1:]]
             state.close()
+    return found
+
+
+def interrupted() -> dict[str, list[Any]]:
+    """What ends a step in which rank 0 is interrupted and waits for rank 1, and after how many seconds."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    found = {}
+    for name, megabytes in (("one", 100), ("several", 0.0005)):
+        state = HookState(plan(), timeout=20)
+        ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
+        trained(ddp, steps=range(3))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(2)
+        began, ending = time.monotonic(), "nothing"
+        try:
+            trained(ddp, steps=range(3, 4))
+        except (KeyboardInterrupt, BackendError) as error:
+            ending = type(error).__name__
+        found[name] = [ending, time.monotonic() - began]
+        state.close()
+        dist.barrier()
     return found
 
 
@@ -585,7 +611,7 @@ def apart() -> dict[str, Any]:
 
 
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, threads, mixed, restored, empty, misplaced, own_group, planned_group, apart),
+    2: (dense, threads, mixed, restored, empty, misplaced, interrupted, own_group, planned_group, apart),
     4: (dense, conserved, losses, fallen_back, plans_given),
 }
 """By the number of processes."""
