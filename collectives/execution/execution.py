@@ -328,8 +328,8 @@ def told(call: Call[Any], backend: Backend[Any], nbytes: int, seconds: float) ->
         "plan": f"{about.plan}:{plan.collective}:{plan.schedule.replace(' ', '-')}",
         "backend": backend.name,
         "chunk": about.chunk * call.itemsize,
-        "seconds": f"{seconds:.6f}",
-        "GB/s": f"{nbytes / seconds / 1e9:.3f}",
+        "seconds": f"{seconds:.4g}",
+        "GB/s": f"{nbytes / seconds / 1e9:.4g}",
     }
     return " ".join(["topoplan:", *(f"{name}={value}" for name, value in fields.items())])
 
