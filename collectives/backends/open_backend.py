@@ -60,9 +60,9 @@ def _tcp(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]
 
 
 def _torch(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.torch.backend import TorchBackend
+    from collectives.backends.torch.backend import open_torch
 
-    return TorchBackend.open(timeout=timeout)
+    return open_torch(timeout=timeout)
 
 
 PACED = ("loopback", "tcp")

@@ -7,6 +7,8 @@ caller's arrays at once, inputs that results would overwrite too early are copie
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +37,9 @@ Array = TypeVar("Array")
 KINDS = 64
 """Kinds of calls of which is kept what is run."""
 
+DEBUG = "TOPOPLAN_DEBUG"
+"""Set in the environment it has every collective told on stderr: 1 by the process of rank 0, all by every process."""
+
 
 class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
@@ -58,6 +63,8 @@ class Execution(Generic[Array]):
         self._store = store
         self._calls = 0
         self._failed = False
+        asked = os.environ.get(DEBUG, "0")
+        self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str], Array] = {}
         self._lowered: dict[Kind, tuple[PlanKey, TransferTable, Signature]] = {}
 
@@ -264,13 +271,13 @@ class Execution(Generic[Array]):
 
     def _run_measured(self, call: Call[Array], digest: str, nbytes: int) -> None:
         """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
-        if self.chunks.settled(digest, nbytes):
-            self.backend.run(call)
-            return
         started = time.perf_counter()
         self.backend.run(call)
-        slowest = self.backend.largest(time.perf_counter() - started)
-        self.chunks.measured(digest, nbytes, slowest)
+        seconds = time.perf_counter() - started
+        if self._tells:
+            print(told(call, self.backend, nbytes, seconds), file=sys.stderr, flush=True)
+        if not self.chunks.settled(digest, nbytes):
+            self.chunks.measured(digest, nbytes, self.backend.largest(seconds))
 
     def _memory(self, request: Request[Array], place: int, rank: int) -> RankArrays[Array]:
         """Where a rank's input lies and where its result is put together."""
@@ -325,6 +332,24 @@ class Execution(Generic[Array]):
     def _check_alive(self) -> None:
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
+
+
+def told(call: Call[Any], backend: Backend[Any], nbytes: int, seconds: float) -> str:
+    """One line about a collective that took so many seconds on this rank; GB/s is its algorithm bandwidth."""
+    about, plan = call.signature, call.plan
+    fields = {
+        "rank": backend.ranks[0],
+        "collective": about.collective,
+        "bytes": nbytes,
+        "dtype": about.dtype,
+        "op": call.op or "none",
+        "plan": f"{about.plan}:{plan.collective}:{plan.schedule.replace(' ', '-')}",
+        "backend": backend.name,
+        "chunk": about.chunk * call.itemsize,
+        "seconds": f"{seconds:.4g}",
+        "GB/s": f"{nbytes / seconds / 1e9:.4g}",
+    }
+    return " ".join(["topoplan:", *(f"{name}={value}" for name, value in fields.items())])
 
 
 def set_apart(memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array]) -> list[RankArrays[Array]]:

@@ -1,13 +1,14 @@
 """One bucket of DDP after another averaged in the background, while backward computes the next.
 
-The last bucket of a step waits for all of them: DDP has nothing else to do then, and so an error of any bucket comes
-out of ``loss.backward()`` as it is; DDP itself would turn it into another one. Where no plan fits the process group,
-torch's own allreduce averages.
+The last bucket of a step waits for the others and is then averaged in the thread of backward: DDP has nothing else to
+do, no other thread has to be woken for it, and an error of any bucket comes out of ``loss.backward()`` as it is; DDP
+itself would turn it into another one. Where no plan fits the process group, torch's own allreduce averages.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
 from collectives.training.recorder import Recorder
-from topoplan.errors import BackendError, TopoplanError
+from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types in which dense gradients may travel; sparse ones of them are kept, chosen from and sent in float32."""
@@ -46,7 +47,7 @@ class BucketExchange:
         self._averager = averager
         self._numbers = numbers
         self._narrow = None if how.compress is None else NARROW[how.compress]
-        self._under_way: list[torch.futures.Future[Any]] = []
+        self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Begin to average a bucket; the future is that of its buffer, which then holds the average.
@@ -57,21 +58,25 @@ class BucketExchange:
             An exchange of this step failed: of this bucket, or, if it is the last one, of any.
         """
         try:
-            future = self._start(bucket)
-            self._under_way.append(future)
-            if bucket.is_last():
-                with self._averager.recorder.waiting():
-                    for one in self._under_way:
-                        one.wait()
-        except BackendError:
+            if not bucket.is_last():
+                self._under_way.append(self._start(bucket, async_op=True))
+                return self._under_way[-1][1]
+            with self._averager.recorder.waiting():
+                for handle, one in self._under_way:
+                    with suppress(Exception):  # the future tells of it with step and bucket
+                        handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
+                    one.wait()
+                _, future = self._start(bucket, async_op=False)
+                future.wait()
+        except BaseException:
             self._under_way.clear()
             raise
-        if bucket.is_last():
-            self._under_way.clear()
-            self._averager.end_step()
+        self._under_way.clear()
+        self._averager.end_step()
         return future
 
-    def _start(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+    def _start(self, bucket: GradBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
+        """Start the exchange of a bucket; what runs, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
 
@@ -79,7 +84,7 @@ class BucketExchange:
             return in_bucket(error, step=step, bucket=about, rank=self.rank)
 
         try:
-            given, handle = self._begin(bucket, buffer)
+            given, handle = self._begin(bucket, buffer, async_op=async_op)
         except TopoplanError as error:
             raise told(error) from error
 
@@ -87,7 +92,7 @@ class BucketExchange:
             if given is not buffer:
                 buffer.copy_(given)
 
-        return future_of(
+        return handle, future_of(
             handle,
             buffer,
             device=buffer.device,
@@ -96,7 +101,9 @@ class BucketExchange:
             told=told,
         )
 
-    def _begin(self, bucket: GradBucket, buffer: torch.Tensor) -> tuple[torch.Tensor, Handle[Any]]:
+    def _begin(
+        self, bucket: GradBucket, buffer: torch.Tensor, *, async_op: bool
+    ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self.layout_of(bucket)
         averager, step = self._averager, self._averager.recorder.step
@@ -110,7 +117,7 @@ class BucketExchange:
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
-        return given, averager.start(layout.key, given, op=op, out=given)
+        return given, averager.start(layout.key, given, op=op, out=given, async_op=async_op)
 
     @property
     def rank(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,10 +84,7 @@ class BucketLayout:
     @property
     def key(self) -> str:
         """A name that no bucket of other parameters, or of another order, has."""
-        told = ",".join(_runs(self.numbers))
-        if len(told) > LONGEST:
-            told = f"{told[:LONGEST]}... {hashlib.sha256(told.encode()).hexdigest()[:12]}"
-        return f"parameters {told}"
+        return _named(self.numbers)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Number of each parameter, and the elements of the buffer from which to which it is."""
@@ -268,6 +266,15 @@ def tensors_of(parameters: object) -> list[torch.Tensor]:
         if not isinstance(one, torch.Tensor):
             raise UsageError(f"a {type(one).__name__} is no parameter; give model.parameters()")
     return listed
+
+
+@lru_cache(maxsize=1024)
+def _named(numbers: tuple[int, ...]) -> str:
+    """Parameters in few letters; kept, since buckets are the same in every step."""
+    told = ",".join(_runs(numbers))
+    if len(told) > LONGEST:
+        told = f"{told[:LONGEST]}... {hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    return f"parameters {told}"
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:

@@ -201,19 +201,29 @@ class InStepAverager(Averager):
         self.communicator = communicator
         self.settings = settings
 
-    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
-        """See `Averager.start`."""
+    def start(
+        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, async_op: bool = True
+    ) -> Handle[Any]:
+        """See `Averager.start`.
+
+        Without ``async_op`` the exchange runs in this thread, which two others then need not wake: for who has nothing
+        to do meanwhile. The handle is done, and what ended the exchange is raised here.
+        """
         comm, how, recorder, step = self.communicator, self.settings, self.recorder, self.recorder.step
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
+        handle: Handle[Any]
         if how.density is None:
-            handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
+            if async_op:
+                handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
+            else:
+                handle = Handle.of(comm.all_reduce(gradients, op=op, out=out))
             plan = comm.plan_for("allreduce", nbytes)
             told: Mapping[str, Any] = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
             density = how.density_at(step)
             # first, since it keeps the gradient where ranks cannot agree on how to exchange it
-            handle = comm.sparse_all_reduce(
+            found = comm.sparse_all_reduce(
                 gradients,
                 density=density,
                 op=op,
@@ -222,8 +232,9 @@ class InStepAverager(Averager):
                 exchange=how.exchange,
                 wire=how.wire,
                 out=out,
-                async_op=True,
+                async_op=async_op,
             )
+            handle = found if async_op else Handle.of(found)
             chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
             bound = math.inf if chosen.plan is None else chosen.plan.bound
             dense = chosen.exchange == "dense"

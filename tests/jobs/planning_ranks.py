@@ -28,13 +28,15 @@ PLAN = topoplan.plan(DGX, gpus=[0, 1, 2], method="mwu")
 def main() -> None:
     """Go through everything and write what this rank saw."""
     name, folder = sys.argv[1], Path(sys.argv[2])
-    backend: Any = open_backend(name, PLAN, timeout=TIMEOUT)
+    backend: Any
     if name == "torch":
         import torch  # its tensors
 
-        make = torch.from_numpy
+        from collectives.backends.torch.backend import TorchBackend
+
+        backend, make = TorchBackend.open(timeout=TIMEOUT), torch.from_numpy  # by its messages
     else:
-        make = np.asarray
+        backend, make = open_backend(name, PLAN, timeout=TIMEOUT), np.asarray
     (rank,) = backend.ranks
     calls: list[int] = []
 

@@ -471,7 +471,17 @@ def test_a_killed_rank_is_named_by_all_others_at_once_also_by_those_it_sends_not
 
 
 def test_torchruns_environment_makes_a_group_that_is_destroyed_again(told: Told) -> None:
-    assert all(one["opened"] == {"total": 15, "left": False, "threads": 1} for one in told)
+    wanted = {"total": 15, "over": "shared", "left": False, "threads": 1}
+    assert all(one["opened"] == wanted for one in told)
+
+
+def test_by_its_name_the_back_end_uses_memory_where_ranks_share_it_and_silently_messages_elsewhere(
+    told: Told,
+) -> None:
+    for one in told:
+        assert one["opened"]["over"] == "shared"
+        assert one["without memory"] == ["torch", 15]
+        assert "Warning" not in one["error"]
 
 
 def test_without_a_group_and_without_torchrun_the_error_says_what_to_do(

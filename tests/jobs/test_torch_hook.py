@@ -80,6 +80,23 @@ def test_a_step_of_the_recorder_is_a_step_of_training_also_where_gradients_accum
     assert {how["steps"] for one in two for how in one["dense"].values()} == {5}
 
 
+def test_the_last_bucket_of_a_step_is_averaged_in_the_thread_of_backward_and_others_beside_it(
+    two: Told,
+) -> None:
+    for one in two:
+        for how in ("dense", "sparse"):
+            assert one["threads"][f"one, {how}"] == [["MainThread"], ["MainThread"]]
+            assert one["threads"][f"several, {how}"] == [["collectives_0"], ["MainThread"]]
+
+
+@pytest.mark.parametrize("buckets", ["one", "several"])
+def test_ctrl_c_ends_the_wait_of_backward_for_a_rank_that_does_not_come(two: Told, buckets: str) -> None:
+    ending, seconds = two[0]["interrupted"][buckets]
+    assert ending == "KeyboardInterrupt"
+    assert seconds < 1.5
+    assert two[1]["interrupted"][buckets][0] != "KeyboardInterrupt"
+
+
 def test_bfloat16_beside_float32_is_averaged_and_its_residual_is_float32(two: Told) -> None:
     for one in two:
         assert one["mixed"]["plain"] == 0.0

@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.torch import HookState, PlannedGroup, topoplan_hook
 from tests.jobs.torch_hook_faults import faults
 from tests.support.hand_plans import forest_plan
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 STEPS = 5
 LIMIT = timedelta(seconds=60)
@@ -139,6 +141,54 @@ def dense() -> dict[str, Any]:
         theirs = trained(wrapped(model(), None, **options), **how)
         found[name] = {"furthest": furthest(ours, theirs), "steps": with_hook.recorder.step}
         with_hook.close()
+    return found
+
+
+def threads() -> dict[str, list[list[str]]]:
+    """In which threads the buckets of the last step were exchanged, in order: with one bucket, and with several."""
+    found = {}
+    for name, megabytes in (("one", 100), ("several", 0.0005)):
+        for how in ("dense", "sparse"):
+            state = HookState(plan(), density=0.5 if how == "sparse" else None)
+            assert state.communicator is not None
+            backend: Any = state.communicator._open().backend
+            names: list[str] = []
+
+            def run(call: Any, real: Any = backend.run, names: list[str] = names) -> None:
+                names.append(threading.current_thread().name)
+                real(call)
+
+            backend.run = run
+            ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
+            trained(ddp, steps=range(3))
+            names.clear()
+            trained(ddp, steps=range(3, 4))
+            found[f"{name}, {how}"] = [names[:1], names[-1:]]
+            state.close()
+    return found
+
+
+def interrupted() -> dict[str, list[Any]]:
+    """What ends a step in which rank 0 is interrupted and waits for rank 1, and after how many seconds."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    found = {}
+    for name, megabytes in (("one", 100), ("several", 0.0005)):
+        state = HookState(plan(), timeout=20)
+        ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
+        trained(ddp, steps=range(3))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(2)
+        began, ending = time.monotonic(), "nothing"
+        try:
+            trained(ddp, steps=range(3, 4))
+        except (KeyboardInterrupt, BackendError) as error:
+            ending = type(error).__name__
+        found[name] = [ending, time.monotonic() - began]
+        state.close()
+        dist.barrier()
     return found
 
 
@@ -561,7 +611,7 @@ def apart() -> dict[str, Any]:
 
 
 STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (dense, mixed, restored, empty, misplaced, own_group, planned_group, apart),
+    2: (dense, threads, mixed, restored, empty, misplaced, interrupted, own_group, planned_group, apart),
     4: (dense, conserved, losses, fallen_back, plans_given),
 }
 """By the number of processes."""

@@ -149,6 +149,7 @@ def results(rank: int, size: int) -> dict[str, Any]:
         "tensors": tensors(mine[size]),
         "sparse": sparse(mine[4]) if 4 in mine else None,
         "in flight": in_flight(size),
+        "without memory": without_memory(rank, size),
         "disagreements": disagreements(rank, size),
     }
 
@@ -198,11 +199,15 @@ def ordered(size: int) -> dict[str, Any]:
     import pytest
     import torch
 
+    from collectives.backends.torch.backend import TorchBackend
     from tests.support.fake_torch_cuda import install, on_gpu_0
 
     plan = forest_plan(size, "allreduce", "chain")
     found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch, Communicator(plan, "torch", chunk_bytes=4000) as comm:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Communicator(plan, TorchBackend(), chunk_bytes=4000) as comm,
+    ):
         recorded = install(patch)
         on_gpu_0(patch)
         users = [torch.cuda.Stream() for _ in range(3)]
@@ -270,8 +275,13 @@ def in_flight(size: int) -> list[list[int]]:
     """Several collectives of two communicators over one group at once."""
     import torch
 
+    from collectives.backends.torch.backend import TorchBackend
+
     plan = forest_plan(size, "allreduce", "chain")
-    with Communicator(plan, "torch", chunk_bytes=400) as one, Communicator(plan, "torch") as other:
+    with (
+        Communicator(plan, TorchBackend(), chunk_bytes=400) as one,
+        Communicator(plan, TorchBackend()) as other,
+    ):
         handles = [
             comm.all_reduce(torch.full((1000 * k,), k), async_op=True)
             for k in range(4)
@@ -283,6 +293,8 @@ def in_flight(size: int) -> list[list[int]]:
 def disagreements(rank: int, size: int) -> dict[str, Any]:
     """What every rank raises where rank 1 means something else."""
     import torch
+
+    from collectives.backends.torch.backend import TorchBackend
 
     plan, other = forest_plan(size, "allreduce", "chain"), forest_plan(size, "allreduce", "star")
     calls: dict[str, Callable[[Communicator], object]] = {
@@ -296,7 +308,8 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     }
     found = {}
     for name, call in calls.items():
-        with Communicator(other if name == "plan" and rank == 1 else plan, "torch", timeout=30) as comm:
+        mine = other if name == "plan" and rank == 1 else plan
+        with Communicator(mine, TorchBackend(timeout=30), timeout=30) as comm:
             found[name] = [told(call, comm), told(call, comm)]
     return found
 
@@ -339,7 +352,21 @@ def opened(rank: int, size: int) -> dict[str, Any]:
 
     with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
         total = comm.all_reduce(torch.tensor([rank])).item()
-    return {"total": total, "left": dist.is_initialized(), "threads": threading.active_count()}
+        over = comm.backend
+    left = dist.is_initialized()
+    return {"total": total, "over": over, "left": left, "threads": threading.active_count()}
+
+
+def without_memory(rank: int, size: int) -> list[Any]:
+    """What carries a sum, and the sum, where the system of rank 0 has no memory without a name."""
+    import pytest
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.delattr(os, "memfd_create")
+        with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
+            return [comm.backend, comm.all_reduce(torch.tensor([rank])).item()]
 
 
 def faults(rank: int, size: int) -> Iterator[dict[str, Any]]:
