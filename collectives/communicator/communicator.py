@@ -460,8 +460,8 @@ class Communicator:
         Parameters
         ----------
         shape : int or tuple of int
-        dtype : str or dtype
-            Of numpy or of torch, or its name.
+        dtype : str, dtype or array
+            Of numpy or of torch, or its name; or an array, whose dtype is taken, and whose GPU.
 
         Returns
         -------
@@ -476,7 +476,10 @@ class Communicator:
         sides = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(side < 0 for side in sides):
             raise UsageError(f"an array of shape {sides} does not exist; give no negative length")
-        like = self.arrays.of(np.zeros(0, np.uint8), dtype_name(dtype))
+        if hasattr(dtype, "dtype") and not isinstance(dtype, type):
+            like = self.arrays.check(dtype, rank=self.ranks[0], what="array")
+        else:
+            like = self.arrays.of(np.zeros(0, np.uint8), dtype_name(dtype))
         make = backend.empty if isinstance(backend, GivesMemory) else self.arrays.empty
         made = [make(sides, like) for _ in self.ranks]
         return made[0] if self.one_rank else made

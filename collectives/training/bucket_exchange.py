@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.averaging import Averager
@@ -33,7 +32,7 @@ class BucketMemory:
     bucket : Bucket
     shapes : sequence of tuple of int
         Of all gradients.
-    library : ArrayLibrary
+    communicator : Communicator
     likes : sequence of arrays, one for each rank
         Of the bucket's dtype, and where its memory is to be.
 
@@ -47,18 +46,21 @@ class BucketMemory:
         self,
         bucket: Bucket,
         shapes: Sequence[tuple[int, ...]],
-        library: ArrayLibrary[Any],
+        communicator: Communicator,
         likes: Sequence[Any],
     ) -> None:
         self.bucket = bucket
         self.alone = len(bucket.members) == 1
-        self._library = library
+        self._library = communicator.arrays
         self._shapes = {index: shapes[index] for index in bucket.members}
         self._places = {
             index: (bucket.borders[position], bucket.borders[position + 1])
             for position, index in enumerate(bucket.members)
         }
-        lines = [] if self.alone else [library.empty((bucket.size,), like) for like in likes]
+        lines: list[Any] = []
+        if not self.alone:
+            made = communicator.empty(bucket.size, likes[0])
+            lines = [made] if communicator.one_rank else made
         self.given: list[Any] = lines
         self.averages: list[Any] = lines
 

@@ -335,7 +335,7 @@ class GradientSynchronizer:
         memory = []
         for bucket in self.buckets:
             likes = [one[bucket.members[0]] for one in parameters]
-            memory.append(BucketMemory(bucket, shapes, comm.arrays, likes))
+            memory.append(BucketMemory(bucket, shapes, comm, likes))
             if how.density is not None:
                 lines = memory[-1].given or likes
                 comm.explain(

@@ -216,7 +216,11 @@ def test_other_back_ends_give_arrays_like_any_other_and_say_what_they_cannot() -
     with Communicator(forest_plan(2, "allreduce", "star")) as comm:
         arrays = comm.empty((2, 3), np.dtype("int64"))
         assert [(one.shape, one.dtype.name) for one in arrays] == [((2, 3), "int64")] * 2
-        assert comm.empty(4, "bfloat16")[0].dtype.name == "bfloat16"
+        assert [comm.empty(4, like)[1].dtype.name for like in ("bfloat16", np.int8, arrays[0])] == [
+            "bfloat16",
+            "int8",
+            "int64",
+        ]
         for shape, dtype in ((3, "float33"), (3, object), (3, "datetime64[s]"), ((2, -1), "int8")):
             with pytest.raises(UsageError, match=r"cannot be moved|does not exist"):
                 comm.empty(shape, dtype)
