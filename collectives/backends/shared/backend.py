@@ -196,7 +196,7 @@ class SharedBackend(OneRank):
             given=memory.given,
             blocks=blocks,
             itemsize=call.itemsize,
-            block_bytes=BLOCK_BYTES if quick else SLOW_BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES if quick and lines.aligned else SLOW_BLOCK_BYTES,
             roads=(road, ARRAYS) if quick and road != EACH else (road,),
         )
         seen = quick and road != EACH and self._show_arrays(memory, lines, meeting)
