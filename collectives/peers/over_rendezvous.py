@@ -48,6 +48,8 @@ class TcpWorld(World):
     ----------
     step : callable
         Set by who uses the world: the row at which this rank stops because of another, or None.
+    met : int
+        Counted by who uses the world: meetings that this rank has come through without the rendezvous.
     control : Control
     watcher : Watcher
         The thread that listens to the rendezvous, and may listen to more.
@@ -85,6 +87,7 @@ class TcpWorld(World):
         super().__init__(rank, size)
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
+        self.met = 0
         self._signature: Signature | None = None
         """Of what was agreed on last, for the comparison where ranks differ."""
         self._found: BackendError | None = None
@@ -108,6 +111,14 @@ class TcpWorld(World):
         """See `World.agree`; the rendezvous compares, and answers as soon as two differ."""
         self._ask(_agreement(signature), timeout, signature)
 
+    def meet(self, signature: Signature) -> None:
+        """Note what this rank is about to agree on with the others without the rendezvous."""
+        self._signature = signature
+
+    def miss_others(self, signature: Signature) -> None:
+        """Tell the rendezvous that this rank waits for others where it meets them; it looks why they do not come."""
+        self.control.say({**_agreement(signature), "met": self.met, "meeting": self.met + 1})
+
     def largest(self, value: float, *, timeout: float) -> float:
         """See `World.largest`."""
         return float(self._ask({"type": "largest", "value": float(value)}, timeout)["value"])
@@ -117,7 +128,12 @@ class TcpWorld(World):
         self._tell(_agreement(signature))
 
     def wait(
-        self, done: Callable[[], bool], *, timeout: float, moved: Callable[[], float] = lambda: 0.0
+        self,
+        done: Callable[[], bool],
+        *,
+        timeout: float,
+        moved: Callable[[], float] = lambda: 0.0,
+        pause: Callable[[], None] | None = None,
     ) -> None:
         """Wait until something is true, which is looked at after every change.
 
@@ -128,6 +144,8 @@ class TcpWorld(World):
             Seconds without any movement.
         moved : callable
             When something moved last, on the steady clock.
+        pause : callable, optional
+            Spends the time between two looks, and ends when there is a change; by default nothing is done.
 
         Raises
         ------
@@ -135,15 +153,20 @@ class TcpWorld(World):
             The job has failed, or nothing has moved for too long.
         """
         since = time.monotonic()
-        with self.changed:
-            while not done():
+        while True:
+            with self.changed:
+                if done():
+                    return
                 self._check()
                 left = max(since, moved()) + timeout - time.monotonic()
-                if left > 0:
-                    self.changed.wait(left)
-                else:
+                if left <= 0:
                     self._ask_who_stalls(timeout)
                     since = time.monotonic() - 0.75 * timeout
+                    continue
+                if pause is None:
+                    self.changed.wait(left)
+                    continue
+            pause()
 
     def report(self, message: str, *, peer: int, step: int | None) -> None:
         """Note what this rank has met; the thread that waits tells the others. From any thread."""
@@ -182,7 +205,7 @@ class TcpWorld(World):
     def leave(self) -> None:
         """Say goodbye."""
         if self._undo:
-            self.control.say({"type": "bye"})
+            self.control.say({"type": "bye", "met": self.met})
 
     def end(self) -> None:
         """Close the connection, whatever the others think of that."""
@@ -215,7 +238,7 @@ class TcpWorld(World):
         with self.changed:
             self._signature = signature
             self.control.answer = None
-        self.control.say(message)
+        self.control.say({**message, "met": self.met})
         self.wait(lambda: self.control.answer is not None, timeout=timeout)
         assert self.control.answer is not None, "that was waited for"
         return self.control.answer
@@ -255,7 +278,7 @@ class TcpWorld(World):
             raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
         before, self.control.answer = self.control.answer, None
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
-        self.control.say({"type": "stall", "timeout": timeout, **where})
+        self.control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
         self.changed.wait_for(lambda: self._over() or self.control.answer is not None, GRACE_SECONDS)
         self._check()
         if self.control.answer is None:

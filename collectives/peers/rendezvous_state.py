@@ -1,8 +1,12 @@
 """What the ranks of a job tell each other outside the links: who is there, what each means to run, who failed.
 
-A pure state machine: messages in, messages out. Before every collective all ranks send their signatures here and
+A pure state machine: messages in, messages out. Before a collective all ranks send their signatures here and
 none begins before all have agreed, so also a rank whose table is empty is compared with the others. The first
 failure that anybody reports is told to everybody, word for word; later ones are consequences and are dropped.
+
+Ranks may also meet elsewhere (`collectives.backends.tcp.meeting`). Then only those that wait long say so here, with the
+number of their meeting; what a rank says has the number of meetings that it has come through, so that none is taken to
+wait for a meeting that is over.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class Hub:
         self._token = secrets.token_hex(16)
         self._gone: set[int] = set()
         self._round: dict[int, Message] = {}
+        self._met = 0
         self._verdict: Message | None = None
         self._stalled: list[int] = []
         self._patience = 0.0
@@ -142,12 +147,14 @@ class Hub:
     def receive(self, rank: int, message: Message, now: float) -> list[Post]:
         """A message from a rank."""
         kind = message["type"]
+        self._met = max(self._met, int(message.get("met", 0)))
+        self._round = {one: said for one, said in self._round.items() if self._waits(said)}
         if kind == "bye":
             return self._leave(rank)
         if self._verdict is not None:
             return []
         if kind in ("agree", "largest", "gather"):
-            return self._enter(rank, message)
+            return self._enter(rank, message) if self._waits(message) else []
         if kind == "failed":
             return self._fail(
                 str(message["message"]), rank=message["rank"], peer=message["peer"], step=message["step"]
@@ -191,7 +198,11 @@ class Hub:
     def _welcome(self) -> list[Post]:
         self.deadline = None
         peers = {
-            str(rank): {"general": hello["general"], "ports": hello["ports"]}
+            str(rank): {
+                "general": hello["general"],
+                "ports": hello["ports"],
+                "meets": hello.get("meets", False),
+            }
             for rank, hello in sorted(self.hellos.items())
         }
         return self._everyone({"type": "welcome", "token": self._token, "host": self.host, "peers": peers})
@@ -219,6 +230,10 @@ class Hub:
             peer=absent,
         )
 
+    def _waits(self, message: Message) -> bool:
+        """Whether a rank that has said this still waits for others."""
+        return int(message.get("meeting", self._met + 1)) > self._met
+
     def _enter(self, rank: int, message: Message) -> list[Post]:
         """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
         self._round[rank] = message
@@ -235,7 +250,7 @@ class Hub:
             )
         if message["type"] == "agree" and message["signature"] != self._round[first]["signature"]:
             return self._differ(first, rank)
-        if len(self._round) < self.size:
+        if len(self._round) < self.size or "meeting" in message:
             return []
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":

@@ -33,7 +33,9 @@ from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
 RANKS = 4
-ELEMENTS = 1 << 20
+ELEMENTS, FEW = 1 << 20, 4
+"""Of the arrays: what goes over the links of the plan, and what ranks tell each other when they meet."""
+
 STEP_SECONDS = 1.0
 """Timeout of the ranks."""
 
@@ -52,11 +54,12 @@ class Round:
     number: signal.Signals
     delay: float
     rank_hosts: bool
+    elements: int = ELEMENTS
 
 
-def work(rank: int, plan: Plan, meeting: str, reports: Connection) -> None:
+def work(rank: int, plan: Plan, meeting: str, elements: int, reports: Connection) -> None:
     """The life of a rank: collectives until one fails, then one report."""
-    array = np.full(ELEMENTS, rank, dtype=np.float32)
+    array = np.full(elements, rank, dtype=np.float32)
     backend = TcpBackend(rank, RANKS, rendezvous=meeting, timeout=STEP_SECONDS, meeting_timeout=START_SECONDS)
     comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
     out = np.empty_like(array)
@@ -97,7 +100,9 @@ def one_round(plan: Plan, what: Round) -> dict[int, list[dict[str, Any]]]:
         host = None if what.rank_hosts else Rendezvous(meeting, RANKS)
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
         processes: list[BaseProcess] = [
-            context.Process(target=work, args=(rank, plan, meeting, pipes[rank][1]), daemon=True)
+            context.Process(
+                target=work, args=(rank, plan, meeting, what.elements, pipes[rank][1]), daemon=True
+            )
             for rank in range(RANKS)
         ]
         for process in processes:
@@ -181,6 +186,7 @@ def main(arguments: Sequence[str]) -> int:
             number=signal.SIGKILL if generator.random() < 0.75 else signal.SIGSTOP,
             delay=float(generator.uniform(0, 0.1)),
             rank_hosts=number % 2 == 0,
+            elements=FEW if number % 4 > 1 else ELEMENTS,
         )
         reports = one_round(plan, what)
         faults = faults_of(reports)

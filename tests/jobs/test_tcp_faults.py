@@ -14,7 +14,7 @@ from collectives import Communicator, lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.tcp.backend import TcpBackend
 from collectives.peers.signature import Signature
-from tests.faults.tcp import RANKS, Round, faults_of, one_round
+from tests.faults.tcp import FEW, RANKS, Round, faults_of, one_round
 from tests.support.hand_plans import chain, forest_plan, plan_of, stage
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
@@ -31,6 +31,8 @@ from topoplan.plans.tree import Shard
         Round(victim=2, number=signal.SIGSTOP, delay=0.02, rank_hosts=False),
         Round(victim=0, number=signal.SIGSTOP, delay=0.02, rank_hosts=True),
         Round(victim=1, number=signal.SIGINT, delay=0.02, rank_hosts=True),
+        Round(victim=0, number=signal.SIGKILL, delay=0.02, rank_hosts=True, elements=FEW),
+        Round(victim=2, number=signal.SIGSTOP, delay=0.01, rank_hosts=True, elements=FEW),
     ],
     ids=str,
 )

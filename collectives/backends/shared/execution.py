@@ -230,21 +230,8 @@ class Runner:
         self._calls += 1
         frame = self._frame
         base = self._calls << 32
-        frame[: machine.FUTEX] = (
-            -2 if meeting else 0,
-            0,
-            0,
-            meeting,
-            program.shown_bytes,
-            base,
-            program.end,
-            arenas is not None,
-            program.block_bytes,
-            work.lines.arithmetic.itemsize,
-            *work.loops(),
-        )
+        _prepare(frame, program, work, meeting=meeting, base=base, arrays=arenas is not None)
         frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
-        frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -297,6 +284,40 @@ class Runner:
             name, least = DONE, base + done
         index = place * WORDS + name
         self._watch.look(lambda: words[index] >= least, self._members[place], row, begun)
+
+
+def execute_alone(program: Program, work: Work, frame: NDArray[np.int64]) -> None:
+    """Run a program that waits for nobody; a frame of `run.FRAME` words is used again and again."""
+    _prepare(frame, program, work)
+    while run(program.operations, program.waits, program.inputs, frame, 0, 0, 1) != machine.ENDED:
+        _aside(program, int(frame[machine.POSITION]), work, None)
+        frame[machine.DONE_ASIDE] = 1
+
+
+def _prepare(
+    frame: NDArray[np.int64],
+    program: Program,
+    work: Work,
+    *,
+    meeting: int = 0,
+    base: int = 0,
+    arrays: bool = False,
+) -> None:
+    """Put into a frame what a program begins with."""
+    frame[: machine.FUTEX] = (
+        -2 if meeting else 0,
+        0,
+        0,
+        meeting,
+        program.shown_bytes,
+        base,
+        program.end,
+        arrays,
+        program.block_bytes,
+        work.lines.arithmetic.itemsize,
+        *work.loops(),
+    )
+    frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
 
 
 def _aside(

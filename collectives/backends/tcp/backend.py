@@ -6,30 +6,56 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call, OneRank
+from collectives.backends.shared.execution import Arithmetic, Lines, Work, execute_alone
+from collectives.backends.shared.host_program import EACH, host_program_of
+from collectives.backends.shared.run import FRAME
+from collectives.backends.shared.run import compile_ahead as compile_joins_ahead
 from collectives.backends.tcp.flow import Flow
+from collectives.backends.tcp.meeting import (
+    DIFFERS,
+    MET,
+    MOST_RANKS,
+    TOGETHER,
+    WAITING,
+    Bell,
+    Meeting,
+    compile_ahead,
+    distances,
+)
 from collectives.backends.tcp.memory import Spare
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.wires import Queue, base_queue, lane_of, link_rates, read_wires
 from collectives.lowering.edge_streams import Stream
+from collectives.lowering.transfer_table import result_blocks
+from collectives.peers.blame import Waiting
 from collectives.peers.over_rendezvous import TcpWorld
-from collectives.peers.peers import waits_for_nothing
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
+from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
+
+LATE = 0.02
+"""Seconds after which a rank that waits for others to meet tells the rendezvous."""
 
 
 class TcpBackend(OneRank):
     """`Backend` of one rank; the others are other processes, on this machine or others.
+
+    Ranks agree on their first collective over the rendezvous and on the others in a `Meeting`, where what small ones
+    put in goes along, so that every rank adds it up by itself. A wires file says which connections there may be, so
+    with one they always agree over the rendezvous; with it or a pace all data goes over the links of the plan.
 
     Parameters
     ----------
@@ -111,8 +137,12 @@ class TcpBackend(OneRank):
         self._rates: dict[str, Mapping[Queue, float]] = {}
         self._spare = Spare()
         self._flow: Flow | None = None
+        self._meeting: Meeting | None = None
+        self._frame = np.zeros(FRAME, dtype=np.int64)
         self._closed = False
         self._process = os.getpid()
+        compile_ahead()
+        compile_joins_ahead()
         self._meet(rendezvous, meeting_timeout)
         atexit.register(self.close)
 
@@ -141,31 +171,156 @@ class TcpBackend(OneRank):
 
     def run(self, call: Call[NDArray[Any]]) -> None:
         """See `Backend.run`."""
-        world = self._world
+        (memory,) = call.memory
+        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
+        small = self._pace is None and nbytes * self.size <= TOGETHER and self.size <= MOST_RANKS
         with self._telling():
-            flow = Flow(
-                call,
-                self.rank,
-                over=world.changed,
-                spare=self._spare,
-                credit=self._credit,
-                flight_bytes=self._flight_bytes,
-                lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
-            )
-            try:
+            if self._meeting is not None and small:
+                self._run_small(call, nbytes)
+            else:
+                self._run_flow(call)
+
+    def _run_small(self, call: Call[NDArray[Any]], nbytes: int) -> None:
+        """Run a collective of which all is told in the meeting."""
+        (memory,) = call.memory
+        about, source, result = call.signature, memory.source, memory.result
+        assert self._meeting is not None, "where the ranks meet"
+        function = np.add if call.op is None else reduction(call.op, source.dtype)
+        lines = Lines(
+            source, result, source.ctypes.data, result.ctypes.data, Arithmetic.of(source.dtype, function, 1)
+        )
+        program = host_program_of(
+            call.table,
+            self.rank,
+            given=memory.given,
+            blocks=result_blocks(about.collective, about.root, self.size, about.count),
+            itemsize=call.itemsize,
+            block_bytes=TOGETHER,
+            roads=(EACH,),
+        )
+        self._agree(about, lambda: self._flow_of(call), lines.source_at, nbytes)
+        scratch = self._spare.at_least(program.scratch_elements * call.itemsize)
+        execute_alone(program, Work(lines, (scratch, scratch, self._meeting.shown)), self._frame)
+
+    def _run_flow(self, call: Call[NDArray[Any]]) -> None:
+        """Run a collective over the links of the plan."""
+        world = self._world
+        flow = self._flow_of(call)
+        try:
+            with self._waiting(flow.waiting, flow.stops_at):
                 with world.changed:
                     self._flow = flow
-                    world.waiting, world.step = flow.waiting, flow.stops_at
-                world.agree(call.signature, timeout=self._timeout)
+                self._agree(call.signature, lambda: flow)
                 self._start(call, flow)
                 world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched)
-            except BaseException:
-                flow.stop()
-                raise
-            finally:
-                with world.changed:
-                    self._flow = None
-                    world.waiting, world.step = waits_for_nothing, lambda peer: None
+        except BaseException:
+            flow.stop()
+            raise
+        finally:
+            with world.changed:
+                self._flow = None
+
+    def _flow_of(self, call: Call[NDArray[Any]]) -> Flow:
+        return Flow(
+            call,
+            self.rank,
+            over=self._world.changed,
+            spare=self._spare,
+            credit=self._credit,
+            flight_bytes=self._flight_bytes,
+            lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
+        )
+
+    @contextlib.contextmanager
+    def _waiting(
+        self, waiting: Callable[[], Waiting], step: Callable[[int | None], int | None]
+    ) -> Iterator[None]:
+        """Tell who asks what this rank waits for inside, and at which row it stops because of another."""
+        world = self._world
+        with world.changed:
+            before = world.waiting, world.step
+            world.waiting, world.step = waiting, step
+        try:
+            yield
+        finally:
+            with world.changed:
+                world.waiting, world.step = before
+
+    def _agree(
+        self, signature: Signature, flow: Callable[[], Flow], source: int = 0, nbytes: int = 0
+    ) -> None:
+        """Agree with all ranks on a collective, and tell them what this one puts in where that is small."""
+        meeting, world = self._meeting, self._world
+        if meeting is None:
+            world.agree(signature, timeout=self._timeout)
+            self._open_meeting()
+            return
+        world.meet(signature)
+        status = meeting.begin(signature.pack(), source, nbytes)
+        if status != MET:
+            self._meet_slowly(meeting, signature, flow, status)
+        world.met += 1
+
+    def _meet_slowly(
+        self, meeting: Meeting, signature: Signature, flow: Callable[[], Flow], status: int
+    ) -> None:
+        """Go on with a meeting to which not all come at once, or raise why it cannot be."""
+        world = self._world
+        begun = meeting.touched = time.monotonic()
+        missed = False
+
+        def waits() -> Waiting:
+            peer = meeting.peer
+            return Waiting(peer, flow().stops_at(peer), time.monotonic() - meeting.touched)
+
+        def miss() -> None:
+            nonlocal missed
+            if not missed:
+                missed = True
+                world.miss_others(signature)
+
+        def go_on() -> None:
+            nonlocal status
+            status = meeting.go_on()
+            self._bell.hush()
+            if status == WAITING and time.monotonic() - begun > LATE:
+                miss()
+
+        with self._waiting(waits, lambda peer: flow().stops_at(peer)):
+            world.wait(
+                lambda: status != WAITING, timeout=self._timeout, moved=lambda: meeting.touched, pause=go_on
+            )
+            if status == MET:
+                return
+            # the rendezvous knows more, or will soon
+            miss()
+            world.wait(lambda: world.control.alone, timeout=self._timeout)
+            peer = meeting.peer
+            text = f"rank {peer} closed its connection"
+            if status == DIFFERS:
+                text = signature.conflict(Signature.unpack(meeting.heard))
+            world.report(text, peer=peer, step=flow().stops_at(peer))
+            world.wait(lambda: False, timeout=self._timeout)
+
+    def _open_meeting(self) -> None:
+        """Open what ranks meet over, where all of them may; they all come here together."""
+        peers = self._world.welcome["peers"]
+        if self.size == 1 or not all(peer["meets"] for peer in peers.values()):
+            return
+        apart = distances(self.size)
+        try:
+            come = self._network.open_to_meet(apart, self._timeout)
+        except ConnectionError as error:
+            raise BackendError(str(error), rank=self.rank) from error
+        self._world.wait(come, timeout=self._timeout)
+        links = [
+            (
+                self._network.telling[(self.rank + distance) % self.size],
+                self._network.hearing[(self.rank - distance) % self.size],
+            )
+            for distance in apart
+        ]
+        self._meeting = Meeting(self.rank, self.size, links, self._bell)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
@@ -184,6 +339,7 @@ class TcpBackend(OneRank):
     def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""
         lock = threading.RLock()
+        self._bell = Bell(lock)
         made: list[Network] = []
 
         def hello(local: str) -> Message:
@@ -192,12 +348,15 @@ class TcpBackend(OneRank):
                 local,
                 self._wires,
                 lock=lock,
+                changed=self._bell,
                 flow=lambda: self._flow,
                 broken=self._broken,
                 ended=self._link_ended,
             )
             made.append(network)
-            return {"general": network.general, "ports": network.ports, "flight_bytes": self._flight_bytes}
+            meets = network.general is not None and not self._wires
+            about = {"general": network.general, "ports": network.ports, "meets": meets}
+            return {**about, "flight_bytes": self._flight_bytes}
 
         try:
             self._world = TcpWorld(
@@ -206,11 +365,12 @@ class TcpBackend(OneRank):
                 self.size,
                 timeout=timeout,
                 hello=hello,
-                changed=threading.Condition(lock),
+                changed=self._bell,
             )
         except BaseException:
             for network in made:
                 network.close()
+            self._bell.close()
             raise
         (self._network,) = made
         welcome = self._world.welcome
@@ -276,3 +436,4 @@ class TcpBackend(OneRank):
         self._world.watcher.close()
         self._network.close()
         self._world.end()
+        self._bell.close()

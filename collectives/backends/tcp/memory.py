@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from collectives.backends.backend import Call
 from collectives.backends.tcp.order import Order
 from collectives.lowering.edge_streams import Stream
+from collectives.peers.control_page import Room
 from collectives.reduction import reduction
 
 
@@ -20,12 +21,19 @@ class Spare:
     def __init__(self) -> None:
         self._size = 0
         self._free: list[NDArray[np.uint8]] = []
+        self._kept = Room.of(np.empty(0, dtype=np.uint8))
 
     def resize(self, size: int) -> None:
         """Give out buffers of at least this many bytes from now on."""
         if size > self._size:
             self._size = size
             self._free.clear()
+
+    def at_least(self, size: int) -> Room:
+        """So many bytes, the same again and again."""
+        if len(self._kept.data) < size:
+            self._kept = Room.of(np.empty(size, dtype=np.uint8))
+        return self._kept
 
     def take(self) -> NDArray[np.uint8]:
         """A buffer."""

@@ -15,7 +15,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collectives.backends.tcp.flow import Flow
@@ -29,6 +29,9 @@ from topoplan.errors import UsageError
 INTRODUCTION = 192
 """Bytes with which a connection introduces itself."""
 
+MEETING = "meeting"
+"""The channel of connections over which ranks meet."""
+
 
 class Network:
     """Listens for links to a rank, and opens links from it.
@@ -41,6 +44,8 @@ class Network:
     wires : dict of queue to Wire
     lock : threading.RLock
         Of the back end.
+    changed : threading.Condition
+        On that lock; told when a connection has come over which ranks meet.
     flow : callable
         The collective that runs now, or None.
     broken, ended : callable
@@ -59,6 +64,7 @@ class Network:
         wires: Mapping[Queue, Wire],
         *,
         lock: threading.RLock,
+        changed: threading.Condition,
         flow: Callable[[], Flow | None],
         broken: Broken,
         ended: Ended,
@@ -66,8 +72,11 @@ class Network:
         self.rank = rank
         self.general = general
         self.outgoing: dict[Queue, Outgoing] = {}
+        self.telling: dict[int, socket.socket] = {}
+        self.hearing: dict[int, socket.socket] = {}
         self._wires = wires
         self._lock = lock
+        self._changed = changed
         self._flow = flow
         self._broken = broken
         self._ended = ended
@@ -105,6 +114,20 @@ class Network:
         if queue not in self.outgoing:
             self.outgoing[queue] = self._open(queue, timeout)
 
+    def open_to_meet(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
+        """Open the connections over which ranks meet, to `telling`; tells whether the others have opened `hearing`.
+
+        Raises
+        ------
+        ConnectionError
+            As `open`.
+        """
+        size = len(self._peers)
+        for distance in distances:
+            peer = (self.rank + distance) % size
+            self.telling[peer] = self._connect((self.rank, peer, MEETING), timeout)
+        return lambda: len(self.hearing) == len(distances)
+
     def credit(self, queue: Queue, call: int, stream: int, joined: int) -> None:
         """Tell the source of a link how many chunks of a stream have been joined."""
         self._incoming[queue].credit(call, stream, joined)
@@ -118,14 +141,16 @@ class Network:
         for link in self.outgoing.values():
             with contextlib.suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
-        for link in self.outgoing.values():
+        ways = [(link.connection, link.ended) for link in self.outgoing.values()]
+        ways += [(connection, threading.Event()) for connection in self.telling.values()]
+        for connection, ended in ways:
             left, deadline = -1, 0.0
-            while not link.ended.is_set() and (now := _unacknowledged(link.connection)):
+            while not ended.is_set() and (now := _unacknowledged(connection)):
                 if now != left:
                     left, deadline = now, time.monotonic() + timeout
                 if time.monotonic() > deadline:
                     break
-                link.ended.wait(0.002)
+                ended.wait(0.002)
 
     def close(self) -> None:
         """Close everything and end all threads."""
@@ -150,6 +175,8 @@ class Network:
             link.close()
         for thread in self._threads:
             thread.join()
+        for connection in (*self.telling.values(), *self.hearing.values()):
+            connection.close()
 
     def _listen(self, address: str, *, optional: bool) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -167,6 +194,14 @@ class Network:
         self._listeners[address] = listener
 
     def _open(self, queue: Queue, timeout: float) -> Outgoing:
+        connection = self._connect(queue, timeout)
+        link = Outgoing(queue, connection, lock=self._lock, flow=self._flow, broken=self._broken)
+        assert self._watcher is not None, "links are opened after the start"
+        self._watcher.add(connection, lambda: self._take_credits(link))
+        return link
+
+    def _connect(self, queue: Queue, timeout: float) -> socket.socket:
+        """A connection to a rank that knows what it is for."""
         peer = queue[1]
         wire = self._wires.get(queue)
         entry = self._peers[str(peer)]
@@ -185,10 +220,7 @@ class Network:
             raise ConnectionError(
                 f"cannot reach rank {peer} at {address}:{port}{leaves}: {error.strerror or error}"
             ) from error
-        link = Outgoing(queue, connection, lock=self._lock, flow=self._flow, broken=self._broken)
-        assert self._watcher is not None, "links are opened after the start"
-        self._watcher.add(connection, lambda: self._take_credits(link))
-        return link
+        return connection
 
     def _take_credits(self, link: Outgoing) -> None:
         link.take_credits()
@@ -218,7 +250,8 @@ class Network:
             thread.start()
 
     def _take_in(self, connection: socket.socket) -> None:
-        """The life of a connection that has come in."""
+        """The life of a connection that has come in; one over which ranks meet is only kept."""
+        kept = False
         try:
             connection.settimeout(STRANGER_SECONDS)
             data = memoryview(bytearray(INTRODUCTION))
@@ -226,6 +259,13 @@ class Network:
             if queue is not None:
                 connection.settimeout(None)
                 tune(connection)
+                if queue[2] == MEETING:
+                    with self._changed:
+                        kept = queue[0] not in self.hearing and not self._closed
+                        if kept:
+                            self.hearing[queue[0]] = connection
+                            self._changed.notify_all()
+                    return
                 end = Incoming(queue, connection, flow=self._flow, broken=self._broken, ended=self._ended)
                 with self._lock:
                     if queue in self._incoming or self._closed:
@@ -237,7 +277,8 @@ class Network:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            connection.close()
+            if not kept:
+                connection.close()
 
     def _introduced(self, data: bytes) -> Queue | None:
         """The queue of a connection; None if it is a stranger's."""

@@ -194,6 +194,42 @@ def test_ranks_that_do_not_agree_all_say_in_what(
         assert (error.peer == 2) != (rank == 2)
 
 
+@pytest.mark.parametrize(("field", "body"), MISMATCHES)
+def test_ranks_that_have_met_before_all_say_in_what_they_do_not_agree(
+    field: str, body: Callable[[Communicator, int], Any]
+) -> None:
+    def second(comm: Communicator, rank: int) -> Any:
+        assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
+        return body(comm, rank)
+
+    for rank, error in enumerate(in_threads(forest_plan(4, "allreduce", "chain"), second)):
+        assert isinstance(error, BackendError)
+        assert field in str(error)
+        assert error.rank == rank
+        assert (error.peer == 2) != (rank == 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda comm: "closed", "rank 1 has closed its communicator"),
+        (lambda comm: comm.all_reduce([1.0]), "rank 1 has a list instead of a numpy array"),
+        (lambda comm: comm._execution.backend.largest(1.0), "do different things"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_a_later_meeting_is_named_at_once(
+    body: Callable[[Any], Any], message: str
+) -> None:
+    def second(comm: Communicator, rank: int) -> Any:
+        comm.all_reduce(np.ones(3))
+        return body(comm) if rank == 1 else comm.all_reduce(np.ones(3))
+
+    errors = in_threads(forest_plan(3, "allreduce", "chain"), second)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], BackendError)
+        assert message in str(errors[rank])
+
+
 def test_different_plans_or_chunks_are_refused_on_every_rank() -> None:
     plans = [forest_plan(3, "allreduce", shape) for shape in ("star", "chain", "star")]
     for errors, field in (
