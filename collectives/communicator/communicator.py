@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -455,7 +455,8 @@ class Communicator:
         Where ranks share memory (``shared``, and ``mpi`` on one host) it is memory that all of them see: a collective
         whose inputs and results lie there on every rank adds up straight from one to the other, which takes a third
         to a half of the time. Everywhere else they are arrays like any other. Sums have the same bits. If such a
-        collective fails, its results may be half written. Arrays outlive the communicator.
+        collective fails, its results may be half written, in place its inputs too, and they may change until all ranks
+        have noticed. Arrays outlive the communicator.
 
         Parameters
         ----------
@@ -473,9 +474,11 @@ class Communicator:
             There is no such dtype or shape.
         """
         backend = self._open().backend
-        sides = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(side < 0 for side in sides):
-            raise UsageError(f"an array of shape {sides} does not exist; give no negative length")
+        sides = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        if not all(isinstance(side, int | np.integer) and side >= 0 for side in sides):
+            raise UsageError(
+                f"an array of shape {sides} does not exist; give whole numbers that are not negative"
+            )
         if hasattr(dtype, "dtype") and not isinstance(dtype, type):
             like = self.arrays.check(dtype, rank=self.ranks[0], what="array")
         else:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -114,6 +115,11 @@ def request(
     UsageError
         Names the rank and what does not fit.
     """
+    if root is not None:
+        try:
+            root = int(index(root))
+        except TypeError:
+            raise UsageError(f"root {root!r} is no rank; use 0 to {backend.size - 1}") from None
     if root is not None and not 0 <= root < backend.size:
         raise UsageError(f"root {root} is no rank; use 0 to {backend.size - 1}")
     library = backend.arrays

@@ -120,6 +120,7 @@ class SharedWorld(World):
         self._rounds += 1
         note = signature.pack()
         self._control.write_note(self._rounds, note)
+        self._control.alarm()
         if self._others is not None and self.rank == self._members[0]:
             self._others.send_notes([note if rank == self.rank else ABSENT for rank in self._members])
 

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,7 @@ class Watch:
         self._others = others
         self._timeout = timeout
         self._place = {rank: place for place, rank in enumerate(placement.members)}
-        self._tell = -1
+        self._over: Callable[[], object] = lambda: None
         self._births = {rank: _birth(pid) for rank, pid in enumerate(placement.pids) if pid}
 
     def see_deaths(self) -> bool:
@@ -102,22 +103,20 @@ class Watch:
         try:
             for pid in sorted(pids):
                 processes.append(os.pidfd_open(pid))
+            told, tell = os.pipe() if processes else (-1, -1)
         except (AttributeError, OSError):  # the system is too old, or forbids it, or one has ended already
             for descriptor in processes:
                 os.close(descriptor)
             return False
         if processes:
-            told, self._tell = os.pipe()
             arguments = (self._control, processes, told)
             threading.Thread(target=_see, args=arguments, name="topoplan-deaths", daemon=True).start()
+            self._over = weakref.finalize(self, _end, tell, os.getpid())
         return True
 
     def close(self) -> None:
         """End that thread, if there is one."""
-        if self._tell >= 0:
-            os.write(self._tell, b".")
-            os.close(self._tell)
-            self._tell = -1
+        self._over()
 
     @property
     def rank(self) -> int:
@@ -270,6 +269,13 @@ class Watch:
                 "batches on each"
             )
             self.fail(peer, row, text, lost=False)
+
+
+def _end(tell: int, process: int) -> None:
+    """Let `_see` end, of the process that began it."""
+    if os.getpid() == process:
+        os.write(tell, b".")
+        os.close(tell)
 
 
 def _see(control: Control, processes: list[int], told: int) -> None:

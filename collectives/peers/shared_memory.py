@@ -103,9 +103,12 @@ class Arena:
         self._free = [(0, length)]
         # by finalizers, which may run at any moment and in any thread
         self._returned: list[tuple[int, int]] = []
+        self._process = os.getpid()
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """New memory, contents undefined; None where there is no more room."""
+        """New memory, contents undefined; None where there is no more room, or in a process that was forked."""
+        if os.getpid() != self._process:
+            return None
         length = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         while self._returned:
             self._free.append(self._returned.pop())
@@ -119,7 +122,8 @@ class Arena:
             if stop - start >= length:
                 free[number] = (start + length, stop)
                 held = _Held(self._room.address + start, nbytes)
-                weakref.finalize(held, _give_back, self._memory, self._returned, start, length).atexit = False
+                about = (self._memory, self._returned, self._process, start, length)
+                weakref.finalize(held, _give_back, *about).atexit = False
                 return np.asarray(held)
         return None
 
@@ -129,9 +133,9 @@ class Arena:
         return offset if 0 <= offset < len(self._room.data) else -1
 
     @property
-    def address(self) -> int:
-        """Where it begins in this process."""
-        return self._room.address
+    def room(self) -> Room:
+        """All of it."""
+        return self._room
 
     def close(self) -> None:
         """No rank will open it any more. Arrays in it stay what they are."""
@@ -139,7 +143,7 @@ class Arena:
 
 
 class Arenas:
-    """The arenas of all ranks of a host, as one of them sees them; each is there once it is needed.
+    """The arenas of all ranks of a host, as one of them sees them.
 
     Parameters
     ----------
@@ -151,44 +155,54 @@ class Arenas:
         self._control = control
         self._placement = placement
         self._own: Arena | None = None
-        self._others: dict[int, Room] = {}
-        self._asked = False
+        self._making = threading.Lock()
+        self._gives = self._opens = True
+        self._rooms: dict[int, Room] = {}
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
         """New memory that the other ranks see; None where there is none."""
-        if not self._asked:
-            self._asked = True
-            with suppress(OSError):
-                self._own = Arena()
-                self._control.announce(ARENA, self._own.descriptor + 1)
-        return None if self._own is None else self._own.array(nbytes)
+        with self._making:
+            if self._own is None and self._gives:
+                self._gives = False
+                with suppress(OSError):
+                    self._own = Arena()
+                    self._gives = True
+                    self._rooms[self._placement.place] = self._own.room
+                    self._control.announce(ARENA, self._own.descriptor + 1)
+            return self._own.array(nbytes) if self._own is not None and self._gives else None
 
     def offset(self, address: int) -> int:
         """Where an address lies in this rank's arena; -1 if it does not."""
         return -1 if self._own is None else self._own.offset(address)
 
-    def address(self, place: int) -> int:
-        """Where the arena of a rank of this host begins in this process; it has one.
-
-        Raises
-        ------
-        OSError
-            It cannot be opened.
-        """
-        if place == self._placement.place and self._own is not None:
-            return self._own.address
-        if place not in self._others:
-            pid = self._placement.pids[self._placement.members[place]]
-            descriptor = open_memory(pid, self._control.word(place, ARENA) - 1)
+    def all(self) -> list[Room]:
+        """The arenas of all ranks, by place; empty while one rank has none, or where one cannot be opened."""
+        places = range(self._control.ranks)
+        if len(self._rooms) < len(places) and self._opens:
             try:
-                self._others[place] = _room(_mapped(descriptor, os.fstat(descriptor).st_size))
-            finally:
-                os.close(descriptor)
-        return self._others[place].address
+                for place in places:
+                    if place not in self._rooms and self._control.word(place, ARENA):
+                        self._rooms[place] = self._opened(place)
+            except OSError:  # the collectives go another way
+                self._opens = False
+        return [self._rooms[place] for place in places] if len(self._rooms) == len(places) else []
+
+    def _opened(self, place: int) -> Room:
+        pid = self._placement.pids[self._placement.members[place]]
+        descriptor = open_memory(pid, self._control.word(place, ARENA) - 1)
+        try:
+            return _room(_mapped(descriptor, os.fstat(descriptor).st_size))
+        finally:
+            os.close(descriptor)
+
+    def retire(self) -> None:
+        """Give no more memory: a rank that others have given up may yet write to what it was told of."""
+        self._gives = False
 
     def close(self) -> None:
         """Give up those of the other ranks."""
-        self._others = {}
+        self._rooms = {}
+        self._gives = self._opens = False
         if self._own is not None:
             self._own.close()
             self._own = None
@@ -206,11 +220,17 @@ class _Held:
         }
 
 
-def _give_back(memory: mmap.mmap, returned: list[tuple[int, int]], start: int, length: int) -> None:
-    """Give memory that no array refers to any more back to the machine, and to the arena."""
-    with suppress(OSError):  # then it is used again all the same
-        memory.madvise(mmap.MADV_REMOVE, start, length)
-    returned.append((start, start + length))
+def _give_back(
+    memory: mmap.mmap, returned: list[tuple[int, int]], process: int, start: int, length: int
+) -> None:
+    """Give memory that no array refers to any more back to the machine, and to the arena.
+
+    A process that was forked sees the same memory, and must leave it to the one that made the array.
+    """
+    if os.getpid() == process:
+        with suppress(OSError):  # then it is used again all the same
+            memory.madvise(mmap.MADV_REMOVE, start, length)
+        returned.append((start, start + length))
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:

@@ -136,8 +136,12 @@ class SharedBackend(OneRank):
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        with self._telling():
-            self._run(call)
+        try:
+            with self._telling():
+                self._run(call)
+        except BaseException:
+            self._arenas.retire()
+            raise
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
@@ -199,13 +203,13 @@ class SharedBackend(OneRank):
             block_bytes=BLOCK_BYTES if quick and lines.aligned else SLOW_BLOCK_BYTES,
             roads=(road, ARRAYS) if quick and road != EACH else (road,),
         )
-        seen = quick and road != EACH and self._show_arrays(memory, lines, meeting)
+        arenas = self._show_arrays(memory, lines, meeting) if quick and road != EACH else None
         self._runner.execute(
             program,
             self._work(program, lines, meeting),
             meeting=meeting,
             differ=lambda: self._world.differ(about),
-            arenas=self._arenas if seen else None,
+            arenas=arenas,
         )
 
     def _messages(self, program: Program, work: Work) -> Messages | None:
@@ -241,16 +245,16 @@ class SharedBackend(OneRank):
         )
         return Work(lines, rooms)
 
-    def _show_arrays(self, memory: RankArrays[Any], lines: Lines, meeting: int) -> bool:
-        """Tell the others where this rank's arrays lie, if they see that; whether they do."""
+    def _show_arrays(self, memory: RankArrays[Any], lines: Lines, meeting: int) -> list[Room] | None:
+        """Tell the others where this rank's arrays lie, if they see that and this rank sees theirs; the arenas then."""
         places = [
             -1 if first == last else self._arenas.offset(address) + 1
             for (first, last), address in ((memory.given, lines.source_at), (memory.block, lines.result_at))
         ]
-        seen = all(places) and lines.aligned
+        arenas = self._arenas.all() if all(places) and lines.aligned else []
         for name, place in zip((GIVEN, TAKEN), places, strict=True):
-            self._control.announce(name + meeting % 2, place if seen else 0)
-        return seen
+            self._control.announce(name + meeting % 2, place if arenas else 0)
+        return arenas or None
 
     def _scratch(self, length: int) -> Room:
         """Memory of this process alone, kept between calls."""

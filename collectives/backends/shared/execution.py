@@ -39,7 +39,6 @@ from collectives.backends.shared.instructions import (
 from collectives.backends.shared.run import run
 from collectives.peers.control_page import DONE, LOOK, NOTES, WORDS, Control, Placement, Room
 from collectives.peers.peer_watchdog import Watch
-from collectives.peers.shared_memory import Arenas
 from collectives.reduction import loop_of
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
@@ -92,6 +91,8 @@ class Arithmetic:
         By which sums are divided.
     loops : (int, int, int, int, int)
         Addresses of the loops that join and divide, each with what numpy keeps with it, and of the divisor; or 0.
+    by : array, optional
+        The divisor as an element.
     """
 
     as_elements: Callable[[NDArray[np.uint8]], Any]
@@ -100,22 +101,16 @@ class Arithmetic:
     combine: Any
     divisor: int
     loops: tuple[int, int, int, int, int]
+    by: NDArray[Any] | None = None
 
     @staticmethod
     @lru_cache(maxsize=64)
     def of(dtype: np.dtype[Any], function: np.ufunc, divisor: int) -> Arithmetic:
         """Of a type of numpy's."""
-        divide = (
-            (*loop_of(np.divide, dtype), _divisor(divisor, dtype).ctypes.data) if divisor > 1 else (0, 0, 0)
-        )
-        return Arithmetic(
-            lambda room: room.view(dtype),
-            dtype,
-            dtype.itemsize,
-            function,
-            divisor,
-            (*loop_of(function, dtype), *divide),
-        )
+        by = np.array([divisor], dtype=dtype) if divisor > 1 else None
+        divide = (0, 0, 0) if by is None else (*loop_of(np.divide, dtype), by.ctypes.data)
+        loops = (*loop_of(function, dtype), *divide)
+        return Arithmetic(lambda room: room.view(dtype), dtype, dtype.itemsize, function, divisor, loops, by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +200,7 @@ class Runner:
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
-        arenas: Arenas | None = None,
+        arenas: list[Room] | None = None,
     ) -> None:
         """Run a program to its end.
 
@@ -219,8 +214,8 @@ class Runner:
             Raises where the notes of that meeting do not agree.
         messages : Messages, optional
             Where the program has some.
-        arenas : Arenas, optional
-            Where this rank's arrays lie in its own: then there is a program for those of all ranks.
+        arenas : list of Room, optional
+            Those of all ranks, where this rank's arrays lie in its own: there is a program for when those of all do.
 
         Raises
         ------
@@ -232,6 +227,8 @@ class Runner:
         base = self._calls << 32
         _prepare(frame, program, work, meeting=meeting, base=base, arrays=arenas is not None)
         frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
+        if arenas is not None:
+            frame[machine.FRAME + 2 * len(self._members) :] = [room.address for room in arenas]
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -262,13 +259,8 @@ class Runner:
                 assert differ is not None, "who meets compares"
                 differ()
                 raise AssertionError("notes that differ mean different calls")
-            if status == machine.UNSEEN:
-                assert arenas is not None, "asked for"
-                first = machine.FRAME + 2 * len(self._members)
-                frame[first:] = [arenas.address(number) for number in range(len(self._members))]
-            else:
-                _aside(program, position, work, messages)
-                frame[machine.DONE_ASIDE] = 1
+            _aside(program, position, work, messages)
+            frame[machine.DONE_ASIDE] = 1
 
     def _look(self, program: Program, position: int, base: int, meeting: int, begun: float) -> None:
         """See that who is waited for can still come; raises as `Watch.word`."""
@@ -365,8 +357,3 @@ def _aside(
                         arithmetic.combine(target, other, out=target)
     if messages is not None and message >= 0:
         messages.used(message)
-
-
-@lru_cache(maxsize=64)
-def _divisor(number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.array([number], dtype=dtype)

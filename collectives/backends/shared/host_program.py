@@ -19,6 +19,7 @@ own, so that a failure leaves no half of it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -226,7 +227,9 @@ class _HostProgram:
         self._write()
         end = len(self._writing)
         for other in self._others:
-            self._road, self._posted = other, 0
+            if not self._overlap():  # else what one rank writes in place another may yet need
+                self._road = other
+            self._posted = 0
             self._write()
         return Program(
             *self._writing.arrays(),
@@ -260,6 +263,11 @@ class _HostProgram:
             self._copy_inputs()
             self._tell()
             self._wait(self._posted)
+
+    def _overlap(self) -> bool:
+        """Whether some ranks end with one sum of an element, and some with another."""
+        line = sorted((piece.start, piece.stop) for piece in self._line)
+        return any(after < stop for (_, stop), (after, _) in itertools.pairwise(line))
 
     def _part(self, first: int, last: int) -> tuple[int, int]:
         """What this rank adds up of a part of the line."""

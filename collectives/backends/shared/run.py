@@ -64,9 +64,8 @@ from collectives.peers.control_page import (
 )
 from collectives.peers.signature import LENGTH
 
-ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, UNSEEN = range(5)
-"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do; or the
-arrays of all ranks lie in arenas, of which this process has not yet opened one."""
+ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON = range(4)
+"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do."""
 
 YIELDING = 200_000
 """Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
@@ -110,7 +109,7 @@ memories up to `FIRST_ARRAY`."""
 
 CLOCK, ARGUMENTS, FRAME = 26, 30, 37
 """And room for times, for what loops of numpy are called with, and, from `FRAME` on, two memories for each rank and the
-address of its arena, 0 where that is not open."""
+address of its arena."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -147,7 +146,7 @@ def run(
     Returns
     -------
     int
-        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER``, ``BY_PYTHON`` or ``UNSEEN``.
+        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER`` or ``BY_PYTHON``.
     """
     if frame[POSITION] == -2:
         _show(frame, control, own, ranks)
@@ -161,8 +160,7 @@ def run(
                 return OTHERS_DIFFER
         position = 0
         if frame[ARRAYS] and _in_arenas(control, ranks, frame[MEETING] % 2):
-            if not _take_arrays(frame, control, ranks):
-                return UNSEEN
+            _take_arrays(frame, control, ranks)
             position, frame[END] = frame[END], len(operations)
         frame[POSITION] = position
     while frame[POSITION] < frame[END]:
@@ -257,16 +255,13 @@ def _in_arenas(control: Word, ranks: Word, parity: Word) -> bool:
 
 
 @compiled
-def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> bool:
-    """Find out where these arrays are in this process; whether all arenas are open."""
+def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> None:
+    """Find out where these arrays are in this process."""
     for place in range(ranks):
         arena = frame[FRAME + 2 * ranks + place]
-        if arena == 0:
-            return False
         for which in range(2):
             word = (GIVEN, TAKEN)[which] + frame[MEETING] % 2
             frame[FRAME + which * ranks + place] = arena + load_word(control + place * PAGE + 8 * word) - 1
-    return True
 
 
 @compiled

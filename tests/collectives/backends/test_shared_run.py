@@ -221,7 +221,13 @@ def test_other_back_ends_give_arrays_like_any_other_and_say_what_they_cannot() -
             "int8",
             "int64",
         ]
-        for shape, dtype in ((3, "float33"), (3, object), (3, "datetime64[s]"), ((2, -1), "int8")):
+        for shape, dtype in (
+            (3, "float33"),
+            (3, object),
+            (3, "datetime64[s]"),
+            ((2, -1), "int8"),
+            (2.5, "int8"),
+        ):
             with pytest.raises(UsageError, match=r"cannot be moved|does not exist"):
                 comm.empty(shape, dtype)
 

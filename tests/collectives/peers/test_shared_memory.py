@@ -1,0 +1,56 @@
+"""Memory for arrays that the other ranks of a host see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from collectives.peers.control_page import Control, Placement
+from collectives.peers.shared_memory import Arenas
+
+FORKED = """
+import gc, os
+from collectives.peers.shared_memory import Arena
+arena = Arena()
+array = arena.array(1 << 20)
+array[:] = 7
+child = os.fork()
+if child == 0:
+    del array
+    gc.collect()
+    os._exit(arena.array(8) is not None)
+assert os.waitpid(child, 0)[1] == 0
+assert array.min() == 7
+"""
+
+
+def arenas() -> Arenas:
+    """Of two ranks, as the first of them sees them."""
+    return Arenas(Control(memoryview(bytearray(Control.size(2))), 0), Placement(0, (0, 0), (0, 0)))
+
+
+def test_a_forked_process_leaves_the_arrays_of_its_parent_alone() -> None:
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=60)
+
+
+def test_threads_that_ask_at_once_get_memory_of_their_own() -> None:
+    memory = arenas()
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(memory.array, [100] * 400))
+    places = [one.ctypes.data for one in made if one is not None]
+    assert len(set(places)) == len(made) == 400
+
+
+def test_who_was_given_up_is_told_of_no_more_memory_and_without_all_arenas_there_are_none() -> None:
+    memory = arenas()
+    array = memory.array(8)
+    assert array is not None
+    assert memory.offset(array.ctypes.data) == 0
+    assert memory.all() == []  # the other rank has none
+    memory.retire()
+    assert memory.array(8) is None
+    array[:] = 1
+    memory.close()
+    assert memory.offset(array.ctypes.data) == -1
+    assert array.sum() == 8
