@@ -6,12 +6,12 @@ every rank adds up a part of the line, block by block and all inputs at once, wh
 star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS`, of which the ranks know
 when they have met; it never changes the order of additions.
 
-=========  ==========================  ======================================================================
-`EACH`     up to `SMALL` bytes         All have shown what they put in when they met, and each adds up all it needs.
-`SHOWN`    up to `SHOWABLE`         The same, but each adds up a part, which the others copy.
-`ROUNDS`   more                        The line goes round by round through rings that the ranks fill for each other.
-`ARRAYS`   more than `EACH`            Inputs and results lie in memory that all see: nothing is copied.
-=========  ==========================  ======================================================================
+=========  ===================  ==================================================================================
+`EACH`     up to `SMALL` bytes  All have shown what they put in when they met, and each adds up all that it needs.
+`SHOWN`    up to `SHOWABLE`     The same, but each adds up a part, which the others copy.
+`ROUNDS`   more                 The line goes round by round through rings that the ranks fill for each other.
+`ARRAYS`   more than `SMALL`    Inputs and results lie in memory that all see: nothing is copied.
+=========  ===================  ==================================================================================
 
 But for `ARRAYS`, where sums are written to the results at once, results are complete before a rank begins to copy its
 own, so that a failure leaves no half of it.

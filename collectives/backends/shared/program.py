@@ -1,4 +1,4 @@
-"""What one rank does in a collective: a fixed list of operations, worked out once for every table.
+"""What one rank does in a collective over several hosts: a fixed list of operations, worked out once for every table.
 
 Waits stand for the prerequisites of the table: what an operation reads is complete, and what it overwrites has
 been read. An operation waits until other ranks have done so many operations; what an earlier wait already implies
