@@ -91,7 +91,7 @@ def compact(draw: st.DrawFn) -> tuple[Fabric, str, int | None, ImageShards]:
     for _ in range(draw(st.integers(1, 2))):
         top = draw(st.integers(0, fabric.size - 1)) if root is None else root
         up, down = (draw(trees(cost, top)) for cost in (routes.cost.T, routes.cost))
-        tree = packing.tree(top, up, down, routes)
+        (tree,) = packing.trees([(top, up, down)], routes)
         stages = packing.images({tree: Fraction(1)}).templates[0].stages
         templates.append(Shard(draw(st.fractions(Fraction(1, 9), 1, max_denominator=9)), stages))
     return fabric, collective, root, ImageShards(fabric.nodes, fabric.size, generators, tuple(templates))
