@@ -60,7 +60,7 @@ RING = 4
 Sum = int | tuple["Sum", ...]
 """What is added up: the input of a rank, or the first two of several, then that and the third, and so on."""
 
-Lines = list[tuple[int, list[Place], Place]]
+Group = list[tuple[int, list[Place], Place]]
 """Operations that are done together: kind, inputs and target of each."""
 
 
@@ -282,7 +282,7 @@ class _HostProgram:
             if start >= stop or (self._road == EACH and self._rank not in piece.ranks):
                 continue
             element = piece.start + start - piece.place
-            lines: Lines = []
+            lines: Group = []
             targets = self._targets(piece, start, element)
             total = targets[0] if len(targets) == 1 and self._road != ARRAYS else self._take()
             join = JOIN_ONE if piece.stop - piece.start == 1 else JOIN
@@ -293,7 +293,7 @@ class _HostProgram:
                 self._give_back(total)
             self._writing.together(lines, piece.row, stop - start)
 
-    def _join(self, total: Sum, at: tuple[int, int], target: Place, join: int, lines: Lines) -> None:
+    def _join(self, total: Sum, at: tuple[int, int], target: Place, join: int, lines: Group) -> None:
         """Add up a sum, at a place of the line and an element, and before it the sums in it, where there is room."""
         assert isinstance(total, tuple), "more than an input"
         inputs = []
