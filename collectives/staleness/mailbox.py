@@ -6,7 +6,8 @@ has not been sent yet is added up, so a queue never holds more than one gradient
 are.
 
 Connections are those of ``multiprocessing.connection``, one from each rank to each other, authenticated by a key that
-the ranks share. A rank that dies without a goodbye fails the others in their next call.
+the ranks share. A rank that dies without a goodbye fails the others in their next call. Who loses a rank tells the
+others before it fails itself: they may hear of its own end first, and would blame it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from topoplan.errors import BackendError
 Array = NDArray[Any]
 GOODBYE = "goodbye"
 FINISHED = "finished"
+LOST = "lost"
 """Kinds of messages beside gradients and clocks."""
+
+WARNING_SECONDS = 0.5
+"""Time in which the others are told of a rank that was lost, or the reason of a broken connection arrives."""
 
 
 class Mailbox:
@@ -186,7 +191,7 @@ class Mailbox:
             for peer in self._clocks:
                 contact = contacts[peer]
                 where = ("127.0.0.1" if contact["host"] == here else contact["address"], contact["port"])
-                self._senders[peer] = Sender(peer, Client(where, authkey=key), self._lost, self.rank)
+                self._senders[peer] = Sender(peer, Client(where, authkey=key), self._cannot_send, self.rank)
         except OSError as error:
             raise self._fail(peer, f"cannot reach rank {peer}: {error.strerror or error}") from None
         accepting.join(self._timeout)
@@ -214,6 +219,9 @@ class Mailbox:
                 head = json.loads(connection.recv_bytes())
                 if head["kind"] == GOODBYE:
                     return
+                if head["kind"] == LOST:
+                    self._lost(head["peer"], head["told"])
+                    return
                 if head["kind"] == "gradient":
                     body = np.frombuffer(connection.recv_bytes(), head["dtype"]).reshape(head["shape"])
                     with self._changed:
@@ -229,8 +237,18 @@ class Mailbox:
             told = f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")")
             self._lost(peer, f"{told}; start all ranks again, or call finish on all of them before they end")
 
+    def _cannot_send(self, peer: int, told: str) -> None:
+        """A connection broke; the other one to that rank may hold the reason."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or self._closed, WARNING_SECONDS)
+        self._lost(peer, told)
+
     def _lost(self, peer: int, told: str) -> None:
-        """A connection broke: the first reason is the one that is told."""
+        """A rank is gone: the first reason is the one that is told, to the others before it shows here."""
+        if self._failure is None and not self._closed:
+            until = time.monotonic() + WARNING_SECONDS
+            for warned in [one.warn(peer, told) for other, one in self._senders.items() if other != peer]:
+                warned.wait(max(0.0, until - time.monotonic()))
         with self._changed:
             if not self._closed:
                 self._fail(peer, told)
@@ -270,6 +288,8 @@ class Sender:
         self._waiting: dict[str, Array] = {}
         self._clock: int | None = None
         self._kind = "clock"
+        self._warning: dict[str, Any] | None = None
+        self._warned = threading.Event()
         self._ending = False
         self._changed = threading.Condition()
         connection.send_bytes(str(rank).encode())
@@ -296,6 +316,14 @@ class Sender:
             self._kind = FINISHED if finished else "clock"
             self._changed.notify()
 
+    def warn(self, peer: int, told: str) -> threading.Event:
+        """Send word that a rank is lost, before all else that waits; the event tells when that has left."""
+        with self._changed:
+            if self._warning is None:
+                self._warning = {"kind": LOST, "peer": peer, "told": told}
+                self._changed.notify()
+        return self._warned
+
     def close(self) -> None:
         """Send everything and a goodbye, or give up where the peer is gone."""
         with self._changed:
@@ -308,11 +336,16 @@ class Sender:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or self._clock is not None or self._ending):
+                    while not (self._waiting or self._clock is not None or self._warning or self._ending):
                         self._changed.wait()
                     waiting, self._waiting = self._waiting, {}
+                    warning = self._warning
                     clock, self._clock = self._clock, None
                     kind, ending = self._kind, self._ending
+                if warning is not None:
+                    self._connection.send_bytes(json.dumps(warning).encode())
+                    self._warned.set()
+                    return
                 for key, gradient in waiting.items():
                     head = {
                         "kind": "gradient",
@@ -330,6 +363,7 @@ class Sender:
                     self._connection.send_bytes(json.dumps({"kind": GOODBYE}).encode())
                     return
         except OSError as error:
+            self._warned.set()  # it cannot be told any more
             self._lost(self._peer, f"cannot send to rank {self._peer}: {error.strerror or error}")
 
 
