@@ -20,21 +20,12 @@ from collectives.backends.shared.execution import Arithmetic, Lines, Work, execu
 from collectives.backends.shared.host_program import EACH, host_program_of
 from collectives.backends.shared.run import FRAME
 from collectives.backends.shared.run import compile_ahead as compile_joins_ahead
-from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.meeting import (
-    DIFFERS,
-    MET,
-    MOST_RANKS,
-    TOGETHER,
-    WAITING,
-    Bell,
-    Meeting,
-    compile_ahead,
-    distances,
-)
-from collectives.backends.tcp.memory import Spare
+from collectives.backends.tcp.flow import Flow, FlowProgram, Scratch
+from collectives.backends.tcp.loops import DIFFERS, ENDED, WAITING, compile_ahead
+from collectives.backends.tcp.meeting import MOST_RANKS, TOGETHER, Bell, Meeting, distances
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
+from collectives.backends.tcp.sockets import set_pace
 from collectives.backends.tcp.wires import Queue, base_queue, lane_of, link_rates, read_wires
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
@@ -45,6 +36,9 @@ from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
+
+KEPT_FLOWS = 64
+"""Kinds of collectives of which is kept what they need."""
 
 LATE = 0.02
 """Seconds after which a rank that waits for others to meet tells the rendezvous."""
@@ -135,8 +129,8 @@ class TcpBackend(OneRank):
         self._flight_bytes = flight_bytes
         self._wires = read_wires(wires) if wires is not None else {}
         self._rates: dict[str, Mapping[Queue, float]] = {}
-        self._spare = Spare()
-        self._flow: Flow | None = None
+        self._scratch = Scratch()
+        self._flows: dict[tuple[object, ...], Flow] = {}
         self._meeting: Meeting | None = None
         self._frame = np.zeros(FRAME, dtype=np.int64)
         self._closed = False
@@ -199,37 +193,43 @@ class TcpBackend(OneRank):
             roads=(EACH,),
         )
         self._agree(about, lambda: self._flow_of(call), lines.source_at, nbytes)
-        scratch = self._spare.at_least(program.scratch_elements * call.itemsize)
+        scratch = self._scratch.of(program.scratch_elements * call.itemsize)
         execute_alone(program, Work(lines, (scratch, scratch, self._meeting.shown)), self._frame)
 
     def _run_flow(self, call: Call[NDArray[Any]]) -> None:
         """Run a collective over the links of the plan."""
-        world = self._world
-        flow = self._flow_of(call)
-        try:
-            with self._waiting(flow.waiting, flow.stops_at):
-                with world.changed:
-                    self._flow = flow
-                self._agree(call.signature, lambda: flow)
-                self._start(call, flow)
-                world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched)
-        except BaseException:
-            flow.stop()
-            raise
-        finally:
-            with world.changed:
-                self._flow = None
+        world, flow = self._world, self._flow_of(call)
+
+        def go_on() -> None:
+            flow.connect(self._network.descriptor, paces)
+            flow.go_on(call)
+            if flow.status == WAITING:
+                self._bell.hush()
+            elif flow.status != ENDED:
+                peer, message = flow.trouble()
+                world.report(message, peer=peer, step=flow.stops_at(peer))
+
+        with self._waiting(flow.waiting, flow.stops_at):
+            self._agree(call.signature, lambda: flow)
+            paces = self._open(call, flow)
+            world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched, pause=go_on)
 
     def _flow_of(self, call: Call[NDArray[Any]]) -> Flow:
-        return Flow(
-            call,
-            self.rank,
-            over=self._world.changed,
-            spare=self._spare,
-            credit=self._credit,
-            flight_bytes=self._flight_bytes,
-            lane_of=lambda stream: lane_of(stream, call.plan, call.table, self._wires),
-        )
+        """What runs a collective over links, at its beginning."""
+        about, (memory,) = call.signature, call.memory
+        kind = (call.table, about.collective, about.root, memory.given, memory.block, call.itemsize)
+        flow = self._flows.get(kind)
+        if flow is None:
+            if len(self._flows) == KEPT_FLOWS:
+                del self._flows[next(iter(self._flows))]
+
+            def lane(stream: Stream) -> Queue:
+                return lane_of(stream, call.plan, call.table, self._wires)
+
+            program = FlowProgram.of(call, self.rank, lane, self._flight_bytes)
+            flow = self._flows[kind] = Flow(program, call.table, self._bell.descriptor)
+        flow.begin(call, self._scratch)
+        return flow
 
     @contextlib.contextmanager
     def _waiting(
@@ -257,7 +257,7 @@ class TcpBackend(OneRank):
             return
         world.meet(signature)
         status = meeting.begin(signature.pack(), source, nbytes)
-        if status != MET:
+        if status != ENDED:
             self._meet_slowly(meeting, signature, flow, status)
         world.met += 1
 
@@ -290,7 +290,7 @@ class TcpBackend(OneRank):
             world.wait(
                 lambda: status != WAITING, timeout=self._timeout, moved=lambda: meeting.touched, pause=go_on
             )
-            if status == MET:
+            if status == ENDED:
                 return
             # the rendezvous knows more, or will soon
             miss()
@@ -349,9 +349,6 @@ class TcpBackend(OneRank):
                 self._wires,
                 lock=lock,
                 changed=self._bell,
-                flow=lambda: self._flow,
-                broken=self._broken,
-                ended=self._link_ended,
             )
             made.append(network)
             meets = network.general is not None and not self._wires
@@ -376,45 +373,22 @@ class TcpBackend(OneRank):
         welcome = self._world.welcome
         self._network.start(self._world.watcher, str(welcome["token"]), welcome["peers"])
 
-    def _start(self, call: Call[NDArray[Any]], flow: Flow) -> None:
-        """Open the links of a collective and set their senders to work."""
-        for lane in sorted(flow.lanes):
-            try:
-                self._network.open(lane, self._timeout)
-            except ConnectionError as error:
-                self._broken(lane[1], str(error))
-                return
-        links = [self._network.outgoing[lane] for lane in sorted(flow.lanes)]
-        if self._pace is not None:
-            plan = call.signature.plan
-            if plan not in self._rates:
-                self._rates[plan] = link_rates(call.plan)
-            for link in links:
-                link.pace(self._rates[plan][base_queue(link.queue)] * self._pace)
-        flow.attach({link.queue: link.condition for link in links})
+    def _open(self, call: Call[NDArray[Any]], flow: Flow) -> Mapping[Queue, float]:
+        """Open the links on which a collective leaves; the paces that the system does not keep by itself."""
+        network, links = self._network, flow.program.leaving
         for link in links:
-            link.serve(flow)
-
-    def _credit(self, stream: Stream, joined: int) -> None:
-        flow = self._flow
-        if flow is not None:
-            self._network.credit(flow.lane_of[stream.number], flow.number, stream.number, joined)
-
-    def _link_ended(self, lane: Queue, message: str) -> None:
-        """The other end of a link has closed it; that is trouble only while this link has more to carry.
-
-        A rank that has ended well may still have data on its way over its other links.
-        """
-        with self._world.changed:
-            if self._flow is not None and self._flow.needs(lane):
-                self._broken(lane[0] if lane[1] == self.rank else lane[1], message)
-
-    def _broken(self, peer: int, message: str) -> None:
-        """A link has failed."""
-        with self._world.changed:
-            flow = self._flow
-            if flow is not None and not flow.stopped:
-                self._world.report(message, peer=peer, step=flow.step(peer))
+            try:
+                network.open(link, self._timeout)
+            except ConnectionError as error:
+                self._world.report(str(error), peer=link[1], step=flow.stops_at(link[1]))
+                return {}
+        if self._pace is None:
+            return {}
+        plan = call.signature.plan
+        if plan not in self._rates:
+            self._rates[plan] = link_rates(call.plan)
+        rates = {link: self._rates[plan][base_queue(link)] * self._pace for link in links}
+        return {link: rate for link, rate in rates.items() if not set_pace(network.outgoing[link], rate)}
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

@@ -1,302 +1,374 @@
-"""One collective on one rank while it runs: how far each stream is, what may go next, and who waits for whom.
+"""One collective on one rank while it runs: what it sends and receives, how far it is, and who waits for whom.
 
-Threads of links come here with every chunk. All of them share one lock, which nobody holds while bytes move or are
-added.
-
-Why this cannot deadlock. Receivers never wait for anything but their connection: a chunk that arrives is joined at
-once, or kept until what precedes it has been joined, by whoever joins that. So every connection always drains. Look at
-the chunk that is first, by (part of its shard that lies before it, stream), among all that have not been joined
-anywhere. What must precede it at its source and at its destination is of the same shard, and comes earlier in this
-order: the same chunk of earlier streams, or earlier chunks where partial sums are bounded. All that is done. Its window
-is open, for it is counted from earlier chunks of its own stream, whose joining was told. So nothing holds it, and
-sooner or later it is sent, arrives and is joined.
+Why this cannot deadlock. A chunk that has come is joined at once, or kept until what precedes it has been joined; who
+has come stands in the way of nobody, for there is a buffer for every chunk that may be under way. So every connection
+always drains. Look at the chunk that is first, by (part of its shard that lies before it, stream), among all that have
+not been joined anywhere. What must precede it at its source and at its destination is of the same shard, and comes
+earlier in this order: the same chunk of earlier streams, or earlier chunks where partial sums are bounded. All that is
+done. Its window is open, for it is counted from earlier chunks of its own stream, whose joining was told. So nothing
+holds it, and sooner or later it is sent, arrives and is joined.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
-from collectives.backends.tcp.memory import Memory, Spare
-from collectives.backends.tcp.order import Order, orders
+from collectives.backends.shared.execution import Arithmetic, Lines
+from collectives.backends.tcp import loops
+from collectives.backends.tcp.loops import BY_PYTHON, COME, DONE, PEER_ENDED, STRANGE, WAITING
+from collectives.backends.tcp.order import orders
 from collectives.backends.tcp.wires import Queue
 from collectives.lowering.edge_streams import Stream, row_of
+from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.blame import Waiting
+from collectives.peers.control_page import Room
+from collectives.reduction import reduction
 
-Credit = Callable[[Stream, int], None]
-"""Tells the source of a stream how many of its chunks have been joined here."""
+CALLS = 1 << 32
+"""Collectives are counted modulo this."""
+
+CACHE_LINE = 64
+
+Numbers = NDArray[np.int64]
 
 
-class Flow:
-    """The streams of a collective that begin or end at one rank.
+@dataclass(frozen=True, slots=True, eq=False)
+class FlowProgram:
+    """What one rank sends and receives in a collective, as `loops.flow` takes it.
 
     Parameters
     ----------
-    call : Call
     rank : int
-    over : threading.Condition
-        Of the back end: its lock guards everything here, and it is told when the collective is finished.
-    spare : Spare
-        Buffers for what arrives and cannot go straight to its place.
-    credit : callable
-        Called without the lock.
-    flight_bytes : int
-        Window of a held stream, at least `Stream.window` chunks.
-    lane_of : callable
-        The connection that carries a stream (see `collectives.backends.tcp.wires`).
+    parts : tuple of Stream
+        Those that begin or end at the rank, sorted by link.
+    links : tuple of (source, destination, channel)
+    streams, befores, lanes : arrays
+        The last without connections.
+    partial_elements : int
+        Elements of all partial sums that the rank keeps.
+    keeps, buffers : int
+        Places in which arrived chunks are noted, and buffers for them.
+    buffer_bytes : int
+        Bytes of each.
     """
 
-    def __init__(
-        self,
-        call: Call[NDArray[Any]],
-        rank: int,
-        *,
-        over: threading.Condition,
-        spare: Spare,
-        credit: Credit,
-        flight_bytes: int,
-        lane_of: Callable[[Stream], Queue],
-    ) -> None:
-        signature = call.signature
-        found = orders(call.table, signature.collective, signature.root)
-        mine = [one for one in found if rank in (one.stream.source, one.stream.destination)]
-        self.number = signature.call
-        self.rank = rank
-        self.over = over
-        self.touched = time.monotonic()
-        self.stopped = False
-        self.lanes: dict[Queue, list[Stream]] = {}
-        self._table = call.table
-        self._orders: dict[int, Order] = {one.stream.number: one for one in mine}
-        self.lane_of = {one.stream.number: lane_of(one.stream) for one in mine}
-        self._memory = Memory(call, (one for one in mine if one.stream.destination == rank))
-        self._spare = spare
-        self._credit = credit
-        self._done = dict.fromkeys(self._orders, 0)
-        self._credited = dict.fromkeys(self._orders, 0)
-        self._joining: set[int] = set()
-        self._in_hand: set[int] = set()
-        self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
-        self._wakes: dict[int, list[Queue]] = {number: [] for number in self._orders}
-        self._frees: dict[int, list[int]] = {number: [] for number in self._orders}
-        self._conditions: Mapping[Queue, threading.Condition] = {}
-        self._left = sum(one.stream.chunks for one in mine)
-        chunk = min(call.table.chunk_elements, max((s.stop - s.start for s in self._streams()), default=0))
-        spare.resize(chunk * call.itemsize)
-        self._flight = -(-flight_bytes // max(1, chunk * call.itemsize))
-        for one in mine:
-            stream = one.stream
-            if stream.source == rank:
-                lane = self.lane_of[stream.number]
-                self.lanes.setdefault(lane, []).append(stream)
-                if one.written is not None:
-                    self._wakes[one.written].append(lane)
-            else:
-                self._kept[stream.number] = deque()
-                for earlier, _ in one.before:
-                    self._frees[earlier].append(stream.number)
+    rank: int
+    parts: tuple[Stream, ...]
+    links: tuple[Queue, ...]
+    streams: Numbers
+    befores: Numbers
+    lanes: Numbers
+    partial_elements: int
+    keeps: int
+    buffers: int
+    buffer_bytes: int
 
-    def _streams(self) -> list[Stream]:
-        return [one.stream for one in self._orders.values()]
+    @property
+    def leaving(self) -> list[Queue]:
+        """The links that the rank opens."""
+        return [link for link in self.links if link[0] == self.rank]
+
+    @classmethod
+    def of(
+        cls, call: Call[Any], rank: int, lane_of: Callable[[Stream], Queue], flight_bytes: int
+    ) -> FlowProgram:
+        """The program of calls like one.
+
+        Parameters
+        ----------
+        call : Call
+            With the arrays of one rank, at which nothing looks.
+        rank : int
+        lane_of : callable
+            The link that carries a stream (see `collectives.backends.tcp.wires`).
+        flight_bytes : int
+            Window of a held stream, at least `Stream.window` chunks.
+        """
+        about, (memory,) = call.signature, call.memory
+        carried = sorted(
+            (lane_of(one.stream), one.stream.number, one)
+            for one in orders(call.table, about.collective, about.root)
+            if rank in (one.stream.source, one.stream.destination)
+        )
+        mine = [one for _, _, one in carried]
+        here = {one.stream.number: place for place, one in enumerate(mine)}
+        longest = {one.stream.number: _longest(one.stream, call.table) for one in mine}
+        buffer_bytes = max(longest.values(), default=0) * call.itemsize
+        buffer_bytes += -buffer_bytes % CACHE_LINE
+        partial: dict[int, tuple[int, int, int]] = {}
+        elements = 0
+        for one in mine:
+            if one.slots and one.stream.destination == rank:
+                slots, slot = min(one.slots, one.stream.chunks), longest[one.stream.number]
+                partial[one.stream.shard] = (elements, slots, slot)
+                elements += slots * slot
+        streams = np.zeros((len(mine), len(loops.STREAM_COLUMNS)), dtype=np.int64)
+        befores: list[tuple[int, int]] = []
+        keeps = buffers = 0
+        for place, one in enumerate(mine):
+            part, arrives = one.stream, one.stream.destination == rank
+            flight = -(-flight_bytes // (longest[part.number] * call.itemsize))
+            window = min(max(part.window, flight), part.chunks) if one.held else 0
+            kept = (window or 1) if arrives else 0
+            where, slots, slot = partial.get(part.shard, (part.start - memory.block[0], 0, 0))
+            first_before = len(befores)
+            if arrives:
+                befores += [(here[number], lag) for number, lag in one.before]
+            streams[place] = (
+                part.number,
+                part.start - memory.given[0],
+                part.stop - part.start,
+                call.table.chunk_elements,
+                part.chunks,
+                part.add,
+                part.destination_fresh if arrives else part.source_fresh,
+                where,
+                slots,
+                slot,
+                -1 if arrives or one.written is None else here[one.written],
+                window,
+                first_before,
+                len(befores),
+                keeps,
+                kept,
+            )
+            keeps += kept
+            # of a stream that is not held a chunk waits nowhere but in the hand of its link
+            buffers += window if arrives else 0
+        links = tuple(sorted({link for link, _, _ in carried}))
+        lanes = np.zeros((len(links), loops.LANE), dtype=np.int64)
+        for place, link in enumerate(links):
+            numbers = [number for number, (lane, _, _) in enumerate(carried) if lane == link]
+            left = sum(mine[number].stream.chunks for number in numbers)
+            lanes[place, : loops.PACE] = -1, link[0] == rank, numbers[0], numbers[-1] + 1, left
+            buffers += link[1] == rank
+        lanes[:, loops.STREAM] = -1
+        return cls(
+            rank,
+            tuple(one.stream for one in mine),
+            links,
+            streams,
+            np.array(befores, dtype=np.int64).reshape(-1, 2),
+            lanes,
+            elements,
+            keeps,
+            buffers,
+            buffer_bytes,
+        )
+
+
+class Scratch:
+    """Memory beside the arrays of a collective, the same again and again."""
+
+    def __init__(self) -> None:
+        self._room = Room.of(np.empty(0, dtype=np.uint8))
+
+    def of(self, nbytes: int) -> Room:
+        """At least so many bytes; contents undefined."""
+        if len(self._room.data) < nbytes:
+            self._room = Room.of(np.empty(nbytes, dtype=np.uint8))
+        return self._room
+
+
+class Flow:
+    """Collectives of one kind on one rank, one after another; each begins with `begin`.
+
+    Only the thread of the collective calls what moves chunks; others may ask what it waits for meanwhile.
+
+    Parameters
+    ----------
+    program : FlowProgram
+    table : TransferTable
+        The one that it was made from.
+    bell : int
+        Descriptor that is ready to be read when there is something else to look at.
+
+    Attributes
+    ----------
+    status : int
+        How the last call of `loops.flow` ended.
+    """
+
+    def __init__(self, program: FlowProgram, table: TransferTable, bell: int) -> None:
+        self.program = program
+        self.status = WAITING
+        self._table = table
+        self._chunks = int(program.streams[:, loops.CHUNKS].sum())
+        self._lanes = program.lanes.copy()
+        self._state = np.zeros((len(program.streams), 3), dtype=np.int64)
+        self._kept = np.zeros(program.keeps, dtype=np.int64)
+        self._all_free = np.arange(program.buffers, dtype=np.int64)
+        self._free = self._all_free.copy()
+        self._polled = np.zeros((len(program.lanes) + 1, 4), dtype=np.int16)
+        self._polled.view(np.int32)[0, 0] = bell
+        self._polled[0, 2] = loops.READ
+        self._frame = np.zeros(loops.FLOW_FRAME, dtype=np.int64)
+
+    def begin(self, call: Call[NDArray[Any]], scratch: Scratch) -> None:
+        """Begin a collective, with the arrays of the rank, and memory that nothing else uses until it has ended."""
+        program, (memory,) = self.program, call.memory
+        source, result, dtype = memory.source, memory.result, memory.source.dtype
+        partial = program.partial_elements * call.itemsize
+        partial += -partial % CACHE_LINE
+        self._room = scratch.of(partial + program.buffers * program.buffer_bytes)
+        lines = Lines(
+            source,
+            result,
+            source.ctypes.data,
+            result.ctypes.data,
+            Arithmetic.of(dtype, _combine(call), 1),
+        )
+        self._lanes[:] = program.lanes
+        self._state[:] = 0
+        self._free[:] = self._all_free
+        self._frame[loops.LEFT : loops.TOUCHED + 1] = (
+            self._chunks,
+            call.signature.call % CALLS,
+            call.itemsize,
+            lines.source_at,
+            lines.result_at,
+            self._room.address,
+            self._room.address + partial,
+            program.buffer_bytes,
+            program.buffers,
+            0,
+            *(lines.arithmetic.loops[:2] if lines.aligned else (0, 0)),
+            0,
+            0,
+            time.monotonic_ns(),
+        )
+
+    def connect(self, descriptor: Callable[[Queue], int], paces: Mapping[Queue, float]) -> None:
+        """Use the links that are open by now; to be called again until all are.
+
+        Parameters
+        ----------
+        descriptor : callable
+            That of the connection of a link, -1 where there is none yet.
+        paces : dict of link to float
+            Bytes per second, where the system does not see to it.
+        """
+        for place, link in enumerate(self.program.links):
+            if self._lanes[place, loops.DESCRIPTOR] < 0:
+                self._lanes[place, loops.DESCRIPTOR] = descriptor(link)
+                self._lanes[place, loops.PACE] = max(1, round(paces[link])) if link in paces else 0
+
+    def go_on(self, call: Call[NDArray[Any]]) -> None:
+        """Move the chunks of what was begun until all is done, or there is something to look at: see `status`."""
+        program = self.program
+        while True:
+            self.status = int(
+                loops.flow(
+                    program.streams,
+                    program.befores,
+                    self._lanes,
+                    self._state,
+                    self._kept,
+                    self._free,
+                    self._frame,
+                    self._polled,
+                )
+            )
+            if self.status != BY_PYTHON:
+                return
+            self._join(call)
 
     @property
     def finished(self) -> bool:
-        """Whether this rank has sent and joined everything; called with the lock."""
-        return self._left == 0
+        """Whether this rank has sent and joined everything."""
+        return bool(self._frame[loops.LEFT] == 0)
 
-    def touch(self) -> None:
-        """Something has arrived."""
-        self.touched = time.monotonic()
+    @property
+    def touched(self) -> float:
+        """When something moved last, on the steady clock."""
+        return float(self._frame[loops.TOUCHED]) / 1e9
 
-    def attach(self, conditions: Mapping[Queue, threading.Condition]) -> None:
-        """Name the condition on which the sender of each link waits."""
-        with self.over:
-            self._conditions = conditions
-
-    def stop(self) -> None:
-        """Let all threads leave."""
-        with self.over:
-            self.stopped = True
-            for condition in self._conditions.values():
-                condition.notify_all()
-            self.over.notify_all()
-
-    def next(self, lane: Queue, condition: threading.Condition) -> tuple[Stream, int, memoryview] | None:
-        """The chunk that a link sends next, its bytes with it; waits for it. None when there is no more."""
-        streams = self.lanes[lane]
-        with self.over:
-            while not self.stopped:
-                unsent = [s for s in streams if self._done[s.number] < s.chunks]
-                if not unsent:
-                    return None
-                ready = [s for s in unsent if self._may_send(s)]
-                if ready:
-                    # all shards advance in proportion: one that ends early would leave its links idle
-                    stream = min(ready, key=lambda s: (self._done[s.number] / s.chunks, s.number))
-                    chunk = self._done[stream.number]
-                    self._in_hand.add(stream.number)
-                    return stream, chunk, self._memory.outgoing(stream, chunk)
-                condition.wait()
-        return None
-
-    def sent(self, stream: Stream) -> None:
-        """The bytes of a stream's next chunk have been handed to the system."""
-        with self.over:
-            self._in_hand.discard(stream.number)
-            self._count(stream)
-        self._join_what_can_be(self._frees[stream.number])
-
-    def credited(self, number: int, joined: int) -> None:
-        """The destination of a stream has joined so many of its chunks."""
-        with self.over:
-            if joined > self._credited.get(number, joined):
-                self._credited[number] = joined
-                self._notify(self.lane_of[number])
-
-    def place(self, number: int, chunk: int, length: int, source: int) -> tuple[Stream, memoryview, Any]:
-        """Where to read a chunk that is arriving: its own place, or a buffer, which is returned as well.
-
-        Raises
-        ------
-        ValueError
-            No such chunk is expected from that rank now.
-        """
-        order = self._orders.get(number)
-        if order is None or order.stream.source != source:
-            raise ValueError(f"stream {number}, which does not run from rank {source} to rank {self.rank}")
-        stream = order.stream
-        with self.over:
-            due = self._come(number)
-            direct = not stream.add and due == self._done[number] and self._may_join(order, chunk)
-        if chunk != due or length != self._memory.length(stream, chunk):
-            raise ValueError(f"chunk {chunk} of stream {number} with {length} bytes instead of chunk {due}")
-        if direct:
-            return stream, self._memory.place(stream, chunk), None
-        buffer = self._spare.take()
-        return stream, memoryview(buffer.data)[:length], buffer
-
-    def arrived(self, stream: Stream, buffer: NDArray[np.uint8] | None) -> None:
-        """The bytes of a stream's next chunk are where `place` said."""
-        if buffer is None:
-            with self.over:
-                done = self._count(stream)
-            self._tell(stream, done)
-            self._join_what_can_be(self._frees[stream.number])
-        else:
-            with self.over:
-                self._kept[stream.number].append(buffer)
-            self._join_what_can_be([stream.number])
+    def trouble(self) -> tuple[int, str]:
+        """The peer with which a call failed, and how."""
+        link = self.program.links[self._frame[loops.TROUBLE]]
+        leaves = link[0] == self.program.rank
+        peer = link[1] if leaves else link[0]
+        if self.status == STRANGE:
+            call, number, chunk, nbytes = self._lanes[self._frame[loops.TROUBLE], loops.HEADER : loops.CREDIT]
+            return peer, (
+                f"rank {peer} sent chunk {chunk} of stream {number} of collective {call} with {nbytes} bytes, "
+                "which is not expected now"
+            )
+        if self.status == PEER_ENDED:
+            return peer, f"rank {peer} closed its connection"
+        error = os.strerror(int(self._frame.view(np.int32)[2 * loops.ERROR :][:2].sum()))
+        return (
+            peer,
+            f"cannot send to rank {peer}: {error}"
+            if leaves
+            else f"the connection from rank {peer} broke: {error}",
+        )
 
     def waiting(self) -> Waiting:
         """What this rank waits for: the first chunk that has not come, else the first that has not left."""
-        with self.over:
-            found = self._first_missing(None)
+        found = self._first_missing(None)
         idle = time.monotonic() - self.touched
         if found is None:
             return Waiting(None, None, idle)
         stream, chunk = found
-        peer = stream.source if stream.destination == self.rank else stream.destination
+        peer = stream.source if stream.destination == self.program.rank else stream.destination
         return Waiting(peer, row_of(self._table, stream.number, chunk), idle)
 
-    def step(self, peer: int) -> int | None:
-        """The row of the first chunk that has not come from a rank, else of the first that has not left for it."""
-        with self.over:
-            found = self._first_missing(peer)
-        return None if found is None else row_of(self._table, found[0].number, found[1])
-
     def stops_at(self, peer: int | None) -> int | None:
-        """The row at which this rank stops because of another, else the one that it waits for anyway."""
-        step = None if peer is None else self.step(peer)
-        return self.waiting().step if step is None else step
+        """The row at which this rank stops because of another, else the one that it waits for anyway.
 
-    def needs(self, lane: Queue) -> bool:
-        """Whether chunks have yet to come over a link, or to be given to the system for it."""
-        with self.over:
-            return any(
-                self._come(s.number) < s.chunks
-                if s.destination == self.rank
-                else self._done[s.number] + (s.number in self._in_hand) < s.chunks
-                for s in self._streams()
-                if self.lane_of[s.number] == lane
-            )
+        It is that of the first chunk that has not come from the other, else of the first that has not left for it.
+        """
+        found = None if peer is None else self._first_missing(peer)
+        return self.waiting().step if found is None else row_of(self._table, found[0].number, found[1])
 
     def _first_missing(self, peer: int | None) -> tuple[Stream, int] | None:
         """The first chunk that has not come from a rank, or any, else the first that has not left."""
         rows = []
-        for stream in self._streams():
-            number, leaves = stream.number, stream.source == self.rank
-            chunk = self._done[number] if leaves else self._come(number)
+        for place, stream in enumerate(self.program.parts):
+            leaves = stream.source == self.program.rank
+            chunk = int(self._state[place, DONE if leaves else COME])
             if chunk < stream.chunks and peer in (None, stream.source, stream.destination):
-                rows.append((leaves, chunk, number))
+                rows.append((leaves, chunk, stream.number, stream))
         if not rows:
             return None
-        _, chunk, number = min(rows)
-        return self._orders[number].stream, chunk
+        _, chunk, _, stream = min(rows, key=lambda row: row[:3])
+        return stream, chunk
 
-    def _come(self, number: int) -> int:
-        """Chunks of a stream that have arrived here."""
-        return self._done[number] + len(self._kept[number]) + (number in self._joining)
+    def _join(self, call: Call[NDArray[Any]]) -> None:
+        """Add a chunk that has arrived, as only Python can."""
+        place = int(self._frame[loops.ASIDE])
+        row, (memory,), dtype = self.program.streams[place], call.memory, call.memory[0].source.dtype
+        number = int(self._state[place, DONE])
+        first = number * self._table.chunk_elements
+        elements = min(self._table.chunk_elements, int(row[loops.LENGTH_OF]) - first)
+        buffer = self._kept[row[loops.KEPT] + number % row[loops.KEEPS]]
+        begin = self._frame[loops.BUFFERS_AT] - self._room.address + buffer * self.program.buffer_bytes
+        arrived = self._room.data[begin:][: elements * dtype.itemsize].view(dtype)
+        own = memory.source[row[loops.FIRST] + first :][:elements]
+        if row[loops.SLOTS]:
+            sums = self._room.data[: self.program.partial_elements * dtype.itemsize].view(dtype)
+            target = sums[row[loops.PLACE] + number % row[loops.SLOTS] * row[loops.SLOT] :][:elements]
+        else:
+            target = memory.result[row[loops.PLACE] + first :][:elements]
+        with np.errstate(all="ignore"):
+            _combine(call)(own if row[loops.OWN] else target, arrived, out=target)
+        self._frame[loops.DONE_ASIDE] = 1
 
-    def _may_send(self, stream: Stream) -> bool:
-        order = self._orders[stream.number]
-        chunk = self._done[stream.number]
-        if order.written is not None and self._done[order.written] <= chunk:
-            return False
-        window = max(stream.window, self._flight)
-        return not order.held or chunk < self._credited[stream.number] + window
 
-    def _may_join(self, order: Order, chunk: int) -> bool:
-        return all(self._done[earlier] > chunk - lag for earlier, lag in order.before)
+def _combine(call: Call[NDArray[Any]]) -> np.ufunc:
+    """What joins two contributions; where none are joined, anything."""
+    return np.add if call.op is None else reduction(call.op, call.memory[0].source.dtype)
 
-    def _count(self, stream: Stream) -> int:
-        """A chunk of a stream is done here; how many that makes. Called with the lock."""
-        self._done[stream.number] += 1
-        self._left -= 1
-        self.touched = time.monotonic()
-        for lane in self._wakes[stream.number]:
-            self._notify(lane)
-        if self._left == 0:
-            self.over.notify_all()
-        return self._done[stream.number]
 
-    def _notify(self, lane: Queue) -> None:
-        if lane in self._conditions:
-            self._conditions[lane].notify()
-
-    def _join_what_can_be(self, numbers: Sequence[int]) -> None:
-        """Join kept chunks of these streams, and those that this makes possible.
-
-        A stream is joined by one thread at a time, which looks again when it is through, so none is overlooked.
-        """
-        work = list(numbers)
-        while work:
-            number = work.pop()
-            order = self._orders[number]
-            with self.over:
-                chunk = self._done[number]
-                if number in self._joining or not self._kept[number] or not self._may_join(order, chunk):
-                    continue
-                buffer = self._kept[number].popleft()
-                self._joining.add(number)
-            self._memory.join(order.stream, chunk, buffer)
-            self._spare.give(buffer)
-            with self.over:
-                self._joining.discard(number)
-                done = self._count(order.stream)
-            self._tell(order.stream, done)
-            work += [number, *self._frees[number]]
-
-    def _tell(self, stream: Stream, done: int) -> None:
-        """Credit the source of a held stream, often enough that its window never closes without need."""
-        if not self._orders[stream.number].held:
-            return
-        window = max(stream.window, self._flight)
-        if done < stream.chunks and (window < 4 or done % (window // 4) == 0):
-            self._credit(stream, done)
+def _longest(stream: Stream, table: TransferTable) -> int:
+    """Elements of the longest chunk of a stream."""
+    return min(table.chunk_elements, stream.stop - stream.start)

@@ -1,5 +1,8 @@
 """The links of one rank: where it listens, those it has opened, those that were opened to it.
 
+Chunks go one way, each behind a header (collective, stream, chunk, length). The other way go credits: how many
+chunks of a held stream have been joined.
+
 A link is opened by its source, when a transfer table first has chunks for it; the destination listens all the time,
 so both need not act together. A connection introduces itself with the job's token and its queue; what does not is
 closed and forgotten.
@@ -18,9 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from collectives.backends.tcp.flow import Flow
-from collectives.backends.tcp.link import Broken, Ended, Incoming, Outgoing
-from collectives.backends.tcp.sockets import connect, read, tune
+from collectives.backends.tcp.sockets import connect, tune
 from collectives.backends.tcp.wires import Queue, Wire
 from collectives.peers.rendezvous import STRANGER_SECONDS
 from collectives.peers.rendezvous_client import Watcher
@@ -45,11 +46,14 @@ class Network:
     lock : threading.RLock
         Of the back end.
     changed : threading.Condition
-        On that lock; told when a connection has come over which ranks meet.
-    flow : callable
-        The collective that runs now, or None.
-    broken, ended : callable
-        Told of every link that fails, and of every one that its other end has closed.
+        On that lock; told when a connection has come.
+
+    Attributes
+    ----------
+    outgoing, incoming : dict of queue to socket
+        The links by now, from this rank and to it.
+    telling, hearing : dict of rank to socket
+        The connections over which ranks meet.
 
     Raises
     ------
@@ -65,22 +69,16 @@ class Network:
         *,
         lock: threading.RLock,
         changed: threading.Condition,
-        flow: Callable[[], Flow | None],
-        broken: Broken,
-        ended: Ended,
     ) -> None:
         self.rank = rank
         self.general = general
-        self.outgoing: dict[Queue, Outgoing] = {}
+        self.outgoing: dict[Queue, socket.socket] = {}
+        self.incoming: dict[Queue, socket.socket] = {}
         self.telling: dict[int, socket.socket] = {}
         self.hearing: dict[int, socket.socket] = {}
         self._wires = wires
         self._lock = lock
         self._changed = changed
-        self._flow = flow
-        self._broken = broken
-        self._ended = ended
-        self._incoming: dict[Queue, Incoming] = {}
         self._threads: list[threading.Thread] = []
         self._connections: set[socket.socket] = set()
         self._listeners: dict[str, socket.socket] = {}
@@ -112,7 +110,12 @@ class Network:
             The peer is not reached; the message is for the caller.
         """
         if queue not in self.outgoing:
-            self.outgoing[queue] = self._open(queue, timeout)
+            self.outgoing[queue] = self._connect(queue, timeout)
+
+    def descriptor(self, queue: Queue) -> int:
+        """That of the connection of a link, -1 where it is not open yet."""
+        link = self.outgoing.get(queue) or self.incoming.get(queue)
+        return -1 if link is None else link.fileno()
 
     def open_to_meet(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
         """Open the connections over which ranks meet, to `telling`; tells whether the others have opened `hearing`.
@@ -128,54 +131,42 @@ class Network:
             self.telling[peer] = self._connect((self.rank, peer, MEETING), timeout)
         return lambda: len(self.hearing) == len(distances)
 
-    def credit(self, queue: Queue, call: int, stream: int, joined: int) -> None:
-        """Tell the source of a link how many chunks of a stream have been joined."""
-        self._incoming[queue].credit(call, stream, joined)
-
     def drain(self, timeout: float) -> None:
         """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
 
         A process that is stopped there does not matter. What is not waited for could be lost: a connection that is
         closed before all credits were read is reset.
         """
-        for link in self.outgoing.values():
+        for connection in self.outgoing.values():
             with contextlib.suppress(OSError):
-                link.connection.shutdown(socket.SHUT_WR)
-        ways = [(link.connection, link.ended) for link in self.outgoing.values()]
-        ways += [(connection, threading.Event()) for connection in self.telling.values()]
-        for connection, ended in ways:
+                connection.shutdown(socket.SHUT_WR)
+        for connection in (*self.outgoing.values(), *self.telling.values()):
             left, deadline = -1, 0.0
-            while not ended.is_set() and (now := _unacknowledged(connection)):
+            while not _ended(connection) and (now := _unacknowledged(connection)):
                 if now != left:
                     left, deadline = now, time.monotonic() + timeout
                 if time.monotonic() > deadline:
                     break
-                ended.wait(0.002)
+                time.sleep(0.002)
 
     def close(self) -> None:
         """Close everything and end all threads."""
         with self._lock:
             self._closed = True
-            incoming = list(self._incoming.values())
             strangers = list(self._connections)
         for listener in self._listeners.values():
             if self._watcher is not None:
                 self._watcher.remove(listener)
             listener.close()
-        for link in self.outgoing.values():
-            if self._watcher is not None:
-                self._watcher.remove(link.connection)
-            link.shut()
-        for end in incoming:
-            end.shut()
-        for connection in strangers:
+        kept = (self.outgoing, self.incoming, self.telling, self.hearing)
+        connections = [connection for some in kept for connection in some.values()]
+        for connection in (*strangers, *connections):
+            # closing alone would not tell the other end while a process that was forked off has it too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for link in self.outgoing.values():
-            link.close()
         for thread in self._threads:
             thread.join()
-        for connection in (*self.telling.values(), *self.hearing.values()):
+        for connection in connections:
             connection.close()
 
     def _listen(self, address: str, *, optional: bool) -> None:
@@ -192,13 +183,6 @@ class Network:
             ) from error
         listener.setblocking(False)
         self._listeners[address] = listener
-
-    def _open(self, queue: Queue, timeout: float) -> Outgoing:
-        connection = self._connect(queue, timeout)
-        link = Outgoing(queue, connection, lock=self._lock, flow=self._flow, broken=self._broken)
-        assert self._watcher is not None, "links are opened after the start"
-        self._watcher.add(connection, lambda: self._take_credits(link))
-        return link
 
     def _connect(self, queue: Queue, timeout: float) -> socket.socket:
         """A connection to a rank that knows what it is for."""
@@ -222,12 +206,6 @@ class Network:
             ) from error
         return connection
 
-    def _take_credits(self, link: Outgoing) -> None:
-        link.take_credits()
-        if link.ended.is_set() and self._watcher is not None:
-            self._watcher.remove(link.connection)
-            self._ended(link.queue, f"rank {link.queue[1]} closed its connection")
-
     def _introduction(self, queue: Queue) -> bytes:
         text = json.dumps({"token": self._token, "link": queue}).encode()
         if len(text) > INTRODUCTION:
@@ -250,28 +228,20 @@ class Network:
             thread.start()
 
     def _take_in(self, connection: socket.socket) -> None:
-        """The life of a connection that has come in; one over which ranks meet is only kept."""
+        """Keep a connection that has come in, once it says what it is for."""
         kept = False
         try:
-            connection.settimeout(STRANGER_SECONDS)
-            data = memoryview(bytearray(INTRODUCTION))
-            queue = self._introduced(bytes(data)) if read(connection, data, lambda: None) else None
+            queue = self._introduced(_read(connection, INTRODUCTION))
             if queue is not None:
                 connection.settimeout(None)
                 tune(connection)
-                if queue[2] == MEETING:
-                    with self._changed:
-                        kept = queue[0] not in self.hearing and not self._closed
-                        if kept:
-                            self.hearing[queue[0]] = connection
-                            self._changed.notify_all()
-                    return
-                end = Incoming(queue, connection, flow=self._flow, broken=self._broken, ended=self._ended)
-                with self._lock:
-                    if queue in self._incoming or self._closed:
-                        return
-                    self._incoming[queue] = end
-                end.serve()
+                with self._changed:
+                    known: dict[Any, socket.socket] = self.hearing if queue[2] == MEETING else self.incoming
+                    name = queue[0] if queue[2] == MEETING else queue
+                    kept = name not in known and not self._closed
+                    if kept:
+                        known[name] = connection
+                        self._changed.notify_all()
         except OSError:
             pass
         finally:
@@ -298,3 +268,24 @@ def _unacknowledged(connection: socket.socket) -> int:
     except OSError:
         return 0
     return int(struct.unpack("@i", asked)[0])
+
+
+def _ended(connection: socket.socket) -> bool:
+    """Read away what has come back, which nobody waits for any more; whether the other end has closed."""
+    try:
+        while connection.recv(1 << 14, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    """So many bytes, or what comes before the end; raises OSError where the connection breaks, or is too slow."""
+    connection.settimeout(STRANGER_SECONDS)
+    data = b""
+    while len(data) < nbytes and (more := connection.recv(nbytes - len(data))):
+        data += more
+    return data

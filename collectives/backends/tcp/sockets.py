@@ -1,8 +1,8 @@
-"""Settings of the connections between ranks, and exact reads from them.
+"""Settings of the connections between ranks.
 
 One connection per directed link, no Nagle delay, reno instead of a congestion control that models the path (bbr
 takes a shaped link for a slower one), and little unsent data in the system, so that the choice of the next chunk is
-made as late as possible. Where links are paced and the system cannot do it, the sender pauses (`Bucket`).
+made as late as possible. Where links are paced and the system cannot do it, the sender pauses (`loops.flow`).
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ import contextlib
 import socket
 import struct
 import sys
-import time
-from collections.abc import Callable
 
 UNSENT_BYTES = 128 << 10
 """Bytes that wait in the system before they are under way."""
 
 PACING = 47
 """Linux's SO_MAX_PACING_RATE, which Python does not name."""
-
-PIECE = 256 << 10
-"""Bytes of one read; between two reads the rank is known to be alive."""
 
 
 def connect(
@@ -66,55 +61,4 @@ def set_pace(connection: socket.socket, rate: float | None) -> bool:
         connection.setsockopt(socket.SOL_SOCKET, PACING, struct.pack("@Q", value))
     except OSError:
         return rate is None
-    return True
-
-
-class Bucket:
-    """Holds a sender back to a rate, where the system cannot: a chunk may go when the one before would be over.
-
-    Parameters
-    ----------
-    rate : float
-        Bytes per second.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._over = 0.0
-
-    def wait(self, count: int) -> None:
-        """Wait until this many bytes may go."""
-        now = time.monotonic()
-        if self._over > now:
-            time.sleep(self._over - now)
-        self._over = max(self._over, now) + count / self._rate
-
-
-def send(connection: socket.socket, header: bytes, data: memoryview) -> None:
-    """Send a header and bytes behind it, in one call where the system takes them."""
-    done = connection.sendmsg([header, data])
-    if done < len(header):
-        connection.sendall(header[done:])
-        done = len(header)
-    if done < len(header) + len(data):
-        connection.sendall(data[done - len(header) :])
-
-
-def read(connection: socket.socket, view: memoryview, alive: Callable[[], None]) -> bool:
-    """Fill a view; ``alive`` is called after every piece. False at a clean end before the first byte.
-
-    Raises
-    ------
-    ConnectionError
-        The connection ended in the middle.
-    """
-    done = 0
-    while done < len(view):
-        count = connection.recv_into(view[done:], min(PIECE, len(view) - done), socket.MSG_WAITALL)
-        if not count:
-            if done:
-                raise ConnectionResetError(f"the connection ended after {done} of {len(view)} bytes")
-            return False
-        done += count
-        alive()
     return True

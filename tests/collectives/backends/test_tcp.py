@@ -308,7 +308,7 @@ def test_links_of_a_wires_file_leave_from_and_reach_its_addresses(tmp_path: Path
         with Communicator(plan, backend) as comm:
             assert comm.broadcast(np.arange(5) * (rank == 0)).tolist() == [0, 1, 2, 3, 4]
             return {
-                queue: (link.connection.getsockname()[0], link.connection.getpeername()[0])
+                queue: (link.getsockname()[0], link.getpeername()[0])
                 for queue, link in backend._network.outgoing.items()
             }
 
@@ -341,7 +341,7 @@ def test_a_plan_with_two_routes_between_two_ranks_uses_the_wire_of_each(tmp_path
         with Communicator(plan, backend) as comm:
             assert comm.broadcast(np.arange(1000) * (rank == 1)).tolist() == list(range(1000))
             links = backend._network.outgoing
-            return {queue: link.connection.getpeername()[0] for queue, link in links.items()}
+            return {queue: link.getpeername()[0] for queue, link in links.items()}
 
     found = backends_in_threads(3, body, wires=path)
     assert found[1] == {(1, 0, "nvlink"): "127.0.1.2", (1, 0, "nvlink#1"): "127.0.2.2"}
@@ -394,7 +394,7 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
             assert comm.all_reduce(np.ones(1007))[1006] == 4
             links = backend._network.outgoing
             return {
-                queue: link.connection.getsockopt(socket.SOL_SOCKET, PACING) for queue, link in links.items()
+                queue: link.getsockopt(socket.SOL_SOCKET, PACING) for queue, link in links.items()
             }
 
     found = {queue: pace for one in backends_in_threads(4, body, pace=1e-3) for queue, pace in one.items()}
