@@ -120,13 +120,15 @@ HEADER_BYTES, CREDIT_BYTES = 32, 24
     TOUCHED,
     TROUBLE,
     RESTS,
+    SHUT,
     ARGUMENTS,
-) = range(3, 21)
+) = range(3, 22)
 """What the frame of a flow holds: chunks that have yet to be sent or joined; the number of the collective; bytes of an
 element; addresses of what is put in, of the result, of partial sums and of buffers; bytes of a buffer, and how many are
 free; chunks that wait for their join; address of the loop that joins, 0 for Python, and what numpy keeps with it; the
 stream whose chunk Python must join, and whether it has; when something has moved last; the link that ended the call;
-when a processor may be given away again; and from here on what loops of numpy are called with."""
+when a processor may be given away again; whether a window was found shut; and from here on what loops of numpy are
+called with."""
 
 MESSAGE = ARGUMENTS + 7
 FLOW_FRAME = MESSAGE + 11
@@ -309,10 +311,18 @@ def _send_chunk(
 ) -> Word:
     """Hand some of a link's next chunk to the system: ``ENDED`` where anything moved, else as `flow`."""
     if lanes[lane, STREAM] < 0:
-        stream = _next(streams, lanes, state, lane) if lanes[lane, OVER] <= now else -1
-        if stream < 0:
+        if lanes[lane, OVER] > now:
+            return WAITING
+        stream = _next(streams, lanes, state, frame, lane)
+        if frame[SHUT] or (stream < 0 and idle):
             # a peer that has ended is seen here too, so this is looked at before every sleep
-            return _take_credits(streams, lanes, state, frame, lane) if idle else WAITING
+            status = _take_credits(streams, lanes, state, frame, lane)
+            if status not in (ENDED, WAITING):
+                return status
+            if status == ENDED:
+                stream = _next(streams, lanes, state, frame, lane)
+        if stream < 0:
+            return WAITING
         chunk = state[stream, DONE]
         length = _bytes(streams, frame, stream, chunk)
         if streams[stream, OWN]:
@@ -348,18 +358,20 @@ def _send_chunk(
 
 
 @compiled
-def _next(streams: Numbers, lanes: Numbers, state: Numbers, lane: Word) -> Word:
-    """The stream whose chunk leaves next, -1 where none may.
+def _next(streams: Numbers, lanes: Numbers, state: Numbers, frame: Numbers, lane: Word) -> Word:
+    """The stream whose chunk leaves next, -1 where none may; notes whether the window of one is shut.
 
     All shards advance in proportion: one that ends early would leave its links idle.
     """
     found = -1
+    frame[SHUT] = 0
     for stream in range(lanes[lane, FIRST_STREAM], lanes[lane, LAST_STREAM]):
         chunk, chunks, written = state[stream, DONE], streams[stream, CHUNKS], streams[stream, WRITTEN]
         if chunk == chunks or (written >= 0 and state[written, DONE] <= chunk):
             continue
         window = streams[stream, WINDOW]
         if window > 0 and chunk >= state[stream, CREDITED] + window:
+            frame[SHUT] = 1
             continue
         if found < 0 or chunk * streams[found, CHUNKS] < state[found, DONE] * chunks:
             found = stream
@@ -369,21 +381,23 @@ def _next(streams: Numbers, lanes: Numbers, state: Numbers, lane: Word) -> Word:
 @compiled
 def _take_credits(streams: Numbers, lanes: Numbers, state: Numbers, frame: Numbers, lane: Word) -> Word:
     """Read how many of this rank's chunks have been joined: ``ENDED`` where there was something, else as `flow`."""
-    back = lanes[lane, BACK]
     address = lanes.ctypes.data + 8 * (lane * LANE + CREDIT)
-    done = _recv(lanes[lane, DESCRIPTOR], address + back, CREDIT_BYTES - back, RECEIVE_FLAGS)
-    if done == 0:
-        return PEER_ENDED
-    if done < 0:
-        return WAITING if _would_wait(frame) else BROKEN
-    lanes[lane, BACK] = (back + done) % CREDIT_BYTES
-    if (
-        lanes[lane, BACK] == 0 and lanes[lane, CREDIT] == frame[CALL]
-    ):  # what comes late is of a collective before
-        for stream in range(lanes[lane, FIRST_STREAM], lanes[lane, LAST_STREAM]):
-            if streams[stream, NUMBER] == lanes[lane, CREDIT + 1]:
-                state[stream, CREDITED] = max(state[stream, CREDITED], lanes[lane, CREDIT + 2])
-    return ENDED
+    came = WAITING
+    while True:
+        back = lanes[lane, BACK]
+        done = _recv(lanes[lane, DESCRIPTOR], address + back, CREDIT_BYTES - back, RECEIVE_FLAGS)
+        if done == 0:
+            return PEER_ENDED
+        if done < 0:
+            return came if _would_wait(frame) else BROKEN
+        came = ENDED
+        lanes[lane, BACK] = (back + done) % CREDIT_BYTES
+        if (
+            lanes[lane, BACK] == 0 and lanes[lane, CREDIT] == frame[CALL]
+        ):  # what comes late is of a call before
+            for stream in range(lanes[lane, FIRST_STREAM], lanes[lane, LAST_STREAM]):
+                if streams[stream, NUMBER] == lanes[lane, CREDIT + 1]:
+                    state[stream, CREDITED] = max(state[stream, CREDITED], lanes[lane, CREDIT + 2])
 
 
 @compiled

@@ -393,9 +393,7 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
         with Communicator(plan, backend) as comm:
             assert comm.all_reduce(np.ones(1007))[1006] == 4
             links = backend._network.outgoing
-            return {
-                queue: link.getsockopt(socket.SOL_SOCKET, PACING) for queue, link in links.items()
-            }
+            return {queue: link.getsockopt(socket.SOL_SOCKET, PACING) for queue, link in links.items()}
 
     found = {queue: pace for one in backends_in_threads(4, body, pace=1e-3) for queue, pace in one.items()}
     assert found == {queue: round(rate * 1e-3) for queue, rate in rates.items()}
