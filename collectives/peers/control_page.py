@@ -182,6 +182,19 @@ class Room(NamedTuple):
         return cls(data, data.ctypes.data)
 
 
+class Scratch:
+    """Memory of this process alone that is kept between calls."""
+
+    def __init__(self) -> None:
+        self._room = Room.of(np.empty(0, dtype=np.uint8))
+
+    def of(self, nbytes: int) -> Room:
+        """At least so many bytes, the same again and again; contents undefined."""
+        if len(self._room.data) < nbytes:
+            self._room = Room.of(np.empty(-(-nbytes // 64) * 64, dtype=np.uint8))
+        return self._room
+
+
 def _nothing() -> None:
     """No fence, no alarm."""
 

@@ -26,13 +26,12 @@ from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import BLOCK_BYTES, program_of
 from collectives.backends.shared.run import compile_ahead
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import GIVEN, TAKEN, Control, Placement, Room
+from collectives.peers.control_page import GIVEN, TAKEN, Control, Placement, Room, Scratch
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
-from collectives.reduction import reduction
 
 SLOW_BLOCK_BYTES = 256 << 10
 """Bytes that are added up at once where that is done in Python."""
@@ -105,7 +104,7 @@ class SharedBackend(OneRank):
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
         self._alone = len(placement.leaders) == 1
         self._arenas = Arenas(self._control, placement)
-        self._kept = Room.of(np.empty(0, np.uint8))
+        self._scratch = Scratch()
         self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
 
@@ -231,16 +230,14 @@ class SharedBackend(OneRank):
                 arithmetic = Arithmetic(_bfloat16, None, call.itemsize, add, divisor, (0, 0, 0, 0, 0))
                 return Lines(source, result, source.data_ptr(), result.data_ptr(), arithmetic)
             source, result = source.numpy(), result.numpy()
-        function = np.add if call.op is None else reduction(call.op, source.dtype)
-        arithmetic = Arithmetic.of(source.dtype, function, divisor)
-        return Lines(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
+        return Lines.of(source, result, call.op, divisor)
 
     def _work(self, program: Program, lines: Lines, meeting: int) -> Work:
         """What a program works on."""
         itemsize = lines.arithmetic.itemsize
         rooms = (
             self._segment.slots(program.shared_elements * itemsize),
-            self._scratch(program.scratch_elements * itemsize),
+            self._scratch.of(program.scratch_elements * itemsize),
             self._control.shown(meeting),
         )
         return Work(lines, rooms)
@@ -255,12 +252,6 @@ class SharedBackend(OneRank):
         for name, place in zip((GIVEN, TAKEN), places, strict=True):
             self._control.announce(name + meeting % 2, place if arenas else 0)
         return arenas or None
-
-    def _scratch(self, length: int) -> Room:
-        """Memory of this process alone, kept between calls."""
-        if len(self._kept.data) < length:
-            self._kept = Room.of(np.empty(-(-length // 64) * 64, np.uint8))
-        return self._kept
 
 
 def _bfloat16(room: NDArray[np.uint8]) -> Any:

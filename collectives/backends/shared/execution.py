@@ -39,7 +39,7 @@ from collectives.backends.shared.instructions import (
 from collectives.backends.shared.run import run
 from collectives.peers.control_page import DONE, LOOK, NOTES, WORDS, Control, Placement, Room
 from collectives.peers.peer_watchdog import Watch
-from collectives.reduction import loop_of
+from collectives.reduction import loop_of, reduction
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
@@ -131,6 +131,13 @@ class Lines:
     source_at: int
     result_at: int
     arithmetic: Arithmetic
+
+    @classmethod
+    def of(cls, source: NDArray[Any], result: NDArray[Any], op: str | None, divisor: int = 1) -> Lines:
+        """Arrays of numpy's, joined by a reduction, or by nothing."""
+        function = np.add if op is None else reduction(op, source.dtype)
+        arithmetic = Arithmetic.of(source.dtype, function, divisor)
+        return cls(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
 
     @property
     def aligned(self) -> bool:

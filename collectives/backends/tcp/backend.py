@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call, OneRank
-from collectives.backends.shared.execution import Arithmetic, Lines, Work, execute_alone
+from collectives.backends.shared.execution import Lines, Work, execute_alone
 from collectives.backends.shared.host_program import EACH, host_program_of
 from collectives.backends.shared.run import FRAME
 from collectives.backends.shared.run import compile_ahead as compile_joins_ahead
-from collectives.backends.tcp.flow import Flow, FlowProgram, Scratch
+from collectives.backends.tcp.flow import Flow, FlowProgram
 from collectives.backends.tcp.loops import DIFFERS, ENDED, WAITING, compile_ahead
 from collectives.backends.tcp.meeting import MOST_RANKS, TOGETHER, Bell, Meeting, distances
 from collectives.backends.tcp.network import Network
@@ -30,11 +30,11 @@ from collectives.backends.tcp.wires import Queue, base_queue, lane_of, link_rate
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.blame import Waiting
+from collectives.peers.control_page import Scratch
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
-from collectives.reduction import reduction
 from topoplan.errors import BackendError, UsageError
 
 KEPT_FLOWS = 64
@@ -177,12 +177,8 @@ class TcpBackend(OneRank):
     def _run_small(self, call: Call[NDArray[Any]], nbytes: int) -> None:
         """Run a collective of which all is told in the meeting."""
         (memory,) = call.memory
-        about, source, result = call.signature, memory.source, memory.result
+        about, lines = call.signature, Lines.of(memory.source, memory.result, call.op)
         assert self._meeting is not None, "where the ranks meet"
-        function = np.add if call.op is None else reduction(call.op, source.dtype)
-        lines = Lines(
-            source, result, source.ctypes.data, result.ctypes.data, Arithmetic.of(source.dtype, function, 1)
-        )
         program = host_program_of(
             call.table,
             self.rank,
@@ -227,8 +223,8 @@ class TcpBackend(OneRank):
                 return lane_of(stream, call.plan, call.table, self._wires)
 
             program = FlowProgram.of(call, self.rank, lane, self._flight_bytes)
-            flow = self._flows[kind] = Flow(program, call.table, self._bell.descriptor)
-        flow.begin(call, self._scratch)
+            flow = self._flows[kind] = Flow(program, call.table, self._scratch, self._bell.descriptor)
+        flow.begin(call)
         return flow
 
     @contextlib.contextmanager

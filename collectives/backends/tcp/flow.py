@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
-from collectives.backends.shared.execution import Arithmetic, Lines
+from collectives.backends.shared.execution import Lines
 from collectives.backends.tcp import loops
 from collectives.backends.tcp.loops import BY_PYTHON, COME, DONE, PEER_ENDED, STRANGE, WAITING
 from collectives.backends.tcp.order import orders
@@ -29,8 +29,7 @@ from collectives.backends.tcp.wires import Queue
 from collectives.lowering.edge_streams import Stream, row_of
 from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.blame import Waiting
-from collectives.peers.control_page import Room
-from collectives.reduction import reduction
+from collectives.peers.control_page import Scratch
 
 CALLS = 1 << 32
 """Collectives are counted modulo this."""
@@ -165,19 +164,6 @@ class FlowProgram:
         )
 
 
-class Scratch:
-    """Memory beside the arrays of a collective, the same again and again."""
-
-    def __init__(self) -> None:
-        self._room = Room.of(np.empty(0, dtype=np.uint8))
-
-    def of(self, nbytes: int) -> Room:
-        """At least so many bytes; contents undefined."""
-        if len(self._room.data) < nbytes:
-            self._room = Room.of(np.empty(nbytes, dtype=np.uint8))
-        return self._room
-
-
 class Flow:
     """Collectives of one kind on one rank, one after another; each begins with `begin`.
 
@@ -188,6 +174,8 @@ class Flow:
     program : FlowProgram
     table : TransferTable
         The one that it was made from.
+    scratch : Scratch
+        Memory that nothing else uses from the beginning of a collective to its end.
     bell : int
         Descriptor that is ready to be read when there is something else to look at.
 
@@ -197,10 +185,11 @@ class Flow:
         How the last call of `loops.flow` ended.
     """
 
-    def __init__(self, program: FlowProgram, table: TransferTable, bell: int) -> None:
+    def __init__(self, program: FlowProgram, table: TransferTable, scratch: Scratch, bell: int) -> None:
         self.program = program
         self.status = WAITING
         self._table = table
+        self._scratch = scratch
         self._chunks = int(program.streams[:, loops.CHUNKS].sum())
         self._lanes = program.lanes.copy()
         self._state = np.zeros((len(program.streams), 3), dtype=np.int64)
@@ -212,20 +201,14 @@ class Flow:
         self._polled[0, 2] = loops.READ
         self._frame = np.zeros(loops.FLOW_FRAME, dtype=np.int64)
 
-    def begin(self, call: Call[NDArray[Any]], scratch: Scratch) -> None:
-        """Begin a collective, with the arrays of the rank, and memory that nothing else uses until it has ended."""
+    def begin(self, call: Call[NDArray[Any]]) -> None:
+        """Begin a collective, with the arrays of the rank."""
         program, (memory,) = self.program, call.memory
-        source, result, dtype = memory.source, memory.result, memory.source.dtype
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
-        self._room = scratch.of(partial + program.buffers * program.buffer_bytes)
-        lines = Lines(
-            source,
-            result,
-            source.ctypes.data,
-            result.ctypes.data,
-            Arithmetic.of(dtype, _combine(call), 1),
-        )
+        room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
+        lines = Lines.of(memory.source, memory.result, call.op)
+        self._combine = lines.arithmetic.combine
         self._lanes[:] = program.lanes
         self._state[:] = 0
         self._free[:] = self._all_free
@@ -235,8 +218,8 @@ class Flow:
             call.itemsize,
             lines.source_at,
             lines.result_at,
-            self._room.address,
-            self._room.address + partial,
+            room.address,
+            room.address + partial,
             program.buffer_bytes,
             program.buffers,
             0,
@@ -305,12 +288,9 @@ class Flow:
         if self.status == PEER_ENDED:
             return peer, f"rank {peer} closed its connection"
         error = os.strerror(int(self._frame.view(np.int32)[2 * loops.ERROR :][:2].sum()))
-        return (
-            peer,
-            f"cannot send to rank {peer}: {error}"
-            if leaves
-            else f"the connection from rank {peer} broke: {error}",
-        )
+        if leaves:
+            return peer, f"cannot send to rank {peer}: {error}"
+        return peer, f"the connection from rank {peer} broke: {error}"
 
     def waiting(self) -> Waiting:
         """What this rank waits for: the first chunk that has not come, else the first that has not left."""
@@ -346,27 +326,23 @@ class Flow:
     def _join(self, call: Call[NDArray[Any]]) -> None:
         """Add a chunk that has arrived, as only Python can."""
         place = int(self._frame[loops.ASIDE])
-        row, (memory,), dtype = self.program.streams[place], call.memory, call.memory[0].source.dtype
+        row, (memory,), room = self.program.streams[place], call.memory, self._scratch.of(0)
+        dtype = memory.source.dtype
         number = int(self._state[place, DONE])
         first = number * self._table.chunk_elements
         elements = min(self._table.chunk_elements, int(row[loops.LENGTH_OF]) - first)
         buffer = self._kept[row[loops.KEPT] + number % row[loops.KEEPS]]
-        begin = self._frame[loops.BUFFERS_AT] - self._room.address + buffer * self.program.buffer_bytes
-        arrived = self._room.data[begin:][: elements * dtype.itemsize].view(dtype)
+        begin = self._frame[loops.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
+        arrived = room.data[begin:][: elements * dtype.itemsize].view(dtype)
         own = memory.source[row[loops.FIRST] + first :][:elements]
         if row[loops.SLOTS]:
-            sums = self._room.data[: self.program.partial_elements * dtype.itemsize].view(dtype)
+            sums = room.data[: self.program.partial_elements * dtype.itemsize].view(dtype)
             target = sums[row[loops.PLACE] + number % row[loops.SLOTS] * row[loops.SLOT] :][:elements]
         else:
             target = memory.result[row[loops.PLACE] + first :][:elements]
         with np.errstate(all="ignore"):
-            _combine(call)(own if row[loops.OWN] else target, arrived, out=target)
+            self._combine(own if row[loops.OWN] else target, arrived, out=target)
         self._frame[loops.DONE_ASIDE] = 1
-
-
-def _combine(call: Call[NDArray[Any]]) -> np.ufunc:
-    """What joins two contributions; where none are joined, anything."""
-    return np.add if call.op is None else reduction(call.op, call.memory[0].source.dtype)
 
 
 def _longest(stream: Stream, table: TransferTable) -> int:

@@ -325,11 +325,7 @@ def _send_chunk(
             return WAITING
         chunk = state[stream, DONE]
         length = _bytes(streams, frame, stream, chunk)
-        if streams[stream, OWN]:
-            start = streams[stream, FIRST] + chunk * streams[stream, CHUNK]
-            lanes[lane, AT] = frame[GIVEN_AT] + start * frame[ITEM]
-        else:
-            lanes[lane, AT] = _place(streams, frame, stream, chunk)
+        lanes[lane, AT] = _own(streams, frame, stream, chunk)
         lanes[lane, STREAM], lanes[lane, BYTES], lanes[lane, MOVED] = stream, length, 0
         lanes[lane, HEADER], lanes[lane, HEADER + 1] = frame[CALL], streams[stream, NUMBER]
         lanes[lane, HEADER + 2], lanes[lane, HEADER + 3] = chunk, length
@@ -392,9 +388,8 @@ def _take_credits(streams: Numbers, lanes: Numbers, state: Numbers, frame: Numbe
             return came if _would_wait(frame) else BROKEN
         came = ENDED
         lanes[lane, BACK] = (back + done) % CREDIT_BYTES
-        if (
-            lanes[lane, BACK] == 0 and lanes[lane, CREDIT] == frame[CALL]
-        ):  # what comes late is of a call before
+        # what comes late is of a call before
+        if lanes[lane, BACK] == 0 and lanes[lane, CREDIT] == frame[CALL]:
             for stream in range(lanes[lane, FIRST_STREAM], lanes[lane, LAST_STREAM]):
                 if streams[stream, NUMBER] == lanes[lane, CREDIT + 1]:
                     state[stream, CREDITED] = max(state[stream, CREDITED], lanes[lane, CREDIT + 2])
@@ -542,9 +537,7 @@ def _join(streams: Numbers, frame: Numbers, stream: Word, chunk: Word, buffer: W
         return True
     if frame[JOIN] == 0:
         return False
-    own = target
-    if streams[stream, OWN]:
-        own = frame[GIVEN_AT] + (streams[stream, FIRST] + chunk * streams[stream, CHUNK]) * frame[ITEM]
+    own = _own(streams, frame, stream, chunk)
     arguments = frame.ctypes.data + 8 * ARGUMENTS
     frame[ARGUMENTS], frame[ARGUMENTS + 1], frame[ARGUMENTS + 2] = own, arrived, target
     frame[ARGUMENTS + 3] = length // frame[ITEM]
@@ -579,6 +572,14 @@ def _bytes(streams: Numbers, frame: Numbers, stream: Word, chunk: Word) -> Word:
 
 
 @compiled
+def _own(streams: Numbers, frame: Numbers, stream: Word, chunk: Word) -> Word:
+    """Where the values are that this rank has of a chunk: among what it puts in, until it has received some."""
+    if streams[stream, OWN]:
+        return frame[GIVEN_AT] + (streams[stream, FIRST] + chunk * streams[stream, CHUNK]) * frame[ITEM]
+    return _place(streams, frame, stream, chunk)
+
+
+@compiled
 def _place(streams: Numbers, frame: Numbers, stream: Word, chunk: Word) -> Word:
     """Where this rank has a chunk: in its result, or among its partial sums."""
     slots, place = streams[stream, SLOTS], streams[stream, PLACE]
@@ -596,11 +597,13 @@ def _sleep(lanes: Numbers, frame: Numbers, polled: NDArray[np.int16], now: Word,
         if lanes[lane, DESCRIPTOR] < 0 or lanes[lane, LEFT_HERE] == 0:
             continue
         in_hand = lanes[lane, LEAVES] and lanes[lane, STREAM] >= 0
+        if lanes[lane, OVER] > now and not in_hand:
+            # credits are not read before the next chunk may leave
+            nanoseconds = min(nanoseconds, lanes[lane, OVER] - now)
+            continue
         connections[count, 0] = lanes[lane, DESCRIPTOR]
         polled[count, 2] = WRITE if in_hand else READ
         count += 1
-        if lanes[lane, LEAVES] and lanes[lane, OVER] > now:
-            nanoseconds = min(nanoseconds, lanes[lane, OVER] - now)
     polled[:count, 3] = 0
     _poll(polled.ctypes.data, count, (nanoseconds + 999_999) // 1_000_000)
     rung: bool = polled[0, 3] != 0

@@ -94,9 +94,8 @@ def test_what_crosses_nics_in_a_sparse_exchange_is_what_the_formula_says(
 def left(connection: socket.socket) -> int:
     """Bytes that were sent over a connection, as the system counts them."""
     about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
-    acknowledged: int = (
-        struct.unpack_from("@Q", about, 120)[0] - 1
-    )  # it counts the beginning of a connection too
+    # it counts the beginning of a connection too
+    acknowledged: int = struct.unpack_from("@Q", about, 120)[0] - 1
     waits: int = struct.unpack("@i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
     return acknowledged + waits
 
