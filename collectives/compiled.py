@@ -119,6 +119,21 @@ def _call(context: Any, function: Any, arguments: Any, lengths: Any, steps: Any,
     return numba.types.void(*[numba.types.int64] * 5), generate
 
 
+def _stream(context: Any, target: Any, source: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        from llvmlite import ir
+
+        word = ir.IntType(64)
+        line = ir.VectorType(word, 8).as_pointer()
+        target, source = (builder.inttoptr(address, line) for address in arguments)
+        stored = builder.store(builder.load(source, align=1), target, align=64)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 2), generate
+
+
 load_word: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_load))
 """The word of 64 bits at an address; what is read after it is at least as new (acquire)."""
 
@@ -130,6 +145,9 @@ add_to_word: Callable[[Word, Word], Word] = cast(Callable[[Word, Word], Word], i
 
 full_fence: Callable[[], None] = cast(Callable[[], None], intrinsic(_fence))
 """What is written before is seen by all before anything is read after it: post, fence, then look who sleeps."""
+
+stream_line: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_stream))
+"""Copy 64 bytes to a multiple of 64, past the caches: others see them only after the next `full_fence`."""
 
 call_numpy: Callable[[Word, Word, Word, Word, Word], None] = cast(
     Callable[[Word, Word, Word, Word, Word], None], intrinsic(_call)

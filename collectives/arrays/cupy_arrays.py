@@ -84,6 +84,7 @@ class CupyArrays:
 
     def __init__(self, cupy: ModuleType, device: int | None = None) -> None:
         self._cupy: Any = cupy
+        self.plain: tuple[type[Any], ...] = (cupy.ndarray,)
         self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
         self._called: deque[Any] = deque()
         with cupy.cuda.Device(self.device):
@@ -176,6 +177,10 @@ class CupyArrays:
     def contiguous(self, array: Any) -> bool:
         """See `ArrayLibrary.contiguous`."""
         return bool(array.flags.c_contiguous)
+
+    def address(self, array: Any) -> int:
+        """See `ArrayLibrary.address`."""
+        return int(array.data.ptr) if array.flags.c_contiguous else 0
 
     def copy(self, target: Any, source: Any) -> None:
         """See `ArrayLibrary.copy`."""

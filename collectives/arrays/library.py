@@ -18,6 +18,9 @@ class ArrayLibrary(Protocol[Array]):
 
     name: str
 
+    plain: tuple[type[Any], ...]
+    """Types of arrays whose elements are all that they are, unlike those of subclasses."""
+
     def ordered(self) -> AbstractContextManager[object]:
         """Asked for where a collective is called and entered in the thread where it runs: its place in the GPU's order.
 
@@ -66,6 +69,9 @@ class ArrayLibrary(Protocol[Array]):
 
     def contiguous(self, array: Array) -> bool:
         """Whether `line` is the same memory."""
+
+    def address(self, array: Array) -> int:
+        """Where the elements of an array that may not have been checked are, one behind another; 0 if they are not."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Put the elements of one array into another of the same shape and dtype."""

@@ -64,6 +64,7 @@ class NumpyArrays:
     """`ArrayLibrary` of numpy."""
 
     name = "numpy"
+    plain: tuple[type[Any], ...] = (np.ndarray,)
 
     def ordered(self) -> AbstractContextManager[object]:
         """See `ArrayLibrary.ordered`."""
@@ -125,6 +126,10 @@ class NumpyArrays:
     def contiguous(self, array: AnyArray) -> bool:
         """See `ArrayLibrary.contiguous`."""
         return array.flags.c_contiguous
+
+    def address(self, array: AnyArray) -> int:
+        """See `ArrayLibrary.address`."""
+        return array.ctypes.data if array.flags.c_contiguous else 0
 
     def copy(self, target: AnyArray, source: AnyArray) -> None:
         """See `ArrayLibrary.copy`."""

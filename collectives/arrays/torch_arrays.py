@@ -79,6 +79,7 @@ class TorchArrays:
     """
 
     name = "torch"
+    plain: tuple[type[Any], ...] = (torch.Tensor, torch.nn.Parameter)
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -116,7 +117,7 @@ class TorchArrays:
 
     def check(self, array: object, *, rank: int, what: str) -> torch.Tensor:
         """See `ArrayLibrary.check`: plain dense contiguous tensors only."""
-        if type(array) not in (torch.Tensor, torch.nn.Parameter):
+        if type(array) not in self.plain:
             raise UsageError(
                 f"rank {rank} has a {type(array).__name__} instead of a plain torch tensor as its {what}; "
                 "convert it with torch.as_tensor, or pass the tensor inside it"
@@ -205,6 +206,10 @@ class TorchArrays:
     def contiguous(self, array: torch.Tensor) -> bool:
         """See `ArrayLibrary.contiguous`."""
         return bool(array.is_contiguous())
+
+    def address(self, array: torch.Tensor) -> int:
+        """See `ArrayLibrary.address`."""
+        return 0 if self._fault(array) else int(array.data_ptr())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `ArrayLibrary.copy`."""

@@ -6,6 +6,7 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -158,6 +159,22 @@ class GathersTexts(Protocol):
         ------
         BackendError
             A rank died, stalled, or makes another call. The back end is unusable from then on.
+        """
+
+
+Repeat = Callable[[int, int, int], None]
+"""Runs a collective of a kind: its number, and the addresses of input and result."""
+
+
+@runtime_checkable
+class Repeats(Protocol):
+    """A back end of one rank that needs less time for a collective that is like one before."""
+
+    def repeated(self, call: Call[Any]) -> Repeat | None:
+        """What runs calls that differ from this one only in their number and in where their arrays begin.
+
+        It takes addresses of contiguous arrays, aligned to their elements, which overlap only where results take the
+        places of their inputs; it divides averages; and raises as `run`. None where such a call is no quicker.
         """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -590,14 +591,15 @@ class Communicator:
     ) -> Any:
         """Check the arguments now, and run in turn."""
         execution = self._open()
-        try:
-            checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
-        except UsageError as error:
-            self._refuse(str(error))
-            raise
-        if async_op:
-            return self._in_order.submit(lambda: execution.run(checked))
-        return self._in_order.run(lambda: execution.run(checked))
+        task = execution.repeated(collective, root, op, arrays, out)
+        if task is None:
+            try:
+                checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
+            except UsageError as error:
+                self._refuse(str(error))
+                raise
+            task = partial(execution.run, checked)
+        return self._in_order.submit(task) if async_op else self._in_order.run(task)
 
     def _refuse(self, reason: str) -> None:
         """Tell the other ranks that this one will not take part."""

@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import NoneType
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays
+from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays, Repeats
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.plan_store import PlanStore, made_here
+from collectives.execution.repeats import Asked, RepeatedCall, kept_parts, put_kept
 from collectives.execution.request import Kind, Request
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
@@ -67,6 +70,8 @@ class Execution(Generic[Array]):
         self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str], Array] = {}
         self._lowered: dict[Kind, tuple[PlanKey, TransferTable, Signature]] = {}
+        self._repeats = isinstance(backend, Repeats) and not self._tells
+        self._repeated: dict[Asked, RepeatedCall] = {}
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; the result, or a list with one for each rank of this process.
@@ -87,12 +92,76 @@ class Execution(Generic[Array]):
             agreed = replace(agreed, op=request.about)
         call = Call(key.plan, table, agreed, kind.op, kind.dtype, kind.itemsize, tuple(memory))
         self._run(call, key.digest, kind.nbytes)
-        put_kept(table, memory, library)
+        for one in memory:
+            put_kept(kept_parts(table, one.rank, one.given, one.block), one.source, one.result, library)
         results = [
             self._finished(request, one, request.outputs[place]) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
+        if self._repeats:
+            self._may_repeat(request, call)
         return results[0] if self.backend.one_rank else results
+
+    def repeated(
+        self, collective: str, root: int | None, op: str | None, array: Any, out: Any
+    ) -> Callable[[], Any] | None:
+        """What runs a call like an earlier one on these arrays; None where they have to be looked at.
+
+        Parameters
+        ----------
+        collective, root, op
+            As the caller asks.
+        array, out : anything
+            What he passes for input and result.
+        """
+        library = self.backend.arrays
+        if (
+            type(array) not in library.plain
+            or type(root) not in (int, NoneType)
+            or type(op) not in (str, NoneType)
+        ):
+            return None
+        call = self._repeated.get((collective, root, op, array.dtype, array.shape))
+        if call is None:
+            return None
+        places = call.places(array, out, library)
+        return places and partial(self._run_repeated, call, array, *places)
+
+    def _run_repeated(self, call: RepeatedCall, array: Array, out: Array, source: int, result: int) -> Array:
+        """Run a call whose arguments fit."""
+        self._check_alive()
+        number = self._calls
+        self._calls += 1
+        try:
+            call.run(number, source, result)
+        except BaseException:
+            self._failed = True
+            raise
+        self.traffic.add(call.table, itemsize=call.kind.itemsize)
+        if call.kept:
+            library = self.backend.arrays
+            put_kept(call.kept, library.line(array), library.line(out), library)
+        return out
+
+    def _may_repeat(self, request: Request[Array], call: Call[Array]) -> None:
+        """Keep what runs calls like this one, which has been run."""
+        kind = request.kind
+        first: Any = request.inputs[0]
+        asked = kind.collective, kind.root, kind.op, first.dtype, first.shape
+        if (
+            asked in self._repeated
+            or kind not in self._lowered
+            or request.about is not None
+            or (kind.op == "avg" and kind.dtype not in AVERAGED)
+            or self.backend.ranks[0] not in kind.holders
+        ):
+            return
+        assert isinstance(self.backend, Repeats), "looked at before"
+        run = self.backend.repeated(call)
+        if run is not None:
+            if len(self._repeated) == KINDS:
+                del self._repeated[next(iter(self._repeated))]
+            self._repeated[asked] = RepeatedCall.of(run, kind, call, first.dtype)
 
     def _lower(self, kind: Kind) -> tuple[PlanKey, TransferTable, Signature]:
         """What is run for calls of a kind; kept once their chunk size is settled."""
@@ -378,22 +447,6 @@ def set_apart(memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array])
             one = RankArrays(one.rank, one.given, copied, one.block, one.result)
         apart.append(one)
     return apart
-
-
-def put_kept(table: TransferTable, memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array]) -> None:
-    """Copy what no row of the table writes from what each rank has given into its result."""
-    by_rank = {one.rank: one for one in memory}
-    for rank, first, last in table.kept():
-        one = by_rank.get(rank)
-        if one is None:
-            continue
-        start = max(first, one.block[0], one.given[0])
-        stop = min(last, one.block[1], one.given[1])
-        if start < stop:
-            source = library.part(one.source, start - one.given[0], stop - one.given[0])
-            target = library.part(one.result, start - one.block[0], stop - one.block[0])
-            if not library.same(source, target):
-                library.copy(target, source)
 
 
 def _aligned(one: RankArrays[Array], other: RankArrays[Array], library: ArrayLibrary[Array]) -> bool:

@@ -85,10 +85,10 @@ class SharedWorld(World):
 
         self._reach(signature.pack(), compare)
 
-    def begin(self, signature: Signature) -> int:
+    def begin(self, note: bytes) -> int:
         """Put the note of a collective in its place, for who meets the others by himself; its number."""
         self._rounds += 1
-        self._control.put_note(self._rounds, signature.pack())
+        self._control.put_note(self._rounds, note)
         return self._rounds
 
     def differ(self, signature: Signature) -> None:

@@ -221,12 +221,15 @@ class Watch:
         """Tell all ranks of what this one stops with by itself, inside; they would wait for it."""
         try:
             yield
-        except BackendError:
-            raise
         except BaseException as error:
+            self.stops(error)
+            raise
+
+    def stops(self, error: BaseException) -> None:
+        """Tell all ranks of what this one stops with by itself, unless they know."""
+        if not isinstance(error, BackendError):
             text = f"the peer stopped by itself: {type(error).__name__}: {error}"
             self.tell(self.rank, 0, text, lost=False)
-            raise
 
     def _give_up(self, peer: int, row: int) -> NoReturn:
         culprit = self._stalling(peer)

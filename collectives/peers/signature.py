@@ -7,6 +7,7 @@ add bytes that do not belong together. So every rank sends a signature ahead, an
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -61,6 +62,11 @@ class Signature:
     def of_call(self, call: int) -> Signature:
         """The same of another call."""
         return Signature(call, *_VALUES_AFTER_CALL(self))
+
+    def packing(self) -> Callable[[int], bytes]:
+        """What packs the same of any call, sooner than `pack` would; for one without a refusal."""
+        rest = _after_call(*_VALUES_AFTER_CALL(self))
+        return lambda call: f'{{"call": {call}, {rest}'.encode().ljust(LENGTH)
 
     def pack(self) -> bytes:
         """As `LENGTH` bytes of JSON; a long refusal is cut."""

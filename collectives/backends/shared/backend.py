@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,16 @@ from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays
-from collectives.backends.shared.execution import Arithmetic, Lines, Messages, Runner, Work
+from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays, Repeat
+from collectives.backends.shared.execution import (
+    Arithmetic,
+    Lines,
+    Messages,
+    Ready,
+    Runner,
+    Work,
+    memories_of,
+)
 from collectives.backends.shared.host_program import ARRAYS, EACH, host_program_of, road_of
 from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import BLOCK_BYTES, program_of
@@ -136,10 +145,9 @@ class SharedBackend(OneRank):
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         try:
-            with self._telling():
-                self._run(call)
-        except BaseException:
-            self._arenas.retire()
+            self._run(call)
+        except BaseException as error:
+            self._stops(error)
             raise
 
     def refuse(self, signature: Signature) -> None:
@@ -157,6 +165,11 @@ class SharedBackend(OneRank):
     def _telling(self) -> AbstractContextManager[None]:
         return self._world.watch.telling()
 
+    def _stops(self, error: BaseException) -> None:
+        """What a collective raises ends this back end, and the others are told."""
+        self._world.watch.stops(error)
+        self._arenas.retire()
+
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """See `GivesMemory.empty`: memory that all ranks of this host see, where the system gives it."""
         memory = self._arenas.array(math.prod(shape) * self.arrays.itemsize(like)) if self._alone else None
@@ -168,47 +181,74 @@ class SharedBackend(OneRank):
 
         return torch.from_numpy(memory).view(like.dtype).view(shape)
 
+    def repeated(self, call: Call[Any]) -> Repeat | None:
+        """See `Repeats.repeated`."""
+        (memory,) = call.memory
+        lines = self._lines(call, memory)
+        if not (self._alone and lines.aligned and (call.op is None or lines.arithmetic.quick)):
+            return None
+        kind, pack = self._kind(call, memory, lines), call.signature.packing()
+
+        def run(number: int, source: int, result: int) -> None:
+            try:
+                self._run_here(kind, pack(number), number, source, result)
+            except BaseException as error:
+                self._stops(error)
+                raise
+
+        return run
+
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
-        about = call.signature
-        blocks = result_blocks(about.collective, about.root, self.size, about.count)
-        lines = self._lines(call, memory)
+        about, lines = call.signature, self._lines(call, memory)
         if self._alone:
-            self._run_here(call, memory, blocks, lines)
+            kind = self._kind(call, memory, lines)
+            self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
             return
         self._world.agree(about, timeout=self._timeout)
         program = program_of(
-            call.table, self._placement, given=memory.given, blocks=blocks, itemsize=call.itemsize
+            call.table,
+            self._placement,
+            given=memory.given,
+            blocks=result_blocks(about.collective, about.root, self.size, about.count),
+            itemsize=call.itemsize,
         )
-        work = self._work(program, lines, 0)
-        self._runner.execute(program, work, messages=self._messages(program, work))
+        work = Work(lines, self._rooms(program, call.itemsize, 0))
+        ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
+        self._runner.execute(ready, work.memories(), work=work, messages=self._messages(program, work))
 
-    def _run_here(
-        self, call: Call[Any], memory: RankArrays[Any], blocks: tuple[tuple[int, int], ...], lines: Lines
-    ) -> None:
-        """Run a collective of ranks that all see the same memory."""
+    def _kind(self, call: Call[Any], memory: RankArrays[Any], lines: Lines) -> _Kind:
+        """What collectives like this one run, of ranks that all see the same memory."""
         about = call.signature
-        meeting = self._world.begin(about)
-        given = (memory.given[1] - memory.given[0]) * call.itemsize
-        quick = call.op is None or lines.arithmetic.loops[0] != 0
-
-        road = road_of(given)
+        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
+        quick = call.op is None or lines.arithmetic.quick
+        road = road_of(nbytes)
         program = host_program_of(
             call.table,
             self.ranks[0],
             given=memory.given,
-            blocks=blocks,
+            blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
             block_bytes=BLOCK_BYTES if quick and lines.aligned else SLOW_BLOCK_BYTES,
             roads=(road, ARRAYS) if quick and road != EACH else (road,),
         )
-        arenas = self._show_arrays(memory, lines, meeting) if quick and road != EACH else None
+        ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
+        empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
+        return _Kind(about, ready, call.itemsize, lines.aligned, empty if quick and road != EACH else None)
+
+    def _run_here(
+        self, kind: _Kind, note: bytes, number: int, source: int, result: int, lines: Lines | None = None
+    ) -> None:
+        """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
+        meeting = self._world.begin(note)
+        rooms = self._rooms(kind.ready.program, kind.itemsize, meeting)
         self._runner.execute(
-            program,
-            self._work(program, lines, meeting),
+            kind.ready,
+            memories_of(source, result, rooms),
+            work=None if lines is None else Work(lines, rooms),
             meeting=meeting,
-            differ=lambda: self._world.differ(about),
-            arenas=arenas,
+            differ=lambda: self._world.differ(kind.about.of_call(number)),
+            arenas=None if kind.empty is None else self._show_arrays(kind, source, result, meeting),
         )
 
     def _messages(self, program: Program, work: Work) -> Messages | None:
@@ -232,26 +272,48 @@ class SharedBackend(OneRank):
             source, result = source.numpy(), result.numpy()
         return Lines.of(source, result, call.op, divisor)
 
-    def _work(self, program: Program, lines: Lines, meeting: int) -> Work:
-        """What a program works on."""
-        itemsize = lines.arithmetic.itemsize
-        rooms = (
+    def _rooms(self, program: Program, itemsize: int, meeting: int) -> tuple[Room, Room, Room]:
+        """What a program works on beside arrays."""
+        return (
             self._segment.slots(program.shared_elements * itemsize),
             self._scratch.of(program.scratch_elements * itemsize),
             self._control.shown(meeting),
         )
-        return Work(lines, rooms)
 
-    def _show_arrays(self, memory: RankArrays[Any], lines: Lines, meeting: int) -> list[Room] | None:
+    def _show_arrays(self, kind: _Kind, source: int, result: int, meeting: int) -> list[Room] | None:
         """Tell the others where this rank's arrays lie, if they see that and this rank sees theirs; the arenas then."""
+        assert kind.empty is not None, "a kind for which arrays are looked at"
         places = [
-            -1 if first == last else self._arenas.offset(address) + 1
-            for (first, last), address in ((memory.given, lines.source_at), (memory.block, lines.result_at))
+            -1 if empty else self._arenas.offset(address) + 1
+            for empty, address in zip(kind.empty, (source, result), strict=True)
         ]
-        arenas = self._arenas.all() if all(places) and lines.aligned else []
+        arenas = self._arenas.all() if all(places) and kind.aligned else []
         for name, place in zip((GIVEN, TAKEN), places, strict=True):
             self._control.announce(name + meeting % 2, place if arenas else 0)
         return arenas or None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """What collectives of one kind run, of ranks that all see the same memory.
+
+    Parameters
+    ----------
+    about : Signature
+        Of one of them.
+    ready : Ready
+    itemsize : int
+    aligned : bool
+        Whether elements lie as the machine needs them.
+    empty : (bool, bool) or None
+        Whether input and result are empty, where other ranks may read and write them; else None.
+    """
+
+    about: Signature
+    ready: Ready
+    itemsize: int
+    aligned: bool
+    empty: tuple[bool, bool] | None
 
 
 def _bfloat16(room: NDArray[np.uint8]) -> Any:

@@ -103,6 +103,15 @@ class Arithmetic:
     loops: tuple[int, int, int, int, int]
     by: NDArray[Any] | None = None
 
+    def aligned(self, *addresses: int) -> bool:
+        """Whether the machine can read and write elements there at once."""
+        return self.dtype is None or not any(address % self.dtype.alignment for address in addresses)
+
+    @property
+    def quick(self) -> bool:
+        """Whether machine code does all of it, where elements are aligned."""
+        return self.loops[0] != 0 and (self.divisor == 1 or self.loops[2] != 0)
+
     @staticmethod
     @lru_cache(maxsize=64)
     def of(dtype: np.dtype[Any], function: np.ufunc, divisor: int) -> Arithmetic:
@@ -142,8 +151,7 @@ class Lines:
     @property
     def aligned(self) -> bool:
         """Whether the machine can read and write their elements at once."""
-        dtype = self.arithmetic.dtype
-        return dtype is None or not (self.source_at | self.result_at) % dtype.alignment
+        return self.arithmetic.aligned(self.source_at, self.result_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +175,54 @@ class Work:
         room = self.rooms[{SHARED: 0, SCRATCH: 1, BLOCK: 1, SHOWN: 2}[number]]
         return self.lines.arithmetic.as_elements(room.data)
 
-    def loops(self) -> tuple[int, int, int, int, int]:
-        """As those of `Arithmetic`; 0 where elements do not lie as the machine needs them."""
-        arithmetic = self.lines.arithmetic
-        return arithmetic.loops if self.lines.aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
-
     def memories(self) -> tuple[int, ...]:
-        """Addresses of the memories up to `FIRST_ARRAY`, in their order."""
-        shared, scratch, shown = (room.address for room in self.rooms)
-        return self.lines.source_at, shared, scratch, self.lines.result_at, shown, scratch
+        """As `memories_of` gives them."""
+        return memories_of(self.lines.source_at, self.lines.result_at, self.rooms)
+
+
+def memories_of(source: int, result: int, rooms: tuple[Room, Room, Room]) -> tuple[int, ...]:
+    """Addresses of the memories up to `FIRST_ARRAY`, in their order."""
+    shared, scratch, shown = rooms
+    return source, shared.address, scratch.address, result, shown.address, scratch.address
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A program with all that it needs to know of arrays but where they are.
+
+    Parameters
+    ----------
+    program : Program
+    head : (FUTEX,) int64
+        What a frame begins with.
+    """
+
+    program: Program
+    head: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, program: Program, arithmetic: Arithmetic, *, aligned: bool) -> Ready:
+        """For arrays whose elements do, or do not, lie as the machine needs them."""
+        loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
+        begun = (0, 0, 0, 0, program.shown_bytes, 0, program.end, 0, program.block_bytes)
+        return cls(program, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
+
+    def begin(
+        self,
+        frame: NDArray[np.int64],
+        memories: tuple[int, ...],
+        *,
+        meeting: int = 0,
+        base: int = 0,
+        arrays: bool = False,
+    ) -> None:
+        """Put into a frame what a run begins with."""
+        frame[: machine.FUTEX] = self.head
+        frame[machine.POSITION] = -2 if meeting else 0
+        frame[machine.MEETING] = meeting
+        frame[machine.BASE] = base
+        frame[machine.ARRAYS] = arrays
+        frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = memories
 
 
 class Runner:
@@ -201,9 +248,10 @@ class Runner:
 
     def execute(
         self,
-        program: Program,
-        work: Work,
+        ready: Ready,
+        memories: tuple[int, ...],
         *,
+        work: Work | None = None,
         meeting: int = 0,
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
@@ -213,8 +261,11 @@ class Runner:
 
         Parameters
         ----------
-        program : Program
-        work : Work
+        ready : Ready
+        memories : tuple of int
+            As `memories_of` gives them.
+        work : Work, optional
+            The same for Python, where not all is done by machine code.
         meeting : int
             Number of the note that all must have shown before, and that this rank has put in its place; 0 for none.
         differ : callable, optional
@@ -230,9 +281,9 @@ class Runner:
             Another rank died, stalled, closed its communicator, or noticed a failure.
         """
         self._calls += 1
-        frame = self._frame
+        frame, program = self._frame, ready.program
         base = self._calls << 32
-        _prepare(frame, program, work, meeting=meeting, base=base, arrays=arenas is not None)
+        ready.begin(frame, memories, meeting=meeting, base=base, arrays=arenas is not None)
         frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
         if arenas is not None:
             frame[machine.FRAME + 2 * len(self._members) :] = [room.address for room in arenas]
@@ -266,6 +317,7 @@ class Runner:
                 assert differ is not None, "who meets compares"
                 differ()
                 raise AssertionError("notes that differ mean different calls")
+            assert work is not None, "what machine code does not do"
             _aside(program, position, work, messages)
             frame[machine.DONE_ASIDE] = 1
 
@@ -285,38 +337,16 @@ class Runner:
         self._watch.look(lambda: words[index] >= least, self._members[place], row, begun)
 
 
-def execute_alone(program: Program, work: Work, frame: NDArray[np.int64]) -> None:
+def execute_alone(
+    ready: Ready, memories: tuple[int, ...], frame: NDArray[np.int64], work: Work | None = None
+) -> None:
     """Run a program that waits for nobody; a frame of `run.FRAME` words is used again and again."""
-    _prepare(frame, program, work)
+    program = ready.program
+    ready.begin(frame, memories)
     while run(program.operations, program.waits, program.inputs, frame, 0, 0, 1) != machine.ENDED:
+        assert work is not None, "what machine code does not do"
         _aside(program, int(frame[machine.POSITION]), work, None)
         frame[machine.DONE_ASIDE] = 1
-
-
-def _prepare(
-    frame: NDArray[np.int64],
-    program: Program,
-    work: Work,
-    *,
-    meeting: int = 0,
-    base: int = 0,
-    arrays: bool = False,
-) -> None:
-    """Put into a frame what a program begins with."""
-    frame[: machine.FUTEX] = (
-        -2 if meeting else 0,
-        0,
-        0,
-        meeting,
-        program.shown_bytes,
-        base,
-        program.end,
-        arrays,
-        program.block_bytes,
-        work.lines.arithmetic.itemsize,
-        *work.loops(),
-    )
-    frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = work.memories()
 
 
 def _aside(

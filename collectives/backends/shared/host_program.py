@@ -29,6 +29,7 @@ from collectives.backends.shared.chunk_values import values
 from collectives.backends.shared.instructions import (
     BLOCK,
     COPY,
+    COPY_PAST,
     DIVIDE,
     FIRST_ARRAY,
     JOIN,
@@ -53,6 +54,9 @@ SMALL = 32 << 10
 
 ROUND_BYTES = 512 << 10
 """Bytes of the line that go through the rings together."""
+
+PAST_BYTES = 4 << 20
+"""Bytes of a buffer from which on what is written once does not go through the caches."""
 
 RING = 4
 """Rounds for which a ring has room."""
@@ -213,6 +217,7 @@ class _HostProgram:
         self._line = results_of(table, blocks)
         self._added = [piece for piece in self._line if isinstance(piece.sum, tuple)]
         self._end = self._added[-1].end if self._added else 0
+        self._copy = COPY_PAST if table.count * itemsize >= PAST_BYTES else COPY
         self._room = aligned(self._line[-1].end if self._line else 0, itemsize)
         self._round = ROUND_BYTES // itemsize
         self._slot = min(self._round, aligned(self._end, itemsize))
@@ -284,12 +289,13 @@ class _HostProgram:
             element = piece.start + start - piece.place
             lines: Group = []
             targets = self._targets(piece, start, element)
-            total = targets[0] if len(targets) == 1 and self._road != ARRAYS else self._take()
+            at_once = len(targets) == 1 and self._road != ARRAYS and self._copy == COPY
+            total = targets[0] if at_once else self._take()
             join = JOIN_ONE if piece.stop - piece.start == 1 else JOIN
             self._join(piece.sum, (start, element), total, join, lines)
             lines.append((DIVIDE, [], total))
             if total not in targets:
-                lines += [(COPY, [total], target) for target in targets]
+                lines += [(self._copy, [total], target) for target in targets]
                 self._give_back(total)
             self._writing.together(lines, piece.row, stop - start)
 
@@ -351,7 +357,7 @@ class _HostProgram:
             if piece.sum == self._rank:
                 start = piece.start - self._starts[self._rank]
                 self._writing.add(
-                    COPY, piece.row, piece.stop - piece.start, [(SOURCE, start)], (SHARED, piece.place)
+                    self._copy, piece.row, piece.stop - piece.start, [(SOURCE, start)], (SHARED, piece.place)
                 )
         if copied:
             self._tell()
@@ -411,7 +417,7 @@ class _HostProgram:
     def _hand_over(self, memory: int, parts: list[tuple[int, int, int]]) -> None:
         for origin, element, elements in merged(parts):
             goal = element - self._blocks[self._rank][0]
-            self._writing.add(COPY, 0, elements, [(memory, origin)], (RESULT, goal))
+            self._writing.add(self._copy, 0, elements, [(memory, origin)], (RESULT, goal))
 
     def _tell(self) -> int:
         """Tell the others how far this rank is; all of them tell the same number here."""

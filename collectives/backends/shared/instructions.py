@@ -15,10 +15,10 @@ SOURCE, SHARED, SCRATCH, RESULT, SHOWN, BLOCK, FIRST_ARRAY = range(7)
 the host have shown when they met; room for sums of a block, in which nothing is further on in the next block; and from
 here on what every rank of the host puts in, then the result of each, where these lie in memory that all see."""
 
-COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE = range(5)
+COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE, COPY_PAST = range(6)
 """What an operation does: copy its one input; join all of them, first and second, then that and the third; join single
 elements (numpy rounds complex products of one element in its place in another way); divide what it has in its place
-where there is a divisor; or what only Python can do."""
+where there is a divisor; what only Python can do; or copy its input past the caches."""
 
 COLUMNS = (
     ROW,

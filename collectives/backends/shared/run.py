@@ -23,6 +23,7 @@ from collectives.backends.shared.instructions import (
     BLOCK,
     BYTES,
     COPY,
+    COPY_PAST,
     DIVIDE,
     FIRST_ARRAY,
     FIRST_INPUT,
@@ -48,6 +49,7 @@ from collectives.compiled import (
     full_fence,
     load_word,
     store_word,
+    stream_line,
 )
 from collectives.peers.control_page import (
     ASLEEP,
@@ -190,11 +192,12 @@ def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word
     for number in range(first, last):
         kind = operations[number, KIND]
         divides = kind == DIVIDE and frame[DIVISOR] != 0
-        joins = kind != COPY and kind != DIVIDE
+        joins = kind not in (COPY, COPY_PAST, DIVIDE)
         if kind == ASIDE or (joins and frame[JOIN] == 0) or (divides and frame[DIVISION] == 0):
             return False
     length = operations[first, BYTES]
-    block = length if last - first == 1 and operations[first, KIND] == COPY else frame[BLOCK_BYTES]
+    alone = last - first == 1 and operations[first, KIND] in (COPY, COPY_PAST)
+    block = length if alone else frame[BLOCK_BYTES]
     start = 0
     while start < length:
         part = min(block, length - start)
@@ -211,8 +214,12 @@ def _do(
     """Do a part of an operation."""
     kind, first = operations[number, KIND], operations[number, FIRST_INPUT]
     target = _address(frame, operations[number, MEMORY], operations[number, OFFSET], start)
-    if kind == COPY:
-        _memcpy(target, _address(frame, inputs[first, 0], inputs[first, 1], start), length)
+    if kind in (COPY, COPY_PAST):
+        source = _address(frame, inputs[first, 0], inputs[first, 1], start)
+        if kind == COPY:
+            _memcpy(target, source, length)
+        else:
+            _copy_past(target, source, length)
         return
     item = frame[ITEM]
     arguments = frame.ctypes.data + 8 * ARGUMENTS
@@ -234,6 +241,18 @@ def _do(
         frame[ARGUMENTS + 1] = _address(frame, inputs[one, 0], inputs[one, 1], start)
         call_numpy(frame[JOIN], arguments, lengths, steps, frame[JOIN_DATA])
         frame[ARGUMENTS] = target
+
+
+@compiled
+def _copy_past(target: Word, source: Word, length: Word) -> None:
+    """Copy what nobody reads soon; lines that are not in a cache would be read before they are written."""
+    start = min(-target % 64, length)
+    _memcpy(target, source, start)
+    stop = start + (length - start) // 64 * 64
+    for place in range(start, stop, 64):
+        stream_line(target + place, source + place)
+    _memcpy(target + stop, source + stop, length - stop)
+    full_fence()
 
 
 @compiled

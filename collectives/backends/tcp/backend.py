@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, OneRank
-from collectives.backends.shared.execution import Lines, Work, execute_alone
+from collectives.backends.backend import AVERAGED, Call, OneRank, Repeat
+from collectives.backends.shared.execution import Lines, Ready, Work, execute_alone, memories_of
 from collectives.backends.shared.host_program import EACH, host_program_of
 from collectives.backends.shared.run import FRAME
 from collectives.backends.shared.run import compile_ahead as compile_joins_ahead
@@ -165,20 +165,34 @@ class TcpBackend(OneRank):
 
     def run(self, call: Call[NDArray[Any]]) -> None:
         """See `Backend.run`."""
-        (memory,) = call.memory
-        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
-        small = self._pace is None and nbytes * self.size <= TOGETHER and self.size <= MOST_RANKS
         with self._telling():
-            if self._meeting is not None and small:
-                self._run_small(call, nbytes)
+            if self._meeting is not None and self._small(call):
+                (memory,) = call.memory
+                lines = Lines.of(memory.source, memory.result, call.op)
+                ready = self._ready(call, lines)
+                self._run_small(call, ready, call.signature, lines.source_at, lines.result_at, lines)
             else:
                 self._run_flow(call)
 
-    def _run_small(self, call: Call[NDArray[Any]], nbytes: int) -> None:
-        """Run a collective of which all is told in the meeting."""
+    def repeated(self, call: Call[NDArray[Any]]) -> Repeat | None:
+        """See `Repeats.repeated`."""
         (memory,) = call.memory
-        about, lines = call.signature, Lines.of(memory.source, memory.result, call.op)
-        assert self._meeting is not None, "where the ranks meet"
+        divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
+        lines = Lines.of(memory.source, memory.result, call.op, divisor)
+        quick = lines.aligned and (call.op is None or lines.arithmetic.quick)
+        if self._meeting is None or not self._small(call) or not quick:
+            return None
+        ready = self._ready(call, lines)
+
+        def run(number: int, source: int, result: int) -> None:
+            with self._telling():
+                self._run_small(call, ready, call.signature.of_call(number), source, result)
+
+        return run
+
+    def _ready(self, call: Call[NDArray[Any]], lines: Lines) -> Ready:
+        """What a rank adds up that has been told all that the ranks put in."""
+        about, (memory,) = call.signature, call.memory
         program = host_program_of(
             call.table,
             self.rank,
@@ -188,9 +202,32 @@ class TcpBackend(OneRank):
             block_bytes=TOGETHER,
             roads=(EACH,),
         )
-        self._agree(about, lambda: self._flow_of(call), lines.source_at, nbytes)
-        scratch = self._scratch.of(program.scratch_elements * call.itemsize)
-        execute_alone(program, Work(lines, (scratch, scratch, self._meeting.shown)), self._frame)
+        return Ready.of(program, lines.arithmetic, aligned=lines.aligned)
+
+    def _run_small(
+        self,
+        like: Call[NDArray[Any]],
+        ready: Ready,
+        about: Signature,
+        source: int,
+        result: int,
+        lines: Lines | None = None,
+    ) -> None:
+        """Run a collective of which all is told in the meeting, on arrays at these addresses."""
+        assert self._meeting is not None, "where the ranks meet"
+        (memory,) = like.memory
+        nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
+        self._agree(about, lambda: self._flow_of(like), source, nbytes)
+        scratch = self._scratch.of(ready.program.scratch_elements * like.itemsize)
+        rooms = scratch, scratch, self._meeting.shown
+        work = None if lines is None else Work(lines, rooms)
+        execute_alone(ready, memories_of(source, result, rooms), self._frame, work)
+
+    def _small(self, call: Call[NDArray[Any]]) -> bool:
+        """Whether ranks tell each other all that they put in."""
+        (memory,) = call.memory
+        nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
+        return self._pace is None and nbytes * self.size <= TOGETHER and self.size <= MOST_RANKS
 
     def _run_flow(self, call: Call[NDArray[Any]]) -> None:
         """Run a collective over the links of the plan."""
