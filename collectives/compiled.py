@@ -2,6 +2,8 @@
 
 The machine code is kept between processes where there is a place for it, so that only the first rank of the first run
 waits for it. What is kept is renewed when the file of a loop changes, so loops call only loops of their own file.
+Numbers of other files are part of it, for which `TAKEN_NUMBERS` stands in the file of the loops; instructions of this
+file are, too: where one changes, change the files that use it.
 They let go of the interpreter lock: the threads of a back end run on.
 """
 

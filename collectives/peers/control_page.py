@@ -46,6 +46,10 @@ GIVEN, TAKEN, ARENA = 120, 122, 124
 """Words, of the first two one for even notes and one for odd ones: where in a rank's arena lies what it puts into the
 collective of that note, and its result, plus 1; -1 if it has none, and 0 if it lies elsewhere; and the file descriptor
 of the arena, plus 1."""
+LYING, PROBE, PROBED = 104, 106, 107
+"""Words, the first one for even notes and one for odd ones: the address of what a rank puts into the collective of that
+note, where it reads the others' memory and lets them read its own, else 0; an address that others may read to find out
+whether they can, and what stands there."""
 SHOWABLE = 256 << 10
 """Bytes that a rank can show together with a note."""
 

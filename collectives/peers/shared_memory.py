@@ -8,10 +8,12 @@ all ranks know how many a collective needs.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.peers.control_page import ARENA, Control, Placement, Room
+from collectives.peers.control_page import ARENA, PROBE, PROBED, Control, Placement, Room
 from topoplan.errors import UsageError
 
 ORDERED = ("x86_64", "AMD64", "i686")
@@ -206,6 +208,50 @@ class Arenas:
         if self._own is not None:
             self._own.close()
             self._own = None
+
+
+class Reading:
+    """Whether the ranks of a host may read each other's memory (``process_vm_readv``), as one of them sees it.
+
+    Linux lets processes of one user do so, unless ``kernel.yama.ptrace_scope`` or a container's filter forbids it.
+
+    Parameters
+    ----------
+    control : Control
+    placement : Placement
+    """
+
+    def __init__(self, control: Control, placement: Placement) -> None:
+        self._control = control
+        self._pids = [placement.pids[rank] for rank in placement.members]
+        self._probe = np.array([secrets.randbits(62)], dtype=np.int64)
+        self._may: bool | None = None
+        control.announce(PROBED, int(self._probe[0]))
+        control.announce(PROBE, self._probe.ctypes.data)
+
+    def may(self) -> bool:
+        """Whether this rank can read the memory of all others; found out when all of them are there."""
+        if self._may is None:
+            places = range(self._control.ranks)
+            if not all(self._control.word(place, PROBE) for place in places):
+                return False
+            self._may = all(self._pids) and all(map(self._reads, places))
+        return self._may
+
+    def _reads(self, place: int) -> bool:
+        found = np.zeros(1, dtype=np.int64)
+        own, others = (
+            np.array([address, 8], dtype=np.int64)
+            for address in (found.ctypes.data, self._control.word(place, PROBE))
+        )
+        try:
+            read = ctypes.CDLL(None).process_vm_readv
+        except AttributeError:
+            return False
+        at = (ctypes.c_void_p(vector.ctypes.data) for vector in (own, others))
+        one = ctypes.c_ulong(1)
+        got = read(self._pids[place], next(at), one, next(at), one, ctypes.c_ulong(0))
+        return bool(got == 8 and found[0] == self._control.word(place, PROBED))
 
 
 class _Held:

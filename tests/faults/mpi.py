@@ -30,7 +30,9 @@ from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import BackendError
 
 RANKS = 4
-ELEMENTS = 1 << 20
+ELEMENTS = (1 << 12, 1 << 20, 1 << 22)
+"""Of arrays: small ones, and large ones that are read from other processes where ranks share memory."""
+
 STEP_SECONDS = 1.0
 """Timeout of the ranks."""
 
@@ -53,15 +55,16 @@ class Round:
     victim: int
     number: signal.Signals
     delay: float
+    elements: int
 
 
-def work(form: str) -> None:
+def work(form: str, elements: int) -> None:
     """The life of a rank: collectives until one fails, then one report."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
     backend = MpiBackend(timeout=STEP_SECONDS, **FORMS[form])
     rank = backend.ranks[0]
     comm = Communicator(plan, backend, chunk_bytes=64 << 10, timeout=STEP_SECONDS)
-    array = np.full(ELEMENTS, rank, dtype=np.float32)
+    array = np.full(elements, rank, dtype=np.float32)
     out = np.empty_like(array)
     comm.all_reduce(array, out=out)
     tell({"rank": rank, "pid": os.getpid(), "names": shared_names()})
@@ -95,7 +98,10 @@ def tell(what: dict[str, Any]) -> None:
 
 def one_round(what: Round) -> tuple[list[str], list[float]]:
     """Start the ranks, hurt one, and look at what the others say; complaints, and seconds until they noticed."""
-    command = mpiexec_command(RANKS, [sys.executable, "-m", "tests.faults.mpi", "--work", what.form])
+    command = mpiexec_command(
+        RANKS,
+        [sys.executable, "-m", "tests.faults.mpi", "--work", what.form, "--elements", str(what.elements)],
+    )
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as launcher:
@@ -143,10 +149,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=20, help="rounds (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (0)")
     parser.add_argument("--form", choices=sorted(FORMS), help="how ranks exchange (a random one each round)")
+    parser.add_argument("--elements", type=int, help="of the arrays (some number each round)")
     parser.add_argument("--work", choices=sorted(FORMS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.work:
-        work(options.work)
+        work(options.work, options.elements)
         return 0
     chooser = random.Random(options.seed)
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -155,14 +162,17 @@ def main(arguments: list[str]) -> int:
         what = Round(
             options.form or chooser.choice(sorted(FORMS)),
             chooser.randrange(RANKS),
-            chooser.choice([signal.SIGKILL, signal.SIGSTOP]),
+            chooser.choices([signal.SIGKILL, signal.SIGSTOP], [4, 1])[0],
             chooser.uniform(0, 0.2),
+            options.elements or chooser.choice(ELEMENTS),
         )
         complaints, noticed = one_round(what)
         seconds.setdefault((what.form, what.number.name), []).extend(noticed)
         bad += bool(complaints)
         for complaint in complaints:
-            print(f"round {number}, {what.form}, {what.number.name} of rank {what.victim}: {complaint}")
+            print(
+                f"round {number}, {what.form}, {what.elements} elements, {what.number.name} of rank {what.victim}: {complaint}"
+            )
     print(f"{options.kills} rounds of {RANKS} ranks, timeout {STEP_SECONDS:g} s: {options.kills - bad} clean")
     for (form, name), times in sorted(seconds.items()):
         if times:

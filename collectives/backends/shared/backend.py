@@ -22,6 +22,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays, Repeat
 from collectives.backends.shared.execution import (
+    READING,
     Arithmetic,
     Lines,
     Messages,
@@ -30,16 +31,23 @@ from collectives.backends.shared.execution import (
     Work,
     memories_of,
 )
-from collectives.backends.shared.host_program import ARRAYS, EACH, host_program_of, road_of
+from collectives.backends.shared.host_program import (
+    ARRAYS,
+    EACH,
+    FETCHED,
+    FETCHED_BYTES,
+    host_program_of,
+    road_of,
+)
 from collectives.backends.shared.instructions import Program
 from collectives.backends.shared.program import BLOCK_BYTES, program_of
 from collectives.backends.shared.run import compile_ahead
 from collectives.lowering.transfer_table import result_blocks
-from collectives.peers.control_page import GIVEN, TAKEN, Control, Placement, Room, Scratch
+from collectives.peers.control_page import GIVEN, LYING, TAKEN, Control, Placement, Room, Scratch
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
-from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Segment, lock_fence, meet
+from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Reading, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
 
 SLOW_BLOCK_BYTES = 256 << 10
@@ -113,6 +121,7 @@ class SharedBackend(OneRank):
         self._world = SharedWorld(self._control, placement, timeout=timeout, others=others)
         self._alone = len(placement.leaders) == 1
         self._arenas = Arenas(self._control, placement)
+        self._reading = Reading(self._control, placement)
         self._scratch = Scratch()
         self._runner = Runner(self._control, self._world.watch, placement)
         self._closed = False
@@ -223,6 +232,7 @@ class SharedBackend(OneRank):
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
         quick = call.op is None or lines.arithmetic.quick
         road = road_of(nbytes)
+        direct, fetches = quick and road != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES
         program = host_program_of(
             call.table,
             self.ranks[0],
@@ -230,17 +240,20 @@ class SharedBackend(OneRank):
             blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
             block_bytes=BLOCK_BYTES if quick and lines.aligned else SLOW_BLOCK_BYTES,
-            roads=(road, ARRAYS) if quick and road != EACH else (road,),
+            roads=(road, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
         )
         ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
-        return _Kind(about, ready, call.itemsize, lines.aligned, empty if quick and road != EACH else None)
+        return _Kind(about, ready, call.itemsize, lines.aligned, empty if direct else None, fetches)
 
     def _run_here(
         self, kind: _Kind, note: bytes, number: int, source: int, result: int, lines: Lines | None = None
     ) -> None:
         """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
         meeting = self._world.begin(note)
+        fetches = kind.fetches and READING != 0 and self._reading.may()
+        if kind.fetches:
+            self._control.announce(LYING + meeting % 2, source if fetches and kind.aligned else 0)
         rooms = self._rooms(kind.ready.program, kind.itemsize, meeting)
         self._runner.execute(
             kind.ready,
@@ -248,6 +261,7 @@ class SharedBackend(OneRank):
             work=None if lines is None else Work(lines, rooms),
             meeting=meeting,
             differ=lambda: self._world.differ(kind.about.of_call(number)),
+            fetches=fetches,
             arenas=None if kind.empty is None else self._show_arrays(kind, source, result, meeting),
         )
 
@@ -307,6 +321,8 @@ class _Kind:
         Whether elements lie as the machine needs them.
     empty : (bool, bool) or None
         Whether input and result are empty, where other ranks may read and write them; else None.
+    fetches : bool
+        Whether other ranks may read the input from this process.
     """
 
     about: Signature
@@ -314,6 +330,7 @@ class _Kind:
     itemsize: int
     aligned: bool
     empty: tuple[bool, bool] | None
+    fetches: bool
 
 
 def _bfloat16(room: NDArray[np.uint8]) -> Any:

@@ -29,6 +29,7 @@ from collectives.backends.shared.instructions import (
     MESSAGE,
     OFFSET,
     RESULT,
+    ROW,
     SCRATCH,
     SHARED,
     SHOWN,
@@ -43,6 +44,9 @@ from collectives.reduction import loop_of, reduction
 
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
+
+READING = {"x86_64": 310, "aarch64": 270}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+"""The number of the system call by which a process reads the memory of another one; 0 where there is none."""
 
 PATIENCE = 20_000_000
 """Nanoseconds of waiting between two looks at the other ranks."""
@@ -204,7 +208,7 @@ class Ready:
     def of(cls, program: Program, arithmetic: Arithmetic, *, aligned: bool) -> Ready:
         """For arrays whose elements do, or do not, lie as the machine needs them."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
-        begun = (0, 0, 0, 0, program.shown_bytes, 0, program.end, 0, program.block_bytes)
+        begun = (0, 0, 0, 0, program.shown_bytes, 0, program.end, *program.ends, 0, 0, program.block_bytes)
         return cls(program, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
     def begin(
@@ -215,13 +219,15 @@ class Ready:
         meeting: int = 0,
         base: int = 0,
         arrays: bool = False,
+        fetches: bool = False,
     ) -> None:
         """Put into a frame what a run begins with."""
         frame[: machine.FUTEX] = self.head
         frame[machine.POSITION] = -2 if meeting else 0
         frame[machine.MEETING] = meeting
         frame[machine.BASE] = base
-        frame[machine.ARRAYS] = arrays
+        frame[machine.ARRAYS : machine.FETCHES + 1] = arrays, fetches
+        frame[machine.IN_PLACE] = 0
         frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = memories
 
 
@@ -240,8 +246,10 @@ class Runner:
         self._watch = watch
         self._members = placement.members
         self._own = placement.place
-        self._frame = np.zeros(machine.FRAME + 3 * len(self._members), dtype=np.int64)
+        self._frame = np.zeros(machine.FRAME + 4 * len(self._members), dtype=np.int64)
         self._frame[machine.FUTEX] = FUTEX
+        self._frame[machine.RANKS], self._frame[machine.READING] = len(self._members), READING
+        self._frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
         self._calls = 0
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
         self._patience = WATCHED_PATIENCE if watch.see_deaths() else PATIENCE
@@ -256,6 +264,7 @@ class Runner:
         differ: Callable[[], None] | None = None,
         messages: Messages | None = None,
         arenas: list[Room] | None = None,
+        fetches: bool = False,
     ) -> None:
         """Run a program to its end.
 
@@ -274,6 +283,8 @@ class Runner:
             Where the program has some.
         arenas : list of Room, optional
             Those of all ranks, where this rank's arrays lie in its own: there is a program for when those of all do.
+        fetches : bool
+            Whether this rank has told where its input lies: there is a program for when all have.
 
         Raises
         ------
@@ -283,10 +294,11 @@ class Runner:
         self._calls += 1
         frame, program = self._frame, ready.program
         base = self._calls << 32
-        ready.begin(frame, memories, meeting=meeting, base=base, arrays=arenas is not None)
+        ready.begin(frame, memories, meeting=meeting, base=base, arrays=arenas is not None, fetches=fetches)
         frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
         if arenas is not None:
-            frame[machine.FRAME + 2 * len(self._members) :] = [room.address for room in arenas]
+            first = machine.FRAME + 2 * len(self._members)
+            frame[first : first + len(arenas)] = [room.address for room in arenas]
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -313,6 +325,11 @@ class Runner:
                 self._watch.waits_for(None, 0)
             if status == machine.ENDED:
                 return
+            if status == machine.OTHERS_FAILED:
+                self._watch.check()
+            if status == machine.NOT_READ:  # its process has ended, or is about to
+                peer = self._members[frame[machine.UNREAD] - 1]
+                self._watch.until(lambda: False, peer, int(program.operations[position, ROW]))
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "who meets compares"
                 differ()

@@ -3,14 +3,15 @@
 There the edges of a plan move nothing: what counts is which sum each rank ends with, in which order it is added up.
 So every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and
 every rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for a
-star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS`, of which the ranks know
-when they have met; it never changes the order of additions.
+star. How a rank gets at the others' inputs is its road, chosen by size alone but for `ARRAYS` and `FETCHED`, of which
+the ranks know when they have met; it never changes the order of additions.
 
 =========  ===================  ==================================================================================
 `EACH`     up to `SMALL` bytes  All have shown what they put in when they met, and each adds up all that it needs.
 `SHOWN`    up to `SHOWABLE`     The same, but each adds up a part, which the others copy.
 `ROUNDS`   more                 The line goes round by round through rings that the ranks fill for each other.
 `ARRAYS`   more than `SMALL`    Inputs and results lie in memory that all see: nothing is copied.
+`FETCHED`  from `FETCHED_BYTES` The others' inputs are read from their processes, where the system lets all ranks do so.
 =========  ===================  ==================================================================================
 
 But for `ARRAYS`, where sums are written to the results at once, results are complete before a rank begins to copy its
@@ -31,12 +32,15 @@ from collectives.backends.shared.instructions import (
     COPY,
     COPY_PAST,
     DIVIDE,
+    FETCH,
+    FETCHED_BLOCK,
     FIRST_ARRAY,
     JOIN,
     JOIN_ONE,
     RESULT,
     SHARED,
     SOURCE,
+    UNLESS_FAILED,
     Place,
     Program,
     Writing,
@@ -46,7 +50,7 @@ from collectives.lowering.edge_streams import streams
 from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.control_page import SHOWABLE
 
-EACH, SHOWN, ROUNDS, ARRAYS = range(4)
+EACH, SHOWN, ROUNDS, ARRAYS, FETCHED = range(5)
 """The roads."""
 
 SMALL = 32 << 10
@@ -54,6 +58,9 @@ SMALL = 32 << 10
 
 ROUND_BYTES = 512 << 10
 """Bytes of the line that go through the rings together."""
+
+FETCHED_BYTES = 8 << 20
+"""Bytes of a buffer from which on inputs are read from other processes, if they may: ranks then wait only twice."""
 
 PAST_BYTES = 4 << 20
 """Bytes of a buffer from which on what is written once does not go through the caches."""
@@ -185,7 +192,7 @@ def host_program_of(
     block_bytes : int
         Bytes of a block that is added up at once.
     roads : tuple of int
-        One, and `ARRAYS` behind it where those may be taken.
+        One, and `ARRAYS` and `FETCHED` behind it where those may be taken.
 
     Notes
     -----
@@ -223,29 +230,36 @@ class _HostProgram:
         self._slot = min(self._round, aligned(self._end, itemsize))
         self._writing = Writing(itemsize)
         self._registers: list[bool] = []
+        self._scratch = 0
         self._posted = 0
 
     def written(self) -> Program:
         """All of it."""
+        block = self._block * self._itemsize
         shown = self._given if self._road in (EACH, SHOWN) else 0
         rings = self._ranks * RING * self._slot if self._road == ROUNDS else 0
         self._write()
-        end = len(self._writing)
-        for other in self._others:
-            if not self._overlap():  # else what one rank writes in place another may yet need
-                self._road = other
-            self._posted = 0
-            self._write()
+        ends = [len(self._writing)]
+        for other in (ARRAYS, FETCHED):
+            if other in self._others:
+                if (
+                    other == FETCHED or not self._overlap()
+                ):  # else what one rank writes in place another may yet need
+                    self._road = other
+                self._posted = 0
+                self._write()
+            ends.append(len(self._writing))
         return Program(
             *self._writing.arrays(),
-            block_bytes=self._block * self._itemsize,
+            block_bytes=block,
             unsent={},
-            end=end,
+            end=ends[0],
+            ends=(ends[1], ends[2]),
             leaving=(),
             arriving=(),
             shown_bytes=shown * self._itemsize,
             shared_elements=self._room + rings,
-            scratch_elements=len(self._registers) * self._block,
+            scratch_elements=self._scratch,
         )
 
     def _write(self) -> None:
@@ -263,11 +277,19 @@ class _HostProgram:
             self._publish()
             self._go_round()
             self._copy_line(self._line)
-        else:
+        elif self._road == ARRAYS:
             self._add_up(*self._part(0, self._end))
             self._copy_inputs()
             self._tell()
             self._wait(self._posted)
+        else:
+            self._block = FETCHED_BLOCK // self._itemsize
+            self._registers = []
+            self._publish()
+            self._add_up(*self._part(0, self._end))
+            self._tell()
+            self._wait(self._posted)
+            self._copy_parts(self._line)
 
     def _overlap(self) -> bool:
         """Whether some ranks end with one sum of an element, and some with another."""
@@ -304,10 +326,13 @@ class _HostProgram:
         assert isinstance(total, tuple), "more than an input"
         inputs = []
         for term in total:
-            if isinstance(term, int):
+            if isinstance(term, int) and (self._road != FETCHED or term == self._rank):
                 inputs.append(self._input(term, *at))
+                continue
+            inputs.append(self._take())
+            if isinstance(term, int):
+                lines.append((FETCH, [self._input(term, *at)], inputs[-1]))
             else:
-                inputs.append(self._take())
                 self._join(term, at, inputs[-1], join, lines)
         lines.append((join, inputs, target))
         for place in inputs:
@@ -319,6 +344,7 @@ class _HostProgram:
             self._registers.append(False)
         number = self._registers.index(False)
         self._registers[number] = True
+        self._scratch = max(self._scratch, len(self._registers) * self._block)
         return BLOCK, number * self._block
 
     def _give_back(self, place: Place) -> None:
@@ -328,9 +354,9 @@ class _HostProgram:
 
     def _input(self, rank: int, place: int, element: int) -> Place:
         """Where a rank's input lies, for a place of the line and an element of the buffer."""
-        if self._road == ARRAYS:
+        if self._road == ARRAYS or (self._road == FETCHED and rank != self._rank):
             return FIRST_ARRAY + rank, element - self._starts[rank]
-        if self._road == ROUNDS:
+        if self._road in (ROUNDS, FETCHED):
             if rank == self._rank:
                 return SOURCE, element - self._starts[rank]
             number, within = divmod(place, self._round)
@@ -405,14 +431,17 @@ class _HostProgram:
 
     def _copy_line(self, pieces: Sequence[Piece]) -> None:
         """Copy parts of the line, when they are complete, to this rank's result."""
+        if any(self._rank in piece.ranks for piece in pieces):
+            self._wait(self._posted)
+            self._copy_parts(pieces)
+
+    def _copy_parts(self, pieces: Sequence[Piece]) -> None:
         parts = [
             (piece.place, piece.start, piece.stop - piece.start)
             for piece in pieces
             if self._rank in piece.ranks
         ]
-        if parts:
-            self._wait(self._posted)
-            self._hand_over(SHARED, parts)
+        self._hand_over(SHARED, parts)
 
     def _hand_over(self, memory: int, parts: list[tuple[int, int, int]]) -> None:
         for origin, element, elements in merged(parts):
@@ -429,4 +458,5 @@ class _HostProgram:
         """Wait until all others have told so much."""
         row = self._line[0].row if self._line else 0
         waits = tuple((rank, told, row) for rank in range(self._ranks) if rank != self._rank)
-        self._writing.add(COPY, row, 0, [(SOURCE, 0)], (SOURCE, 0), waits=waits)
+        kind = UNLESS_FAILED if self._road in (ARRAYS, FETCHED) else COPY
+        self._writing.add(kind, row, 0, [(SOURCE, 0)], (SOURCE, 0), waits=waits)

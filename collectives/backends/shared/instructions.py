@@ -15,10 +15,14 @@ SOURCE, SHARED, SCRATCH, RESULT, SHOWN, BLOCK, FIRST_ARRAY = range(7)
 the host have shown when they met; room for sums of a block, in which nothing is further on in the next block; and from
 here on what every rank of the host puts in, then the result of each, where these lie in memory that all see."""
 
-COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE, COPY_PAST = range(6)
+COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE, COPY_PAST, FETCH, UNLESS_FAILED = range(8)
 """What an operation does: copy its one input; join all of them, first and second, then that and the third; join single
 elements (numpy rounds complex products of one element in its place in another way); divide what it has in its place
-where there is a divisor; what only Python can do; or copy its input past the caches."""
+where there is a divisor; what only Python can do; copy its input past the caches; read what another rank puts in
+from the memory of its process; or go on only where no rank has failed, whose memory may have changed since."""
+
+FETCHED_BLOCK = 64 << 10
+"""Bytes of a block where inputs are read from other processes."""
 
 COLUMNS = (
     ROW,
@@ -90,7 +94,10 @@ class Program:
     unsent : mapping of int to tuple of int
         For operations the messages of this rank that must have left before.
     end : int
-        Where it ends, and where another one begins for arrays that all ranks see, if there is one.
+        Where it ends.
+    ends : (int, int)
+        Behind it there may be others, in its stead: where the one ends for arrays that all ranks see, and the one for
+        inputs that all ranks may read.
     leaving, arriving : tuple of Message
     shown_bytes : int
         How much of what it puts in a rank shows when all meet.
@@ -104,6 +111,7 @@ class Program:
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
     end: int
+    ends: tuple[int, int]
     leaving: tuple[Message, ...]
     arriving: tuple[Message, ...]
     shown_bytes: int

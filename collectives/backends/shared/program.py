@@ -156,6 +156,7 @@ def program_of(
         block_bytes=BLOCK_BYTES,
         unsent=unsent,
         end=len(operations),
+        ends=(len(operations), len(operations)),
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
         shown_bytes=0,

@@ -8,9 +8,6 @@ whether the others still live; a rank that waits on then sleeps at once.
 
 Joins are numpy's own loops (`collectives.reduction.loop_of`), a block after the other, so that a sum of many values is
 read and written once. What only Python can do ends the call, which goes on where it stood when it is called again.
-
-The machine code is kept until this file changes, though it also depends on numbers of `control_page` and
-`instructions`: change them together.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from collectives.backends.shared.instructions import (
     COPY,
     COPY_PAST,
     DIVIDE,
+    FETCH,
+    FETCHED_BLOCK,
     FIRST_ARRAY,
     FIRST_INPUT,
     FIRST_WAIT,
@@ -39,7 +38,9 @@ from collectives.backends.shared.instructions import (
     POST,
     SOURCE,
     TOGETHER,
+    UNLESS_FAILED,
 )
+from collectives.backends.shared.instructions import JOIN as JOINING
 from collectives.compiled import (
     Word,
     add_to_word,
@@ -55,8 +56,10 @@ from collectives.peers.control_page import (
     ASLEEP,
     BELL,
     DONE,
+    FAILED,
     GIVEN,
     LOOK,
+    LYING,
     NOTE,
     NOTES,
     PAGE,
@@ -66,8 +69,12 @@ from collectives.peers.control_page import (
 )
 from collectives.peers.signature import LENGTH
 
-ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON = range(4)
-"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do."""
+TAKEN_NUMBERS = 3091148347
+"""A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
+
+ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
+"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do; the
+memory of a rank cannot be read; or a rank has failed whose memory this one has worked on."""
 
 YIELDING = 200_000
 """Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
@@ -89,7 +96,10 @@ LONGEST_RESPITE = 320_000_000
     SHOWN_BYTES,
     BASE,
     END,
+    ARRAYS_END,
+    FETCHED_END,
     ARRAYS,
+    FETCHES,
     BLOCK_BYTES,
     ITEM,
     JOIN,
@@ -100,18 +110,24 @@ LONGEST_RESPITE = 320_000_000
     FUTEX,
     PATIENCE,
     RESTED,
+    RANKS,
+    READING,
+    UNREAD,
+    IN_PLACE,
     MEMORIES,
-) = range(19)
+) = range(26)
 """What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
 has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, where
-the program ends, whether this rank's arrays lie in its arena, bytes of a block and of an element, the addresses of the
-loops that join and divide and of the divisor (0 where there is none), the number of the system call futex (0 where
-there is none), the nanoseconds of a wait after which the call ends, when a processor may be given away again, and the
-memories up to `FIRST_ARRAY`."""
+the program ends, and the ones for arrays and for inputs of other processes, whether this rank's arrays lie in its arena
+and whether its input may be read, bytes of a block and of an element, the addresses of the loops that join and divide
+and of the divisor (0 where there is none), the number of the system call futex (0 where there is none), the nanoseconds
+of a wait after which the call ends, when a processor may be given away again, how many ranks there are, the number of
+the system call that reads the memory of others, whose could not be read (its place plus 1), whether all arrays are
+their own results, and the memories up to `FIRST_ARRAY`."""
 
-CLOCK, ARGUMENTS, FRAME = 26, 30, 37
-"""And room for times, for what loops of numpy are called with, and, from `FRAME` on, two memories for each rank and the
-address of its arena."""
+CLOCK, ARGUMENTS, VECTORS, FRAME = 33, 37, 44, 48
+"""And room for times, for what loops of numpy are called with, for what is read from where, and, from `FRAME` on, two
+memories for each rank, the address of its arena and the number of its process."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -138,7 +154,7 @@ def run(
     ----------
     operations, waits, inputs : arrays of int64
         Of a `Program`.
-    frame : (FRAME + 3 ranks,) int64
+    frame : (FRAME + 4 ranks,) int64
         Where it stands, and what it works on.
     control : int
         Address of the pages of all ranks of this host.
@@ -148,7 +164,7 @@ def run(
     Returns
     -------
     int
-        ``ENDED``, ``WAITING``, ``OTHERS_DIFFER`` or ``BY_PYTHON``.
+        ``ENDED`` or one of the other ends.
     """
     if frame[POSITION] == -2:
         _show(frame, control, own, ranks)
@@ -160,11 +176,16 @@ def run(
         for place in range(ranks):
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
-        position = 0
-        if frame[ARRAYS] and _in_arenas(control, ranks, frame[MEETING] % 2):
+        frame[POSITION] = 0
+        parity = frame[MEETING] % 2
+        if frame[ARRAYS] and _all_tell(control, ranks, GIVEN + parity, TAKEN + parity):
             _take_arrays(frame, control, ranks)
-            position, frame[END] = frame[END], len(operations)
-        frame[POSITION] = position
+            frame[POSITION], frame[END] = frame[END], frame[ARRAYS_END]
+        elif frame[FETCHES] and _all_tell(control, ranks, LYING + parity, LYING + parity):
+            for place in range(ranks):
+                frame[FRAME + place] = load_word(control + place * PAGE + 8 * (LYING + parity))
+            frame[POSITION], frame[END] = frame[ARRAYS_END], frame[FETCHED_END]
+            frame[BLOCK_BYTES] = FETCHED_BLOCK
     while frame[POSITION] < frame[END]:
         number = frame[POSITION]
         if frame[DONE_ASIDE] == 0:
@@ -174,8 +195,10 @@ def run(
                 if not _wait(frame, control, own, ranks, waits[wait, PLACE], least):
                     return WAITING
                 frame[WAIT] += 1
+            if operations[number, KIND] == UNLESS_FAILED and _any_failed(control, ranks):
+                return OTHERS_FAILED
             if not _done_here(operations, inputs, frame, number):
-                return BY_PYTHON
+                return NOT_READ if frame[UNREAD] else BY_PYTHON
         frame[DONE_ASIDE] = 0
         frame[WAIT] = 0
         frame[POSITION] += operations[number, TOGETHER]
@@ -192,7 +215,7 @@ def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word
     for number in range(first, last):
         kind = operations[number, KIND]
         divides = kind == DIVIDE and frame[DIVISOR] != 0
-        joins = kind not in (COPY, COPY_PAST, DIVIDE)
+        joins = kind in (JOINING, JOIN_ONE)
         if kind == ASIDE or (joins and frame[JOIN] == 0) or (divides and frame[DIVISION] == 0):
             return False
     length = operations[first, BYTES]
@@ -204,7 +227,7 @@ def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word
         for number in range(first, last):
             _do(operations, inputs, frame, number, start, part)
         start += block
-    return True
+    return bool(frame[UNREAD] == 0)
 
 
 @compiled
@@ -216,10 +239,13 @@ def _do(
     target = _address(frame, operations[number, MEMORY], operations[number, OFFSET], start)
     if kind in (COPY, COPY_PAST):
         source = _address(frame, inputs[first, 0], inputs[first, 1], start)
-        if kind == COPY:
+        if kind == COPY or (frame[IN_PLACE] and operations[number, MEMORY] >= FIRST_ARRAY):
             _memcpy(target, source, length)
         else:
             _copy_past(target, source, length)
+        return
+    if kind == FETCH:
+        _fetch(frame, target, inputs[first, 0] - FIRST_ARRAY, inputs[first, 1] + start, length)
         return
     item = frame[ITEM]
     arguments = frame.ctypes.data + 8 * ARGUMENTS
@@ -244,6 +270,16 @@ def _do(
 
 
 @compiled
+def _fetch(frame: Numbers, target: Word, place: Word, offset: Word, length: Word) -> None:
+    """Read from the memory of another process, or note whose could not be read."""
+    frame[VECTORS : VECTORS + 4] = target, length, frame[FRAME + place] + offset, length
+    vectors = frame.ctypes.data + 8 * VECTORS
+    process = frame[FRAME + 3 * frame[RANKS] + place]
+    if _syscall(frame[READING], process, vectors, 1, vectors + 16, 1, 0) != length:
+        frame[UNREAD] = place + 1
+
+
+@compiled
 def _copy_past(target: Word, source: Word, length: Word) -> None:
     """Copy what nobody reads soon; lines that are not in a cache would be read before they are written."""
     start = min(-target % 64, length)
@@ -264,23 +300,35 @@ def _address(frame: Numbers, memory: Word, offset: Word, start: Word) -> Word:
 
 
 @compiled
-def _in_arenas(control: Word, ranks: Word, parity: Word) -> bool:
-    """Whether all ranks have said that their arrays lie in arenas."""
+def _all_tell(control: Word, ranks: Word, one: Word, other: Word) -> bool:
+    """Whether two words of all ranks are not 0."""
     for place in range(ranks):
         page = control + place * PAGE
-        if load_word(page + 8 * (GIVEN + parity)) == 0 or load_word(page + 8 * (TAKEN + parity)) == 0:
+        if load_word(page + 8 * one) == 0 or load_word(page + 8 * other) == 0:
             return False
     return True
 
 
 @compiled
+def _any_failed(control: Word, ranks: Word) -> bool:
+    """Whether a rank has failed."""
+    failed = 0
+    for place in range(ranks):
+        failed |= load_word(control + place * PAGE + 8 * FAILED)
+    return bool(failed != 0)
+
+
+@compiled
 def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> None:
     """Find out where these arrays are in this process."""
+    frame[IN_PLACE] = 1
     for place in range(ranks):
         arena = frame[FRAME + 2 * ranks + place]
         for which in range(2):
             word = (GIVEN, TAKEN)[which] + frame[MEETING] % 2
             frame[FRAME + which * ranks + place] = arena + load_word(control + place * PAGE + 8 * word) - 1
+        if frame[FRAME + place] != frame[FRAME + ranks + place]:
+            frame[IN_PLACE] = 0
 
 
 @compiled
@@ -394,5 +442,5 @@ def alarm(futex: Word, control: Word, ranks: Word) -> None:
 def compile_ahead() -> None:
     """Compile `run` and `alarm`, or load them, before anybody waits for this rank."""
     nothing = np.zeros((0, 1), dtype=np.int64)
-    run(nothing, nothing, nothing, np.zeros(FRAME + 3, dtype=np.int64), 0, 0, 1)
+    run(nothing, nothing, nothing, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
     alarm(0, 0, 0)

@@ -22,6 +22,9 @@ from collectives.compiled import Word, call_numpy, compiled, from_system
 from collectives.peers.control_page import SHOWABLE
 from collectives.peers.signature import LENGTH
 
+TAKEN_NUMBERS = 955512967
+"""A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
+
 ENDED, WAITING, DIFFERS, PEER_ENDED, BROKEN, STRANGE, BY_PYTHON = range(7)
 """What a call ends with: it is done; it waits; a peer means another collective; a connection has ended; the system
 reports an error; a chunk came that is not expected; there is a join that only Python can do."""

@@ -12,10 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.backends.shared import backend, host_program
+from collectives.backends.shared import run as machine
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
+from collectives.backends.shared.instructions import SOURCE, UNLESS_FAILED, Writing
 from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
-from collectives.peers.control_page import SHOWABLE
+from collectives.peers.control_page import FAILED, PAGE, SHOWABLE
+from collectives.peers.shared_memory import Reading
 from collectives.reduction import loop_of
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -191,6 +195,66 @@ def test_arrays_that_all_ranks_see_end_with_the_same_bits(shape: str, collective
     for rank in range(4):
         expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
         assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 4, rank
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("shape", ["star", "chain", "binary"])
+def test_inputs_are_read_from_other_processes_where_all_may_do_so(
+    monkeypatch: pytest.MonkeyPatch, shape: str, collective: str, readable: bool
+) -> None:
+    monkeypatch.setattr(backend, "FETCHED_BYTES", 1 << 16)
+    monkeypatch.setattr(host_program, "PAST_BYTES", 1 << 16)
+    host_program.host_program_of.cache_clear()
+    if not readable:
+        monkeypatch.setattr(Reading, "_reads", lambda self, place: place != 2)
+    plan = forest_plan(4, collective, shape)
+    count = (1 << 16) + 4 if collective != "allreduce" else (1 << 16) + 1
+    given = [given_to(rank, count, "complex64") for rank in range(4)]
+
+    def work(comm: Communicator, rank: int) -> list[Array]:
+        run(comm, collective, given[rank][:4], "sum")  # before it some may not yet have begun
+        results = [run(comm, collective, given[rank].copy(), "avg") for _ in range(2)]
+        opened: Any = comm
+        frame = opened._execution.backend._runner._frame
+        assert (frame[machine.END] == frame[machine.FETCHED_END]) == readable
+        assert frame[machine.FETCHED_END] > frame[machine.ARRAYS_END]
+        bent = np.zeros(8 * count + 1, np.uint8)[1:].view("complex64")
+        bent[:] = given[rank]
+        results.append(run(comm, collective, bent if rank == 1 else given[rank], "avg"))
+        return [np.zeros(0) if one is None else one for one in results]
+
+    found = in_threads(plan, work, chunk_bytes=1 << 14)
+    with Communicator(plan, chunk_bytes=1 << 14) as comm:
+        wanted = run(comm, collective, given, "avg")
+    for rank in range(4):
+        expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
+        assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 3, rank
+    host_program.host_program_of.cache_clear()
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_who_has_worked_on_memory_of_others_looks_whether_one_has_failed(failed: int) -> None:
+    """A failed rank may change what another one, that stalled, has yet to read."""
+    writing = Writing(8)
+    writing.add(UNLESS_FAILED, 0, 0, [(SOURCE, 0)], (SOURCE, 0))
+    pages = np.zeros((3, PAGE // 8), np.int64)
+    pages[2, FAILED] = failed
+    frame = np.zeros(machine.FRAME + 12, np.int64)
+    frame[machine.END] = 1
+    status = machine.run(*writing.arrays(), frame, pages.ctypes.data, 0, 3)
+    assert status == (machine.OTHERS_FAILED if failed else machine.ENDED)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 200, 4099])
+@pytest.mark.parametrize("start", [0, 1, 63])
+def test_what_is_copied_past_the_caches_is_all_of_it_and_no_more(nbytes: int, start: int) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes + 5, np.uint8)
+    target = np.zeros(nbytes + 200, np.uint8)
+    machine._copy_past(target.ctypes.data + start, source.ctypes.data + 5, nbytes)
+    assert np.array_equal(target[start : start + nbytes], source[5:])
+    assert not target[:start].any()
+    assert not target[start + nbytes :].any()
 
 
 def test_memory_of_arrays_that_are_gone_is_used_again_and_arrays_outlive_their_communicator() -> None:

@@ -151,9 +151,11 @@ def test_types_that_have_to_be_looked_at_always_are(in_ranks: Any, repeats: list
 
     def body(comm: Communicator, rank: int) -> list[Any]:
         averages = [comm.all_reduce(np.full(3, 5 + rank), op="avg").tolist() for _ in range(2)]
-        sums = [comm.reduce(np.ones(1), root=root) for root in (1, np.int64(1), 1)]
+        roots: list[Any] = [1, np.int64(1), 1]
+        sums = [comm.reduce(np.ones(1), root=root) for root in roots]
+        wrong: Any = 1.0
         with pytest.raises((UsageError, BackendError)):
-            comm.reduce(np.ones(1), root=1.0)  # type: ignore[arg-type]
+            comm.reduce(np.ones(1), root=wrong)
         return [averages, [None if one is None else one.tolist() for one in sums]]
 
     found = in_ranks(forest_plan(2, "allreduce", "star"), body)
