@@ -60,7 +60,7 @@ def _tcp(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]
 
 
 def _torch(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
-    from collectives.backends.torch.backend import open_torch
+    from collectives.backends.torch.members import open_torch
 
     return open_torch(timeout=timeout)
 

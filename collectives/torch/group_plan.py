@@ -10,16 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import topoplan
-from collectives.arrays.torch_arrays import TorchArrays
-from collectives.backends.backend import Backend
-from collectives.backends.shared.backend import SharedBackend
-from collectives.backends.torch.backend import TorchBackend
 from collectives.backends.torch.open_group import devices_of
 from collectives.job.given_plan import GivenPlan, given_alike, plan_for_all
 from collectives.peers.error_rounds import Gather, say_all, still_wanted
@@ -133,32 +128,6 @@ def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> Exc
         if one != first:
             raise UsageError(f"rank {rank} has {one}, and rank 0 {first}; give all ranks the same settings")
     return made[0]
-
-
-def backend_of(
-    group: dist.ProcessGroup, gather: Gather, *, timeout: float, shared: bool = True
-) -> Backend[Any]:
-    """The back end of a group's ranks: memory that its processes share, where they can, or else messages of the group.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        All of its ranks must call this.
-    gather : callable
-        Over its ranks.
-    timeout : float
-        Seconds that a rank waits for another one, in each step.
-    shared : bool
-        Whether tensors on the CPU go through shared memory where all ranks run on one host.
-    """
-    if shared and set(devices_of(group)) == {"cpu"}:
-        arrays: Any = TorchArrays([torch.device("cpu")])
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        try:
-            return SharedBackend(gather, rank=rank, size=size, timeout=timeout, arrays=arrays)
-        except UsageError:
-            pass  # on all ranks: they are on several hosts, or do not see each other
-    return TorchBackend(group, timeout=timeout)
 
 
 def gather_by(group: dist.ProcessGroup) -> Gather:

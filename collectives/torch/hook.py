@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan
 from collectives.staleness.modes import BSP, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
-from collectives.torch.group_plan import agreed_plan, agreed_settings, backend_of, gather_by
+from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
@@ -62,7 +63,8 @@ class HookState:
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
-        Whether gradients on the CPU go through shared memory where all ranks run on one host; if not, by messages.
+        Whether gradients on the CPU go through shared memory where all ranks run on one host, and by links of our own
+        between hosts where these reach; if not, by messages of the group.
     mode : BSP, SSP, ASP, LocalSGD or str, optional
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets.

@@ -29,12 +29,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.arrays.torch_arrays import DTYPES
 from collectives.backends.torch.gloo_threads import let_go
+from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import PATIENCE
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.reduction import reduction
 from collectives.torch.futures import PlannedWork, future_of
-from collectives.torch.group_plan import agreed_file, backend_of, gather_over
+from collectives.torch.group_plan import agreed_file, gather_over
 from topoplan.errors import UsageError
 
 OPERATIONS = (

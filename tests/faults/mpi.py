@@ -170,9 +170,7 @@ def main(arguments: list[str]) -> int:
         seconds.setdefault((what.form, what.number.name), []).extend(noticed)
         bad += bool(complaints)
         for complaint in complaints:
-            print(
-                f"round {number}, {what.form}, {what.elements} elements, {what.number.name} of rank {what.victim}: {complaint}"
-            )
+            print(f"round {number}, {what}: {complaint}")
     print(f"{options.kills} rounds of {RANKS} ranks, timeout {STEP_SECONDS:g} s: {options.kills - bad} clean")
     for (form, name), times in sorted(seconds.items()):
         if times:

@@ -475,12 +475,17 @@ def test_torchruns_environment_makes_a_group_that_is_destroyed_again(told: Told)
     assert all(one["opened"] == wanted for one in told)
 
 
-def test_by_its_name_the_back_end_uses_memory_where_ranks_share_it_and_silently_messages_elsewhere(
+def test_by_its_name_the_back_end_uses_memory_or_links_where_it_can_and_silently_messages_elsewhere(
     told: Told,
 ) -> None:
+    sums = [15, sum((number % 7) * 6 + 15 for number in range(40_000))]
     for one in told:
         assert one["opened"]["over"] == "shared"
-        assert one["without memory"] == ["torch", 15]
+        assert one["without memory"] == {
+            "reached": ["tcp", *sums],
+            "rank 0 listens nowhere": ["torch", *sums],
+            "rank 1 reaches nobody": ["torch", *sums],
+        } | {f"{name}: threads": 0 for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody")}
         assert "Warning" not in one["error"]
 
 

@@ -357,16 +357,35 @@ def opened(rank: int, size: int) -> dict[str, Any]:
     return {"total": total, "over": over, "left": left, "threads": threading.active_count()}
 
 
-def without_memory(rank: int, size: int) -> list[Any]:
-    """What carries a sum, and the sum, where the system of rank 0 has no memory without a name."""
+def without_memory(rank: int, size: int) -> dict[str, Any]:
+    """What carries sums, and these, where the system of rank 0 has no memory without a name, and links reach or not."""
     import pytest
     import torch
 
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.delattr(os, "memfd_create")
-        with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
-            return [comm.backend, comm.all_reduce(torch.tensor([rank])).item()]
+    from collectives.backends.torch import members
+
+    found: dict[str, Any] = {}
+    for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.delattr(os, "memfd_create")
+                if name == "rank 0 listens nowhere":
+                    patch.setattr(members, "_own_address", lambda: "192.0.2.1")  # of no machine (RFC 5737)
+            if name == "rank 1 reaches nobody":
+                patch.setattr(members, "MEETING_SECONDS", 0.5)
+                if rank == 1:
+                    patch.setattr(members.LinkedMembers, "_meet", _unreachable)
+            threads = threading.active_count()
+            with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
+                whole = torch.arange(40_000).remainder(7).to(torch.bfloat16) + rank
+                sums = [comm.all_reduce(one).double().sum().item() for one in (torch.tensor([rank]), whole)]
+                found[name] = [comm.backend, *sums]
+            found[f"{name}: threads"] = threading.active_count() - threads
+    return found
+
+
+def _unreachable(*_: object) -> None:
+    raise BackendError("nobody there")
 
 
 def faults(rank: int, size: int) -> Iterator[dict[str, Any]]:

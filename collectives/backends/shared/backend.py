@@ -16,19 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import AVERAGED, Call, OneRank, RankArrays, Repeat
+from collectives.backends.backend import Call, OneRank, RankArrays, Repeat
 from collectives.backends.shared.execution import (
     READING,
-    Arithmetic,
     Lines,
     Messages,
     Ready,
     Runner,
     Work,
+    lines_of,
     memories_of,
 )
 from collectives.backends.shared.host_program import (
@@ -193,7 +192,7 @@ class SharedBackend(OneRank):
     def repeated(self, call: Call[Any]) -> Repeat | None:
         """See `Repeats.repeated`."""
         (memory,) = call.memory
-        lines = self._lines(call, memory)
+        lines = lines_of(call, self.size if call.op == "avg" else 1)
         if not (self._alone and lines.aligned and (call.op is None or lines.arithmetic.quick)):
             return None
         kind, pack = self._kind(call, memory, lines), call.signature.packing()
@@ -209,7 +208,7 @@ class SharedBackend(OneRank):
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
-        about, lines = call.signature, self._lines(call, memory)
+        about, lines = call.signature, lines_of(call, self.size if call.op == "avg" else 1)
         if self._alone:
             kind = self._kind(call, memory, lines)
             self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
@@ -269,23 +268,6 @@ class SharedBackend(OneRank):
         """What moves the messages of other hosts: there are none."""
         return None
 
-    def _lines(self, call: Call[Any], memory: RankArrays[Any]) -> Lines:
-        """Input and result; tensors as numpy's arrays, but those of bfloat16, which numpy lacks."""
-        source, result = memory.source, memory.result
-        divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
-        if not isinstance(source, np.ndarray):
-            import torch
-
-            from collectives.arrays.torch_arrays import joining
-
-            source, result = source.detach(), result.detach()
-            if source.dtype == torch.bfloat16:
-                add = None if call.op is None else joining(call.op, source)
-                arithmetic = Arithmetic(_bfloat16, None, call.itemsize, add, divisor, (0, 0, 0, 0, 0))
-                return Lines(source, result, source.data_ptr(), result.data_ptr(), arithmetic)
-            source, result = source.numpy(), result.numpy()
-        return Lines.of(source, result, call.op, divisor)
-
     def _rooms(self, program: Program, itemsize: int, meeting: int) -> tuple[Room, Room, Room]:
         """What a program works on beside arrays."""
         return (
@@ -331,10 +313,3 @@ class _Kind:
     aligned: bool
     empty: tuple[bool, bool] | None
     fetches: bool
-
-
-def _bfloat16(room: NDArray[np.uint8]) -> Any:
-    """Bytes as a tensor."""
-    import torch
-
-    return torch.from_numpy(room).view(torch.bfloat16)

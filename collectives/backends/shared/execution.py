@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.backends.backend import AVERAGED, Call
 from collectives.backends.shared import run as machine
 from collectives.backends.shared.instructions import (
     BLOCK,
@@ -156,6 +157,39 @@ class Lines:
     def aligned(self) -> bool:
         """Whether the machine can read and write their elements at once."""
         return self.arithmetic.aligned(self.source_at, self.result_at)
+
+
+def lines_of(call: Call[Any], divisor: int = 1) -> Lines:
+    """Input and result of the one rank of a call, tensors as numpy's arrays, but those of bfloat16, which numpy lacks.
+
+    Parameters
+    ----------
+    call : Call
+    divisor : int
+        By which sums are divided, where numpy divides such averages alike wherever they are.
+    """
+    (memory,) = call.memory
+    source, result = memory.source, memory.result
+    divisor = divisor if call.dtype in AVERAGED else 1
+    if not isinstance(source, np.ndarray):
+        import torch
+
+        from collectives.arrays.torch_arrays import joining
+
+        source, result = source.detach(), result.detach()
+        if source.dtype == torch.bfloat16:
+            add = None if call.op is None else joining(call.op, source)
+            arithmetic = Arithmetic(_bfloat16, None, call.itemsize, add, divisor, (0, 0, 0, 0, 0))
+            return Lines(source, result, source.data_ptr(), result.data_ptr(), arithmetic)
+        source, result = source.numpy(), result.numpy()
+    return Lines.of(source, result, call.op, divisor)
+
+
+def _bfloat16(room: NDArray[np.uint8]) -> Any:
+    """Bytes as a tensor."""
+    import torch
+
+    return torch.from_numpy(room).view(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

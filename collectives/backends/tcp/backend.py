@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import AVERAGED, Call, OneRank, Repeat
-from collectives.backends.shared.execution import Lines, Ready, Work, execute_alone, memories_of
+from collectives.backends.backend import Call, OneRank, Repeat
+from collectives.backends.shared.execution import (
+    Lines,
+    Ready,
+    Work,
+    execute_alone,
+    lines_of,
+    memories_of,
+)
 from collectives.backends.shared.host_program import EACH, host_program_of
 from collectives.backends.shared.run import FRAME
 from collectives.backends.shared.run import compile_ahead as compile_joins_ahead
@@ -70,6 +77,8 @@ class TcpBackend(OneRank):
     flight_bytes : int
         Bytes that may be under way, or wait at their destination, of a stream that another may hold up: what the
         queues in the network hold, or it runs dry. The same on all ranks.
+    arrays : ArrayLibrary, optional
+        numpy by default; torch's for tensors on the CPU.
 
     Raises
     ------
@@ -109,6 +118,7 @@ class TcpBackend(OneRank):
         timeout: float = 30.0,
         meeting_timeout: float | None = None,
         flight_bytes: int = FLIGHT_BYTES,
+        arrays: ArrayLibrary[Any] | None = None,
     ) -> None:
         if pace is not None and not pace > 0:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
@@ -123,7 +133,7 @@ class TcpBackend(OneRank):
         self.size = size
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
-        self.arrays = ResultArrays()
+        self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
         self._timeout = timeout
         self._pace = pace
         self._flight_bytes = flight_bytes
@@ -163,22 +173,19 @@ class TcpBackend(OneRank):
             place.rank, place.size, rendezvous=place.rendezvous, wires=wires, pace=pace, timeout=timeout
         )
 
-    def run(self, call: Call[NDArray[Any]]) -> None:
+    def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         with self._telling():
             if self._meeting is not None and self._small(call):
-                (memory,) = call.memory
-                lines = Lines.of(memory.source, memory.result, call.op)
+                lines = lines_of(call)
                 ready = self._ready(call, lines)
                 self._run_small(call, ready, call.signature, lines.source_at, lines.result_at, lines)
             else:
                 self._run_flow(call)
 
-    def repeated(self, call: Call[NDArray[Any]]) -> Repeat | None:
+    def repeated(self, call: Call[Any]) -> Repeat | None:
         """See `Repeats.repeated`."""
-        (memory,) = call.memory
-        divisor = self.size if call.op == "avg" and call.dtype in AVERAGED else 1
-        lines = Lines.of(memory.source, memory.result, call.op, divisor)
+        lines = lines_of(call, self.size if call.op == "avg" else 1)
         quick = lines.aligned and (call.op is None or lines.arithmetic.quick)
         if self._meeting is None or not self._small(call) or not quick:
             return None
@@ -190,7 +197,7 @@ class TcpBackend(OneRank):
 
         return run
 
-    def _ready(self, call: Call[NDArray[Any]], lines: Lines) -> Ready:
+    def _ready(self, call: Call[Any], lines: Lines) -> Ready:
         """What a rank adds up that has been told all that the ranks put in."""
         about, (memory,) = call.signature, call.memory
         program = host_program_of(
@@ -206,7 +213,7 @@ class TcpBackend(OneRank):
 
     def _run_small(
         self,
-        like: Call[NDArray[Any]],
+        like: Call[Any],
         ready: Ready,
         about: Signature,
         source: int,
@@ -223,19 +230,19 @@ class TcpBackend(OneRank):
         work = None if lines is None else Work(lines, rooms)
         execute_alone(ready, memories_of(source, result, rooms), self._frame, work)
 
-    def _small(self, call: Call[NDArray[Any]]) -> bool:
+    def _small(self, call: Call[Any]) -> bool:
         """Whether ranks tell each other all that they put in."""
         (memory,) = call.memory
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
         return self._pace is None and nbytes * self.size <= TOGETHER and self.size <= MOST_RANKS
 
-    def _run_flow(self, call: Call[NDArray[Any]]) -> None:
+    def _run_flow(self, call: Call[Any]) -> None:
         """Run a collective over the links of the plan."""
         world, flow = self._world, self._flow_of(call)
 
         def go_on() -> None:
             flow.connect(self._network.descriptor, paces)
-            flow.go_on(call)
+            flow.go_on()
             if flow.status == WAITING:
                 self._bell.hush()
             elif flow.status != ENDED:
@@ -247,7 +254,7 @@ class TcpBackend(OneRank):
             paces = self._open(call, flow)
             world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched, pause=go_on)
 
-    def _flow_of(self, call: Call[NDArray[Any]]) -> Flow:
+    def _flow_of(self, call: Call[Any]) -> Flow:
         """What runs a collective over links, at its beginning."""
         about, (memory,) = call.signature, call.memory
         kind = (call.table, about.collective, about.root, memory.given, memory.block, call.itemsize)
@@ -406,7 +413,7 @@ class TcpBackend(OneRank):
         welcome = self._world.welcome
         self._network.start(self._world.watcher, str(welcome["token"]), welcome["peers"])
 
-    def _open(self, call: Call[NDArray[Any]], flow: Flow) -> Mapping[Queue, float]:
+    def _open(self, call: Call[Any], flow: Flow) -> Mapping[Queue, float]:
         """Open the links on which a collective leaves; the paces that the system does not keep by itself."""
         network, links = self._network, flow.program.leaving
         for link in links:

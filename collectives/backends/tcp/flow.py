@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
-from collectives.backends.shared.execution import Lines
+from collectives.backends.shared.execution import lines_of
 from collectives.backends.tcp import loops
 from collectives.backends.tcp.loops import BY_PYTHON, COME, DONE, PEER_ENDED, STRANGE, WAITING
 from collectives.backends.tcp.order import orders
@@ -201,14 +201,14 @@ class Flow:
         self._polled[0, 2] = loops.READ
         self._frame = np.zeros(loops.FLOW_FRAME, dtype=np.int64)
 
-    def begin(self, call: Call[NDArray[Any]]) -> None:
+    def begin(self, call: Call[Any]) -> None:
         """Begin a collective, with the arrays of the rank."""
-        program, (memory,) = self.program, call.memory
+        program = self.program
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
-        lines = Lines.of(memory.source, memory.result, call.op)
-        self._combine = lines.arithmetic.combine
+        lines = lines_of(call)
+        self._lines = lines
         self._lanes[:] = program.lanes
         self._state[:] = 0
         self._free[:] = self._all_free
@@ -244,7 +244,7 @@ class Flow:
                 self._lanes[place, loops.DESCRIPTOR] = descriptor(link)
                 self._lanes[place, loops.PACE] = max(1, round(paces[link])) if link in paces else 0
 
-    def go_on(self, call: Call[NDArray[Any]]) -> None:
+    def go_on(self) -> None:
         """Move the chunks of what was begun until all is done, or there is something to look at: see `status`."""
         program = self.program
         while True:
@@ -262,7 +262,7 @@ class Flow:
             )
             if self.status != BY_PYTHON:
                 return
-            self._join(call)
+            self._join()
 
     @property
     def finished(self) -> bool:
@@ -323,25 +323,25 @@ class Flow:
         _, chunk, _, stream = min(rows, key=lambda row: row[:3])
         return stream, chunk
 
-    def _join(self, call: Call[NDArray[Any]]) -> None:
+    def _join(self) -> None:
         """Add a chunk that has arrived, as only Python can."""
-        place = int(self._frame[loops.ASIDE])
-        row, (memory,), room = self.program.streams[place], call.memory, self._scratch.of(0)
-        dtype = memory.source.dtype
+        place, lines = int(self._frame[loops.ASIDE]), self._lines
+        row, room, itemsize = self.program.streams[place], self._scratch.of(0), lines.arithmetic.itemsize
+        as_elements = lines.arithmetic.as_elements
         number = int(self._state[place, DONE])
         first = number * self._table.chunk_elements
         elements = min(self._table.chunk_elements, int(row[loops.LENGTH_OF]) - first)
         buffer = self._kept[row[loops.KEPT] + number % row[loops.KEEPS]]
         begin = self._frame[loops.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
-        arrived = room.data[begin:][: elements * dtype.itemsize].view(dtype)
-        own = memory.source[row[loops.FIRST] + first :][:elements]
+        arrived = as_elements(room.data[begin:][: elements * itemsize])
+        own = lines.source[row[loops.FIRST] + first :][:elements]
         if row[loops.SLOTS]:
-            sums = room.data[: self.program.partial_elements * dtype.itemsize].view(dtype)
+            sums = as_elements(room.data[: self.program.partial_elements * itemsize])
             target = sums[row[loops.PLACE] + number % row[loops.SLOTS] * row[loops.SLOT] :][:elements]
         else:
-            target = memory.result[row[loops.PLACE] + first :][:elements]
+            target = lines.result[row[loops.PLACE] + first :][:elements]
         with np.errstate(all="ignore"):
-            self._combine(own if row[loops.OWN] else target, arrived, out=target)
+            lines.arithmetic.combine(own if row[loops.OWN] else target, arrived, out=target)
         self._frame[loops.DONE_ASIDE] = 1
 
 

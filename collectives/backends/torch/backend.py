@@ -1,24 +1,20 @@
-"""The torch back end: the ranks of an existing process group, by memory that they share or by messages of the group.
+"""The ranks of an existing process group, by messages of gloo or NCCL.
 
-Where gloo serves the group and all ranks are on one host, memory is faster than its messages: `open_torch`
-takes it (`SharedMembers`). Elsewhere `TorchBackend` sends and receives by gloo or NCCL: every rank runs the table as a
-program of global steps (`program`); tensors are sent and received where they lie. After a `BackendError` that is no
-disagreement the connections of the group are closed, as gloo itself does after a timeout: that is how ranks learn of it
-which wait for others. Such a group must be destroyed and made anew.
+Every rank runs the table as a program of global steps (`program`); tensors are sent and received where they lie. After
+a `BackendError` that is no disagreement the connections of the group are closed, as gloo itself does after a timeout:
+that is how ranks learn of it which wait for others. Such a group must be destroyed and made anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from collectives.arrays.torch_arrays import TorchArrays, joining, operands
-from collectives.backends.backend import Backend, Call, OneRank
-from collectives.backends.shared.backend import SharedBackend
+from collectives.backends.backend import Call, OneRank
 from collectives.backends.stepped.program import Message as Move
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.group_world import GroupWorld
@@ -154,58 +150,6 @@ class TorchBackend(OneRank):
         if kept is None or kept.nbytes < nbytes:
             kept = self._scratch[str(device)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return kept[:nbytes].view(like.dtype)
-
-
-class SharedMembers(SharedBackend):
-    """`Backend` of one rank of a process group whose ranks are on one host.
-
-    Parameters
-    ----------
-    messages : TorchBackend
-        Over which the ranks meet; `close` closes it too.
-    timeout : float
-        Seconds that a rank waits for another one, in each step.
-
-    Raises
-    ------
-    UsageError
-        The ranks do not see each other's memory; ``messages`` stays open.
-    """
-
-    def __init__(self, messages: TorchBackend, *, timeout: float) -> None:
-        super().__init__(
-            messages.gather_texts,
-            rank=messages.ranks[0],
-            size=messages.size,
-            timeout=timeout,
-            arrays=messages.arrays,
-        )
-        self._met_over = messages
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        super().close()
-        self._met_over.close()
-
-
-def open_torch(*, timeout: float) -> Backend[Any]:
-    """The back end of a rank of the default group, made here where torchrun asks for one: by memory, or by messages.
-
-    Raises
-    ------
-    UsageError, BackendError
-        As `TorchBackend`.
-    """
-    messages = TorchBackend.open(timeout=timeout)
-    if {device.type for device in messages.arrays.devices} != {"cpu"}:
-        return messages
-    try:
-        return SharedMembers(messages, timeout=timeout)
-    except UsageError:
-        return messages  # on all ranks: they are on several hosts, or do not see each other
-    except BaseException:
-        messages.close()
-        raise
 
 
 def _execute(
