@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import numpy_dtype
+from collectives.backends.backend import Step
 from collectives.communicator.communicator import Communicator
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
@@ -110,19 +111,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One call as a process saw it.
+    """One call as a process saw it, or a step of one.
 
     Parameters
     ----------
-    ranks : tuple of int
-        Of the process.
-    call : int
+    row : str
+        The ranks of the process, or the link over which something came.
+    what : str
     start, end : float
         Seconds from the first call of its host.
     """
 
-    ranks: tuple[int, ...]
-    call: int
+    row: str
+    what: str
     start: float
     end: float
 
@@ -218,7 +219,9 @@ def measure(
 
 
 def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Span, ...]:
-    """When each rank began and ended `REPEATS` calls back to back; every rank must call it.
+    """When each rank began and ended `REPEATS` calls back to back, and their steps (`Communicator.trace`).
+
+    Every rank must call it.
 
     The clock is the steady one of the host, which all its processes read; on each host it begins with the first call
     there, since clocks of different hosts know nothing of each other.
@@ -232,7 +235,7 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Sp
     Returns
     -------
     tuple of Span
-        By rank and call; the same on every rank.
+        Calls by rank, then steps; the same on every rank.
 
     Examples
     --------
@@ -240,31 +243,41 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Sp
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
     >>> with Communicator(plan) as comm:
     ...     spans = timeline(comm, nbytes=1000, dtype="float32")
-    >>> spans[0].ranks, spans[0].start, len(spans)
-    ((0, 1, 2), 0.0, 5)
+    >>> spans[0].row, spans[0].what, spans[0].start, len(spans)
+    ('ranks 0 to 2', 'call 0', 0.0, 5)
     """
     _, each = _counts(communicator.plan, nbytes // DTYPES[dtype])
     _, run = _ready(communicator, each, dtype, None)
     run()
     _meet(communicator)
     clock = [time.monotonic_ns()]
-    for _ in range(REPEATS):
-        run()
-        clock.append(time.monotonic_ns())
-    told = communicator.gather_texts(json.dumps([platform.node(), communicator.ranks, clock]))
-    processes = {tuple(ranks): (host, times) for host, ranks, times in map(json.loads, told)}
+    with communicator.trace() as steps:
+        for _ in range(REPEATS):
+            run()
+            clock.append(time.monotonic_ns())
+    first, last = communicator.ranks[0], communicator.ranks[-1]
+    row = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    mine = [Step(row, f"call {number}", *bounds) for number, bounds in enumerate(pairwise(clock))]
+    listed = [[step.row, step.what, step.start, step.end] for step in (*mine, *steps)]
+    told = communicator.gather_texts(json.dumps([platform.node(), listed]))
+    processes = dict.fromkeys(told)  # who holds several ranks says it once
     begun: dict[str, int] = {}
-    for host, times in processes.values():
-        begun[host] = min(times[0], begun.get(host, times[0]))
+    found: list[tuple[str, Step]] = []
+    for host, said in map(json.loads, processes):
+        begun[host] = min(said[0][2], begun.get(host, said[0][2]))
+        found += [(host, Step(*one)) for one in said]
     return tuple(
-        Span(ranks, call, (start - begun[host]) / 1e9, (end - begun[host]) / 1e9)
-        for ranks, (host, times) in sorted(processes.items())
-        for call, (start, end) in enumerate(pairwise(times))
+        Span(step.row, step.what, (step.start - begun[host]) / 1e9, (step.end - begun[host]) / 1e9)
+        for calls in (True, False)
+        for host, step in found
+        if step.what.startswith("call ") == calls
     )
 
 
 def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> str:
-    """Calls as a Chrome trace, in JSON, as `topoplan.simulation.events.chrome_trace`: one row for each process.
+    """Calls as a Chrome trace, in JSON, as `topoplan.simulation.events.chrome_trace`.
+
+    One row for each process, in which its own steps lie under its calls, and one for each link over which chunks came.
 
     Parameters
     ----------
@@ -276,26 +289,26 @@ def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> 
 
     Examples
     --------
-    >>> events = json.loads(chrome_trace([Span((2,), 0, 0.0, 1e-3)], "allreduce of 1MB"))["traceEvents"]
+    >>> events = json.loads(chrome_trace([Span("rank 2", "call 0", 0.0, 1e-3)], "allreduce of 1MB"))["traceEvents"]
     >>> [(event["name"], event.get("dur")) for event in events]
     [('process_name', None), ('thread_name', None), ('call 0', 1000.0)]
     """
     rows: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"measured: {what}"}}
     ]
-    for ranks in sorted({span.ranks for span in spans}):
-        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        rows.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": ranks[0], "args": {"name": name}})
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(span.row for span in spans))}
+    for row, number in numbers.items():
+        rows.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": row}})
     rows += [
         {
-            "name": f"call {span.call}",
-            "cat": "call",
+            "name": span.what,
+            "cat": span.what.split()[0],
             "ph": "X",
             "ts": round(span.start * 1e6, 4),
             "dur": round((span.end - span.start) * 1e6, 4),
             "pid": 1,
-            "tid": span.ranks[0],
-            "args": {"call": span.call},
+            "tid": numbers[span.row],
+            "args": {},
         }
         for span in spans
     ]

@@ -178,6 +178,33 @@ class Repeats(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that a rank did in a collective, for a timeline.
+
+    Parameters
+    ----------
+    row : str
+        Of the timeline: the rank, or the link over which it received.
+    what : str
+    start, end : int
+        Nanoseconds of the host's steady clock.
+    """
+
+    row: str
+    what: str
+    start: int
+    end: int
+
+
+@runtime_checkable
+class Traces(Protocol):
+    """A back end that tells what it does in a collective."""
+
+    def trace(self, steps: list[Step] | None) -> None:
+        """Add the steps of the collectives from now on to a list; with None no longer."""
+
+
 @runtime_checkable
 class GivesMemory(Protocol):
     """A back end of one rank with memory of its own kind, from which it can do with fewer copies."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory
+from collectives.backends.backend import Backend, GivesMemory, Step, Traces
 from collectives.backends.open_backend import open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
@@ -563,6 +563,28 @@ class Communicator:
         What the plans' transfers carry: each chunk that crosses a tree edge once. Where ranks share memory, less moves.
         """
         return self._in_order.run(lambda: self._open().traffic.sent)
+
+    @contextmanager
+    def trace(self) -> Iterator[list[Step]]:
+        """What this process does in the collectives inside, with the times of the host's steady clock.
+
+        Where ranks share memory: their meetings, what they wait for, copy and add up; with ``tcp``: meetings, and when
+        each chunk came over its link. Other back ends tell nothing. ``topoplan bench --trace`` draws it.
+
+        Yields
+        ------
+        list of Step
+            To which collectives add when they end.
+        """
+        backend = self._open().backend
+        steps: list[Step] = []
+        if isinstance(backend, Traces):
+            self._in_order.run(partial(backend.trace, steps))
+        try:
+            yield steps
+        finally:
+            if isinstance(backend, Traces):
+                self._in_order.run(partial(backend.trace, None))
 
     def settled(self, nbytes: int) -> bool:
         """Whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.

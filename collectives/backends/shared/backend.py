@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, OneRank, RankArrays, Repeat
+from collectives.backends.backend import Call, OneRank, RankArrays, Repeat, Step
 from collectives.backends.shared.execution import (
     READING,
     Lines,
@@ -205,6 +205,10 @@ class SharedBackend(OneRank):
                 raise
 
         return run
+
+    def trace(self, steps: list[Step] | None) -> None:
+        """See `Traces.trace`: the operations of this rank's program."""
+        self._runner.steps = steps
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory

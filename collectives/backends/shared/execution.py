@@ -15,17 +15,24 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import AVERAGED, Call
+from collectives.backends.backend import AVERAGED, Call, Step
 from collectives.backends.shared import run as machine
 from collectives.backends.shared.instructions import (
+    ASIDE,
     BLOCK,
     BYTES,
+    COPY,
+    COPY_PAST,
     DIVIDE,
+    FETCH,
     FIRST_ARRAY,
     FIRST_INPUT,
     FIRST_WAIT,
+    JOIN,
+    JOIN_ONE,
     KIND,
     LAST_INPUT,
+    LAST_WAIT,
     MEMORY,
     MESSAGE,
     OFFSET,
@@ -54,6 +61,9 @@ PATIENCE = 20_000_000
 
 WATCHED_PATIENCE = 100_000_000
 """The same where the system tells at once that one of them has died."""
+
+BRIEF = 1_000
+"""Nanoseconds of waiting that a timeline leaves out."""
 
 MESSAGE_LOOK = 100_000
 """The same where messages between hosts move only while somebody looks after them, at first."""
@@ -285,6 +295,7 @@ class Runner:
         self._frame[machine.RANKS], self._frame[machine.READING] = len(self._members), READING
         self._frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
         self._calls = 0
+        self.steps: list[Step] | None = None
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
         self._patience = WATCHED_PATIENCE if watch.see_deaths() else PATIENCE
 
@@ -333,6 +344,10 @@ class Runner:
         if arenas is not None:
             first = machine.FRAME + 2 * len(self._members)
             frame[first : first + len(arenas)] = [room.address for room in arenas]
+        times = (
+            None if self.steps is None else np.zeros((len(program.operations) + 1, machine.TIMED), np.int64)
+        )
+        frame[machine.TIMES] = 0 if times is None else times.ctypes.data
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -358,6 +373,8 @@ class Runner:
                 waiting = None
                 self._watch.waits_for(None, 0)
             if status == machine.ENDED:
+                if self.steps is not None and times is not None:
+                    self.steps += steps_of(program, times, self._members, self._own)
                 return
             if status == machine.OTHERS_FAILED:
                 self._watch.check()
@@ -386,6 +403,35 @@ class Runner:
             name, least = DONE, base + done
         index = place * WORDS + name
         self._watch.look(lambda: words[index] >= least, self._members[place], row, begun)
+
+
+DOING = {
+    COPY: "copy",
+    COPY_PAST: "copy",
+    JOIN: "add",
+    JOIN_ONE: "add",
+    DIVIDE: "divide",
+    FETCH: "read and add",
+    ASIDE: "send",
+}
+"""What the timeline calls operations of a kind."""
+
+
+def steps_of(program: Program, times: NDArray[np.int64], members: tuple[int, ...], place: int) -> list[Step]:
+    """What the rank at a place did, and what it waited for longer than `BRIEF`, by the times of its operations."""
+    steps, row = [], f"rank {members[place]}"
+    if times[0, 0]:
+        steps.append(Step(row, "meet", int(times[0, 0]), int(times[0, 2])))
+    for number in np.flatnonzero(times[1:, 2]).tolist():
+        came, ready, done = times[number + 1].tolist()
+        operation = program.operations[number]
+        if ready - came > BRIEF:
+            places = program.waits[operation[FIRST_WAIT] : operation[LAST_WAIT], 0].tolist()
+            ranks = ", ".join(str(members[one]) for one in sorted(set(places)))
+            steps.append(Step(row, f"wait for {ranks}", came, ready))
+        if operation[BYTES]:
+            steps.append(Step(row, f"{DOING[int(operation[KIND])]} {operation[BYTES]} B", ready, done))
+    return steps
 
 
 def execute_alone(

@@ -114,8 +114,9 @@ LONGEST_RESPITE = 320_000_000
     READING,
     UNREAD,
     IN_PLACE,
+    TIMES,
     MEMORIES,
-) = range(26)
+) = range(27)
 """What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
 has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, where
 the program ends, and the ones for arrays and for inputs of other processes, whether this rank's arrays lie in its arena
@@ -123,7 +124,11 @@ and whether its input may be read, bytes of a block and of an element, the addre
 and of the divisor (0 where there is none), the number of the system call futex (0 where there is none), the nanoseconds
 of a wait after which the call ends, when a processor may be given away again, how many ranks there are, the number of
 the system call that reads the memory of others, whose could not be read (its place plus 1), whether all arrays are
-their own results, and the memories up to `FIRST_ARRAY`."""
+their own results, the address of `TIMED` words for the meeting and each operation (0 where nobody asks), and the
+memories up to `FIRST_ARRAY`."""
+
+TIMED = 3
+"""When a rank comes to an operation, when it has all that it waits for, and when it is done, in nanoseconds."""
 
 CLOCK, ARGUMENTS, VECTORS, FRAME = 33, 37, 44, 48
 """And room for times, for what loops of numpy are called with, for what is read from where, and, from `FRAME` on, two
@@ -167,6 +172,7 @@ def run(
         ``ENDED`` or one of the other ends.
     """
     if frame[POSITION] == -2:
+        _note_time(frame, -1, 0)
         _show(frame, control, own, ranks)
         frame[POSITION] = -1
     if frame[POSITION] == -1:
@@ -176,6 +182,7 @@ def run(
         for place in range(ranks):
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
+        _note_time(frame, -1, 2)
         frame[POSITION] = 0
         parity = frame[MEETING] % 2
         if frame[ARRAYS] and _all_tell(control, ranks, GIVEN + parity, TAKEN + parity):
@@ -188,6 +195,7 @@ def run(
             frame[BLOCK_BYTES] = FETCHED_BLOCK
     while frame[POSITION] < frame[END]:
         number = frame[POSITION]
+        _note_time(frame, number, 0)
         if frame[DONE_ASIDE] == 0:
             while operations[number, FIRST_WAIT] + frame[WAIT] < operations[number, LAST_WAIT]:
                 wait = operations[number, FIRST_WAIT] + frame[WAIT]
@@ -195,10 +203,12 @@ def run(
                 if not _wait(frame, control, own, ranks, waits[wait, PLACE], least):
                     return WAITING
                 frame[WAIT] += 1
+            _note_time(frame, number, 1)
             if operations[number, KIND] == UNLESS_FAILED and _any_failed(control, ranks):
                 return OTHERS_FAILED
             if not _done_here(operations, inputs, frame, number):
                 return NOT_READ if frame[UNREAD] else BY_PYTHON
+        _note_time(frame, number, 2)
         frame[DONE_ASIDE] = 0
         frame[WAIT] = 0
         frame[POSITION] += operations[number, TOGETHER]
@@ -206,6 +216,14 @@ def run(
         if post > 0:
             _post(frame, control, own, ranks, frame[BASE] + post)
     return ENDED
+
+
+@compiled
+def _note_time(frame: Numbers, number: Word, which: Word) -> None:
+    """Write down when something happens to an operation first, where somebody asks."""
+    place = frame[TIMES] + 8 * (TIMED * (number + 1) + which)
+    if frame[TIMES] and load_word(place) == 0:
+        store_word(place, _now(frame))
 
 
 @compiled

@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, OneRank, Repeat
+from collectives.backends.backend import Call, OneRank, Repeat, Step
 from collectives.backends.shared.execution import (
     Lines,
     Ready,
@@ -143,6 +143,7 @@ class TcpBackend(OneRank):
         self._flows: dict[tuple[object, ...], Flow] = {}
         self._meeting: Meeting | None = None
         self._frame = np.zeros(FRAME, dtype=np.int64)
+        self._steps: list[Step] | None = None
         self._closed = False
         self._process = os.getpid()
         compile_ahead()
@@ -224,7 +225,9 @@ class TcpBackend(OneRank):
         assert self._meeting is not None, "where the ranks meet"
         (memory,) = like.memory
         nbytes = (memory.given[1] - memory.given[0]) * like.itemsize
+        began = time.monotonic_ns()
         self._agree(about, lambda: self._flow_of(like), source, nbytes)
+        self._note_steps(like, began, time.monotonic_ns())
         scratch = self._scratch.of(ready.program.scratch_elements * like.itemsize)
         rooms = scratch, scratch, self._meeting.shown
         work = None if lines is None else Work(lines, rooms)
@@ -250,9 +253,12 @@ class TcpBackend(OneRank):
                 world.report(message, peer=peer, step=flow.stops_at(peer))
 
         with self._waiting(flow.waiting, flow.stops_at):
+            began = time.monotonic_ns()
             self._agree(call.signature, lambda: flow)
+            met = time.monotonic_ns()
             paces = self._open(call, flow)
             world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched, pause=go_on)
+        self._note_steps(call, began, met, flow)
 
     def _flow_of(self, call: Call[Any]) -> Flow:
         """What runs a collective over links, at its beginning."""
@@ -268,8 +274,22 @@ class TcpBackend(OneRank):
 
             program = FlowProgram.of(call, self.rank, lane, self._flight_bytes)
             flow = self._flows[kind] = Flow(program, call.table, self._scratch, self._bell.descriptor)
-        flow.begin(call)
+        flow.begin(call, traced=self._steps is not None)
         return flow
+
+    def trace(self, steps: list[Step] | None) -> None:
+        """See `Traces.trace`: meetings, and the chunks that come over each link."""
+        self._steps = steps
+
+    def _note_steps(self, call: Call[Any], began: int, met: int, flow: Flow | None = None) -> None:
+        """Add what a collective did to the steps, where somebody asks."""
+        if self._steps is None:
+            return
+        self._steps.append(Step(f"rank {self.rank}", "meet", began, met))
+        for link, stream, chunk, start, end in () if flow is None else flow.arrivals():
+            source, destination = (call.plan.ranks[rank] for rank in link[:2])
+            what = f"shard {stream.shard} chunk {chunk}"
+            self._steps.append(Step(f"{source} -> {destination} ({link[2]})", what, start, end))
 
     @contextlib.contextmanager
     def _waiting(

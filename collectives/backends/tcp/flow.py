@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ class FlowProgram:
                 elements += slots * slot
         streams = np.zeros((len(mine), len(loops.STREAM_COLUMNS)), dtype=np.int64)
         befores: list[tuple[int, int]] = []
-        keeps = buffers = 0
+        keeps = buffers = first_chunk = 0
         for place, one in enumerate(mine):
             part, arrives = one.stream, one.stream.destination == rank
             flight = -(-flight_bytes // (longest[part.number] * call.itemsize))
@@ -138,7 +138,9 @@ class FlowProgram:
                 len(befores),
                 keeps,
                 kept,
+                first_chunk,
             )
+            first_chunk += part.chunks
             keeps += kept
             # of a stream that is not held a chunk waits nowhere but in the hand of its link
             buffers += window if arrives else 0
@@ -201,8 +203,8 @@ class Flow:
         self._polled[0, 2] = loops.READ
         self._frame = np.zeros(loops.FLOW_FRAME, dtype=np.int64)
 
-    def begin(self, call: Call[Any]) -> None:
-        """Begin a collective, with the arrays of the rank."""
+    def begin(self, call: Call[Any], *, traced: bool = False) -> None:
+        """Begin a collective, with the arrays of the rank; where it is traced, `arrivals` can be asked for."""
         program = self.program
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
@@ -210,6 +212,7 @@ class Flow:
         lines = lines_of(call)
         self._lines = lines
         self._lanes[:] = program.lanes
+        self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
         self._state[:] = 0
         self._free[:] = self._all_free
         self._frame[loops.LEFT : loops.TOUCHED + 1] = (
@@ -258,6 +261,7 @@ class Flow:
                     self._free,
                     self._frame,
                     self._polled,
+                    self._times,
                 )
             )
             if self.status != BY_PYTHON:
@@ -268,6 +272,15 @@ class Flow:
     def finished(self) -> bool:
         """Whether this rank has sent and joined everything."""
         return bool(self._frame[loops.LEFT] == 0)
+
+    def arrivals(self) -> Iterator[tuple[Queue, Stream, int, int, int]]:
+        """The chunks that came: link, stream, chunk, and when each began to come and was there, in nanoseconds."""
+        for lane, link in zip(self._lanes, self.program.links, strict=True):
+            for place in range(lane[loops.FIRST_STREAM], lane[loops.LAST_STREAM]):
+                if link[1] == self.program.rank:
+                    first, stream = self.program.streams[place, loops.FIRST_CHUNK], self.program.parts[place]
+                    for chunk, (start, end) in enumerate(self._times[first:][: stream.chunks].tolist()):
+                        yield link, stream, chunk, start, end
 
     @property
     def touched(self) -> float:

@@ -66,14 +66,15 @@ STREAM_COLUMNS = (
     LAST_BEFORE,
     KEPT,
     KEEPS,
-) = range(16)
+    FIRST_CHUNK,
+) = range(17)
 """The columns of streams, which are sorted by link: the number that all ranks know; where what this rank gives begins
 among what it puts in, and the length; elements of a chunk, number of chunks; whether arriving chunks are added; whether
 this rank has received nothing yet there, so that what it puts in is what it sends, or adds to; where the rest lies in
 the result, or among the partial sums; how many of these there are, 0 for the result, and the elements of each; the
 stream that must have been joined here before a chunk is sent, or -1; chunks that may be under way, or 0 where as many
-as there are; what must precede a join (`befores`), from one and up to another; and where the buffers of arrived chunks
-are noted, and how many there can be."""
+as there are; what must precede a join (`befores`), from one and up to another; where the buffers of arrived chunks
+are noted, and how many there can be; and the number of its first chunk among those of all streams."""
 
 DONE, COME, CREDITED = range(3)
 """What the state of a stream holds, in chunks: sent or joined; arrived; and joined at the destination, as told."""
@@ -92,14 +93,15 @@ LANE_COLUMNS = (
     BYTES,
     BUFFER,
     BACK,
+    CAME_AT,
     HEADER,
-) = range(14)
+) = range(15)
 """The columns of links: descriptor of the connection, -1 before there is one; whether chunks leave; the streams, from
-one and up to another; chunks that have yet to be moved; bytes per second, 0 for no limit, and
-when the next chunk may leave; then of the chunk that is being moved its stream, -1 for none, the bytes of header and
-chunk that have been moved, its address, its length in bytes, and the buffer that it arrives in, -1 for its place; bytes
-of a credit that have come; and from here on the header (call, stream, chunk, bytes) and a credit (call, stream, chunks
-joined)."""
+one and up to another; chunks that have yet to be moved; bytes per second, 0 for no limit, and when the next chunk may
+leave; then of the chunk that is being moved its stream, -1 for none, the bytes of header and chunk that have been
+moved, its address, its length in bytes, and the buffer that it arrives in, -1 for its place; bytes of a credit that
+have come; when the chunk began to come; and from here on the header (call, stream, chunk, bytes) and a credit (call,
+stream, chunks joined)."""
 
 CREDIT = HEADER + 4
 LANE = CREDIT + 3
@@ -247,12 +249,13 @@ def flow(
     free: Numbers,
     frame: Numbers,
     polled: NDArray[np.int16],
+    times: Numbers,
 ) -> Word:
     """Go on with the chunks that one rank sends and receives.
 
     Parameters
     ----------
-    streams : (S, 16) int64
+    streams : (S, 17) int64
         See `STREAM_COLUMNS`.
     befores : (B, 2) int64
         Stream and lag: a chunk may be joined once that stream has done the chunk so many before it.
@@ -266,6 +269,8 @@ def flow(
     frame : (FLOW_FRAME,) int64
     polled : (L + 1, 4) int16
         What the system waits for: each link that has more to move, behind the bell (see `meet`).
+    times : (C, 2) int64
+        Where somebody asks, for each chunk that comes when it began to and when it was there; else empty.
 
     Returns
     -------
@@ -284,7 +289,7 @@ def flow(
             if lanes[lane, LEAVES]:
                 status = _send_chunk(streams, lanes, state, frame, lane, now, idle)
             else:
-                status = _receive_chunk(streams, befores, lanes, state, kept, free, frame, lane)
+                status = _receive_chunk(streams, befores, lanes, state, kept, free, frame, times, lane)
             if status == ENDED:
                 moved = True
                 if frame[KEPT_CHUNKS] > 0 and not _join_kept(
@@ -407,6 +412,7 @@ def _receive_chunk(
     kept: Numbers,
     free: Numbers,
     frame: Numbers,
+    times: Numbers,
     lane: Word,
 ) -> Word:
     """Take some of what has come over a link: ``ENDED`` where anything moved, else as `flow`."""
@@ -426,6 +432,8 @@ def _receive_chunk(
             return ENDED
         if not _expect(streams, befores, lanes, state, free, frame, lane):
             return STRANGE
+        if len(times) > 0:
+            lanes[lane, CAME_AT] = _now(frame)
     stream, length = lanes[lane, STREAM], lanes[lane, BYTES]
     done = moved - HEADER_BYTES
     came = _recv(lanes[lane, DESCRIPTOR], lanes[lane, AT] + done, length - done, RECEIVE_FLAGS)
@@ -435,6 +443,9 @@ def _receive_chunk(
         return status if _would_wait(frame) else BROKEN
     lanes[lane, MOVED] += came
     if done + came == length:
+        if len(times) > 0:
+            number = streams[stream, FIRST_CHUNK] + state[stream, COME]
+            times[number, 0], times[number, 1] = lanes[lane, CAME_AT], _now(frame)
         buffer = lanes[lane, BUFFER]
         lanes[lane, STREAM], lanes[lane, MOVED] = -1, 0
         lanes[lane, LEFT_HERE] -= 1
@@ -642,4 +653,5 @@ def compile_ahead() -> None:
     nothing, polled = np.zeros((0, 2), dtype=np.int64), np.zeros((1, 4), dtype=np.int16)
     words = np.zeros(0, dtype=np.int64)
     meet(nothing, np.zeros(FRAME, dtype=np.int64), polled)
-    flow(nothing, nothing, nothing, nothing, words, words, np.zeros(FLOW_FRAME, dtype=np.int64), polled)
+    frame = np.zeros(FLOW_FRAME, dtype=np.int64)
+    flow(nothing, nothing, nothing, nothing, words, words, frame, polled, nothing)
