@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -39,17 +40,19 @@ class ResultArrays(NumpyArrays):
 
     def __init__(self) -> None:
         self._kept: list[NDArray[np.uint8]] = []
+        self._giving = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], like: NDArray[Any]) -> NDArray[Any]:
         """See `ArrayLibrary.empty`."""
         length = math.prod(shape) * like.dtype.itemsize
         if length < WORTHWHILE:
             return super().empty(shape, like)
-        memory = self._free(length)
-        if memory is None:
-            memory = np.empty(length, np.uint8)
-            self._kept = [*self._kept[1 - KEPT :], memory]
-        return memory[:length].view(like.dtype).reshape(shape)
+        with self._giving:
+            memory = self._free(length)
+            if memory is None:
+                memory = np.empty(length, np.uint8)
+                self._kept = [*self._kept[1 - KEPT :], memory]
+            return memory[:length].view(like.dtype).reshape(shape)
 
     def _free(self, length: int) -> NDArray[np.uint8] | None:
         """The smallest memory that is long enough, not much too long, and not in use."""

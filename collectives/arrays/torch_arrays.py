@@ -196,7 +196,8 @@ class TorchArrays:
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """See `ArrayLibrary.empty`."""
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        with torch.inference_mode(False):  # also for calls that come later, and not from inside it
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def line(self, array: torch.Tensor) -> torch.Tensor:
         """See `ArrayLibrary.line`."""

@@ -613,7 +613,7 @@ class Communicator:
     ) -> Any:
         """Check the arguments now, and run in turn."""
         execution = self._open()
-        task = execution.repeated(collective, root, op, arrays, out)
+        task = execution.repeated(collective, root, op, arrays, out, later=async_op)
         if task is None:
             try:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)

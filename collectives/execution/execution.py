@@ -103,7 +103,7 @@ class Execution(Generic[Array]):
         return results[0] if self.backend.one_rank else results
 
     def repeated(
-        self, collective: str, root: int | None, op: str | None, array: Any, out: Any
+        self, collective: str, root: int | None, op: str | None, array: Any, out: Any, *, later: bool
     ) -> Callable[[], Any] | None:
         """What runs a call like an earlier one on these arrays; None where they have to be looked at.
 
@@ -113,6 +113,8 @@ class Execution(Generic[Array]):
             As the caller asks.
         array, out : anything
             What he passes for input and result.
+        later : bool
+            Whether it runs in the background.
         """
         library = self.backend.arrays
         if (
@@ -125,11 +127,20 @@ class Execution(Generic[Array]):
         if call is None:
             return None
         places = call.places(array, out, library)
-        return places and partial(self._run_repeated, call, array, *places)
+        if places is None:
+            return None
+        # a tensor may be given other memory meanwhile, so what was looked at is held
+        held = [library.line(one) for one in (array, out) if one is not None] if later else []
+        return partial(self._run_repeated, call, array, out, *places, held)
 
-    def _run_repeated(self, call: RepeatedCall, array: Array, out: Array, source: int, result: int) -> Array:
+    def _run_repeated(
+        self, call: RepeatedCall, array: Array, out: Array | None, source: int, result: int, held: list[Array]
+    ) -> Array:
         """Run a call whose arguments fit."""
         self._check_alive()
+        if out is None:
+            out = self.backend.arrays.empty(call.kind.shape, array)
+            result = self.backend.arrays.address(out)
         number = self._calls
         self._calls += 1
         try:

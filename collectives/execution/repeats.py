@@ -46,8 +46,8 @@ class RepeatedCall:
         (one,) = call.memory
         return cls(run, kind, call.table, dtype, kept_parts(call.table, one.rank, one.given, one.block))
 
-    def places(self, array: Any, out: Any, library: ArrayLibrary[Any]) -> tuple[Any, int, int] | None:
-        """The array for the result, and where it and the input are; None where they do not fit.
+    def places(self, array: Any, out: Any, library: ArrayLibrary[Any]) -> tuple[int, int] | None:
+        """Where the input and the array for the result are, 0 where that is yet to be made; None where they do not fit.
 
         Parameters
         ----------
@@ -58,23 +58,26 @@ class RepeatedCall:
         library : ArrayLibrary
         """
         kind = self.kind
+        source, itemsize = library.address(array), kind.itemsize
+        if source == 0 or source % itemsize:
+            return None
         if out is None:
-            out = library.empty(kind.shape, array)
-        elif not (
+            return source, 0
+        if not (
             type(out) in library.plain
             and out.dtype == self.dtype
             and out.shape == kind.shape
             and library.writeable(out)
         ):
             return None
-        source, result, itemsize = library.address(array), library.address(out), kind.itemsize
-        if source == 0 or result == 0 or source % itemsize or result % itemsize:
+        result = source if out is array else library.address(out)
+        if result == 0 or result % itemsize:
             return None
         (given,), (block,) = kind.given, kind.blocks
         in_place = source - given[0] * itemsize == result - block[0] * itemsize
         before = source + (given[1] - given[0]) * itemsize <= result
         behind = result + (block[1] - block[0]) * itemsize <= source
-        return (out, source, result) if in_place or before or behind else None
+        return (source, result) if in_place or before or behind else None
 
 
 @lru_cache(maxsize=256)

@@ -193,6 +193,15 @@ class Watch:
             time.sleep(1e-3)
         self.fail(peer, row, f"MPI cannot reach the peer: {error}; start all ranks again", lost=True)
 
+    def unreadable(self, peer: int, row: int) -> NoReturn:
+        """Fail because the memory of a peer cannot be read: in most cases it is about to end."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + HEARSAY:
+            self.look(lambda: False, peer, row, begun)
+            time.sleep(LOOK)
+        text = "what the peer puts in cannot be read; keep it as it is until the collective has ended"
+        self.fail(peer, row, text, lost=False)
+
     def check(self) -> None:
         """Raise `BackendError` if a rank has noticed a failure."""
         notice = self._others.received() if self._others is not None else None

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -229,29 +230,35 @@ class Reading:
         control.announce(PROBED, int(self._probe[0]))
         control.announce(PROBE, self._probe.ctypes.data)
 
-    def may(self) -> bool:
-        """Whether this rank can read the memory of all others; found out when all of them are there."""
+    def may(self, address: int, nbytes: int) -> bool:
+        """Whether this rank can read the memory of all others, and some of its own can be read: not all memory can.
+
+        The former is found out when all ranks are there.
+        """
         if self._may is None:
             places = range(self._control.ranks)
             if not all(self._control.word(place, PROBE) for place in places):
                 return False
             self._may = all(self._pids) and all(map(self._reads, places))
-        return self._may
+        ends = (address, address + nbytes - 1)
+        return self._may and all(_read_memory(os.getpid(), end, 1) is not None for end in ends)
 
     def _reads(self, place: int) -> bool:
-        found = np.zeros(1, dtype=np.int64)
-        own, others = (
-            np.array([address, 8], dtype=np.int64)
-            for address in (found.ctypes.data, self._control.word(place, PROBE))
-        )
-        try:
-            read = ctypes.CDLL(None).process_vm_readv
-        except AttributeError:
-            return False
-        at = (ctypes.c_void_p(vector.ctypes.data) for vector in (own, others))
-        one = ctypes.c_ulong(1)
-        got = read(self._pids[place], next(at), one, next(at), one, ctypes.c_ulong(0))
-        return bool(got == 8 and found[0] == self._control.word(place, PROBED))
+        found = _read_memory(self._pids[place], self._control.word(place, PROBE), 8)
+        return found is not None and int.from_bytes(found, sys.byteorder) == self._control.word(place, PROBED)
+
+
+def _read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
+    """What stands in the memory of a process; None where it cannot be read."""
+    room = ctypes.create_string_buffer(nbytes)
+    vectors = (ctypes.c_size_t * 4)(ctypes.addressof(room), nbytes, address, nbytes)
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    try:
+        read = ctypes.CDLL(None).process_vm_readv
+    except AttributeError:
+        return None
+    read.restype = ctypes.c_ssize_t
+    return room.raw if read(pid, vectors, one, ctypes.byref(vectors, 16), one, none) == nbytes else None
 
 
 class _Held:

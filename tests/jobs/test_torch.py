@@ -485,7 +485,9 @@ def test_by_its_name_the_back_end_uses_memory_or_links_where_it_can_and_silently
             "reached": ["tcp", *sums],
             "rank 0 listens nowhere": ["torch", *sums],
             "rank 1 reaches nobody": ["torch", *sums],
-        } | {f"{name}: threads": 0 for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody")}
+            "rank 1 reaches rank 0 alone": ["torch", *sums],
+            "threads": [0] * 4,
+        }
         assert "Warning" not in one["error"]
 
 

@@ -365,22 +365,26 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
     from collectives.backends.torch import members
 
     found: dict[str, Any] = {}
-    for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody"):
+    for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody", "rank 1 reaches rank 0 alone"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.delattr(os, "memfd_create")
                 if name == "rank 0 listens nowhere":
                     patch.setattr(members, "_own_address", lambda: "192.0.2.1")  # of no machine (RFC 5737)
-            if name == "rank 1 reaches nobody":
-                patch.setattr(members, "MEETING_SECONDS", 0.5)
-                if rank == 1:
-                    patch.setattr(members.LinkedMembers, "_meet", _unreachable)
+            if name == "rank 1 reaches nobody" and rank == 1:
+                patch.setattr(members.LinkedMembers, "_meet", _unreachable)
+            if name == "rank 1 reaches rank 0 alone" and rank == 1:
+                patch.setattr(members.LinkedMembers, "_open_meeting", _unreachable)
+            if name.startswith("rank 1"):
+                patch.setattr(members, "MEETING_SECONDS", 1.0)
             threads = threading.active_count()
             with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
                 whole = torch.arange(40_000).remainder(7).to(torch.bfloat16) + rank
+                with torch.inference_mode():
+                    comm.all_reduce(whole.clone(), out=whole.clone())
                 sums = [comm.all_reduce(one).double().sum().item() for one in (torch.tensor([rank]), whole)]
                 found[name] = [comm.backend, *sums]
-            found[f"{name}: threads"] = threading.active_count() - threads
+            found.setdefault("threads", []).append(threading.active_count() - threads)
     return found
 
 

@@ -21,7 +21,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
 from collectives.backends.backend import Call, OneRank, RankArrays, Repeat, Step
 from collectives.backends.shared.execution import (
-    READING,
+    PROCESS_VM_READV,
     Lines,
     Messages,
     Ready,
@@ -195,7 +195,7 @@ class SharedBackend(OneRank):
         lines = lines_of(call, self.size if call.op == "avg" else 1)
         if not (self._alone and lines.aligned and (call.op is None or lines.arithmetic.quick)):
             return None
-        kind, pack = self._kind(call, memory, lines), call.signature.packing()
+        kind, pack = self._prepared(call, memory, lines), call.signature.packing()
 
         def run(number: int, source: int, result: int) -> None:
             try:
@@ -214,7 +214,7 @@ class SharedBackend(OneRank):
         (memory,) = call.memory
         about, lines = call.signature, lines_of(call, self.size if call.op == "avg" else 1)
         if self._alone:
-            kind = self._kind(call, memory, lines)
+            kind = self._prepared(call, memory, lines)
             self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
             return
         self._world.agree(about, timeout=self._timeout)
@@ -229,7 +229,7 @@ class SharedBackend(OneRank):
         ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
         self._runner.execute(ready, work.memories(), work=work, messages=self._messages(program, work))
 
-    def _kind(self, call: Call[Any], memory: RankArrays[Any], lines: Lines) -> _Kind:
+    def _prepared(self, call: Call[Any], memory: RankArrays[Any], lines: Lines) -> _Prepared:
         """What collectives like this one run, of ranks that all see the same memory."""
         about = call.signature
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
@@ -247,15 +247,17 @@ class SharedBackend(OneRank):
         )
         ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
-        return _Kind(about, ready, call.itemsize, lines.aligned, empty if direct else None, fetches)
+        return _Prepared(
+            about, ready, call.itemsize, lines.aligned, empty if direct else None, nbytes if fetches else 0
+        )
 
     def _run_here(
-        self, kind: _Kind, note: bytes, number: int, source: int, result: int, lines: Lines | None = None
+        self, kind: _Prepared, note: bytes, number: int, source: int, result: int, lines: Lines | None = None
     ) -> None:
         """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
         meeting = self._world.begin(note)
-        fetches = kind.fetches and READING != 0 and self._reading.may()
-        if kind.fetches:
+        fetches = kind.fetched > 0 and PROCESS_VM_READV != 0 and self._reading.may(source, kind.fetched)
+        if kind.fetched:
             self._control.announce(LYING + meeting % 2, source if fetches and kind.aligned else 0)
         rooms = self._rooms(kind.ready.program, kind.itemsize, meeting)
         self._runner.execute(
@@ -280,7 +282,7 @@ class SharedBackend(OneRank):
             self._control.shown(meeting),
         )
 
-    def _show_arrays(self, kind: _Kind, source: int, result: int, meeting: int) -> list[Room] | None:
+    def _show_arrays(self, kind: _Prepared, source: int, result: int, meeting: int) -> list[Room] | None:
         """Tell the others where this rank's arrays lie, if they see that and this rank sees theirs; the arenas then."""
         assert kind.empty is not None, "a kind for which arrays are looked at"
         places = [
@@ -294,7 +296,7 @@ class SharedBackend(OneRank):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kind:
+class _Prepared:
     """What collectives of one kind run, of ranks that all see the same memory.
 
     Parameters
@@ -307,8 +309,8 @@ class _Kind:
         Whether elements lie as the machine needs them.
     empty : (bool, bool) or None
         Whether input and result are empty, where other ranks may read and write them; else None.
-    fetches : bool
-        Whether other ranks may read the input from this process.
+    fetched : int
+        Bytes of the input, where other ranks may read it from this process; else 0.
     """
 
     about: Signature
@@ -316,4 +318,4 @@ class _Kind:
     itemsize: int
     aligned: bool
     empty: tuple[bool, bool] | None
-    fetches: bool
+    fetched: int

@@ -53,7 +53,9 @@ from collectives.reduction import loop_of, reduction
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
 
-READING = {"x86_64": 310, "aarch64": 270}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+PROCESS_VM_READV = (
+    {"x86_64": 310, "aarch64": 270}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+)
 """The number of the system call by which a process reads the memory of another one; 0 where there is none."""
 
 PATIENCE = 20_000_000
@@ -241,11 +243,14 @@ class Ready:
     Parameters
     ----------
     program : Program
+    arithmetic : Arithmetic
+        Holds what the frame has addresses of.
     head : (FUTEX,) int64
         What a frame begins with.
     """
 
     program: Program
+    arithmetic: Arithmetic
     head: NDArray[np.int64]
 
     @classmethod
@@ -253,7 +258,7 @@ class Ready:
         """For arrays whose elements do, or do not, lie as the machine needs them."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
         begun = (0, 0, 0, 0, program.shown_bytes, 0, program.end, *program.ends, 0, 0, program.block_bytes)
-        return cls(program, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
+        return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
     def begin(
         self,
@@ -271,7 +276,7 @@ class Ready:
         frame[machine.MEETING] = meeting
         frame[machine.BASE] = base
         frame[machine.ARRAYS : machine.FETCHES + 1] = arrays, fetches
-        frame[machine.IN_PLACE] = 0
+        frame[machine.UNREAD : machine.IN_PLACE + 1] = 0
         frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = memories
 
 
@@ -292,7 +297,7 @@ class Runner:
         self._own = placement.place
         self._frame = np.zeros(machine.FRAME + 4 * len(self._members), dtype=np.int64)
         self._frame[machine.FUTEX] = FUTEX
-        self._frame[machine.RANKS], self._frame[machine.READING] = len(self._members), READING
+        self._frame[machine.RANKS], self._frame[machine.READING] = len(self._members), PROCESS_VM_READV
         self._frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
         self._calls = 0
         self.steps: list[Step] | None = None
@@ -380,7 +385,7 @@ class Runner:
                 self._watch.check()
             if status == machine.NOT_READ:  # its process has ended, or is about to
                 peer = self._members[frame[machine.UNREAD] - 1]
-                self._watch.until(lambda: False, peer, int(program.operations[position, ROW]))
+                self._watch.unreadable(peer, int(program.operations[position, ROW]))
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "who meets compares"
                 differ()

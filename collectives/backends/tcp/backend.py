@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,9 @@ class TcpBackend(OneRank):
         if self._meeting is None or not self._small(call) or not quick:
             return None
         ready = self._ready(call, lines)
+        (memory,) = call.memory
+        # without the arrays of this call, which would be kept
+        call = replace(call, memory=(replace(memory, source=None, result=None),))
 
         def run(number: int, source: int, result: int) -> None:
             with self._telling():
@@ -252,12 +256,18 @@ class TcpBackend(OneRank):
                 peer, message = flow.trouble()
                 world.report(message, peer=peer, step=flow.stops_at(peer))
 
-        with self._waiting(flow.waiting, flow.stops_at):
-            began = time.monotonic_ns()
-            self._agree(call.signature, lambda: flow)
-            met = time.monotonic_ns()
-            paces = self._open(call, flow)
-            world.wait(lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched, pause=go_on)
+        flow.begin(call, traced=self._steps is not None)
+        try:
+            with self._waiting(flow.waiting, flow.stops_at):
+                began = time.monotonic_ns()
+                self._agree(call.signature, lambda: flow)
+                met = time.monotonic_ns()
+                paces = self._open(call, flow)
+                world.wait(
+                    lambda: flow.finished, timeout=self._timeout, moved=lambda: flow.touched, pause=go_on
+                )
+        finally:
+            flow.end()
         self._note_steps(call, began, met, flow)
 
     def _flow_of(self, call: Call[Any]) -> Flow:
@@ -274,7 +284,7 @@ class TcpBackend(OneRank):
 
             program = FlowProgram.of(call, self.rank, lane, self._flight_bytes)
             flow = self._flows[kind] = Flow(program, call.table, self._scratch, self._bell.descriptor)
-        flow.begin(call, traced=self._steps is not None)
+        flow.reset()
         return flow
 
     def trace(self, steps: list[Step] | None) -> None:
@@ -313,7 +323,7 @@ class TcpBackend(OneRank):
         meeting, world = self._meeting, self._world
         if meeting is None:
             world.agree(signature, timeout=self._timeout)
-            self._open_meeting()
+            self._open_meeting(self._timeout)
             return
         world.meet(signature)
         status = meeting.begin(signature.pack(), source, nbytes)
@@ -362,17 +372,30 @@ class TcpBackend(OneRank):
             world.report(text, peer=peer, step=flow().stops_at(peer))
             world.wait(lambda: False, timeout=self._timeout)
 
-    def _open_meeting(self) -> None:
+    def reach_others(self, timeout: float) -> None:
+        """Open what ranks meet over within some seconds, as the first collective would; all of them must call it.
+
+        Raises
+        ------
+        BackendError
+            The ranks do not reach each other. The back end is unusable from then on.
+        """
+        with self._telling():
+            nothing = Signature(0, "", self.size, "to meet", None, None, "", 0, 0)
+            self._world.agree(nothing, timeout=timeout)
+            self._open_meeting(timeout)
+
+    def _open_meeting(self, timeout: float) -> None:
         """Open what ranks meet over, where all of them may; they all come here together."""
         peers = self._world.welcome["peers"]
         if self.size == 1 or not all(peer["meets"] for peer in peers.values()):
             return
         apart = distances(self.size)
         try:
-            come = self._network.open_to_meet(apart, self._timeout)
+            come = self._network.open_to_meet(apart, timeout)
         except ConnectionError as error:
             raise BackendError(str(error), rank=self.rank) from error
-        self._world.wait(come, timeout=self._timeout)
+        self._world.wait(come, timeout=timeout)
         links = [
             (
                 self._network.telling[(self.rank + distance) % self.size],

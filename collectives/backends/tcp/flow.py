@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
-from collectives.backends.shared.execution import lines_of
+from collectives.backends.shared.execution import Lines, lines_of
 from collectives.backends.tcp import loops
 from collectives.backends.tcp.loops import BY_PYTHON, COME, DONE, PEER_ENDED, STRANGE, WAITING
 from collectives.backends.tcp.order import orders
@@ -167,7 +167,7 @@ class FlowProgram:
 
 
 class Flow:
-    """Collectives of one kind on one rank, one after another; each begins with `begin`.
+    """Collectives of one kind on one rank, one after another; each begins with `begin` and is over with `end`.
 
     Only the thread of the collective calls what moves chunks; others may ask what it waits for meanwhile.
 
@@ -202,6 +202,18 @@ class Flow:
         self._polled.view(np.int32)[0, 0] = bell
         self._polled[0, 2] = loops.READ
         self._frame = np.zeros(loops.FLOW_FRAME, dtype=np.int64)
+        self._times = np.zeros((0, 2), dtype=np.int64)
+        self.end()
+
+    def reset(self) -> None:
+        """Stand where a collective begins."""
+        self._lanes[:] = self.program.lanes
+        self._state[:] = 0
+        self._free[:] = self._all_free
+
+    def end(self) -> None:
+        """Let go of the arrays."""
+        self._lines: Lines | None = None
 
     def begin(self, call: Call[Any], *, traced: bool = False) -> None:
         """Begin a collective, with the arrays of the rank; where it is traced, `arrivals` can be asked for."""
@@ -209,12 +221,9 @@ class Flow:
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
-        lines = lines_of(call)
-        self._lines = lines
-        self._lanes[:] = program.lanes
+        self._lines = lines = lines_of(call)
+        self.reset()
         self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
-        self._state[:] = 0
-        self._free[:] = self._all_free
         self._frame[loops.LEFT : loops.TOUCHED + 1] = (
             self._chunks,
             call.signature.call % CALLS,
@@ -339,6 +348,7 @@ class Flow:
     def _join(self) -> None:
         """Add a chunk that has arrived, as only Python can."""
         place, lines = int(self._frame[loops.ASIDE]), self._lines
+        assert lines is not None, "between begin and end"
         row, room, itemsize = self.program.streams[place], self._scratch.of(0), lines.arithmetic.itemsize
         as_elements = lines.arithmetic.as_elements
         number = int(self._state[place, DONE])

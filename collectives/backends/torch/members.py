@@ -1,14 +1,16 @@
 """What carries the collectives of a process group: what its ranks reach each other by soonest.
 
 Where all tensors are on the CPU, memory that the ranks share is faster than gloo's messages, and so are connections of
-the tcp back end: `by_memory_or_links` takes these where all ranks reach each other so. Elsewhere, and for GPUs,
-`TorchBackend` sends messages of the group.
+the tcp back end: `by_memory_or_links` takes these where every rank reaches those so that it meets in each collective.
+Elsewhere, and for GPUs, `TorchBackend` sends messages of the group.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,11 +22,15 @@ from collectives.arrays.torch_arrays import TorchArrays
 from collectives.backends.backend import Backend
 from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.loops import compile_ahead
 from collectives.backends.torch.backend import TorchBackend
 from collectives.backends.torch.open_group import devices_of
 from collectives.peers.error_rounds import Gather
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import TopoplanError, UsageError
+
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface."""
 
 MEETING_SECONDS = 5.0
 """How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
@@ -62,24 +68,33 @@ class LinkedMembers(TcpBackend):
     rank, size : int
     rendezvous : str
     timeout : float
-    closes : callable
-        Called when this is closed.
+
+    Attributes
+    ----------
+    limit : float
+        Seconds that ranks try to reach each other.
+    then : list of callable
+        Called when this has been closed.
     """
 
-    def __init__(
-        self, rank: int, size: int, *, rendezvous: str, timeout: float, closes: Callable[[], None]
-    ) -> None:
-        self._closes = closes
-        limit = min(timeout, MEETING_SECONDS)
+    def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
+        self.then: list[Callable[[], None]] = []
+        self.limit = min(timeout / 2, MEETING_SECONDS)
         super().__init__(
-            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, arrays=_on_cpu()
+            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=self.limit, arrays=_on_cpu()
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used any more."""
+        return self._closed
 
     def close(self) -> None:
         """See `Backend.close`."""
         super().close()
         if os.getpid() == self._process:
-            self._closes()
+            for close in self.then:
+                close()
 
 
 def open_torch(*, timeout: float) -> Backend[Any]:
@@ -144,32 +159,33 @@ def by_memory_or_links(
         return SharedMembers(gather, rank=rank, size=size, timeout=timeout, closes=closes)
     except UsageError:
         pass  # on all ranks: they are on several hosts, or do not see each other
-    place, told = None, ""
-    if rank == 0:
-        with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
-            place = Rendezvous(f"{_own_address()}:0", size, host=0).start()
-            told = place.address
-    address = gather(told)[0]
-    if not address:
-        return None
-
-    def over() -> None:
-        if place is not None:
-            place.close()
-        closes()
-
-    made: LinkedMembers | None = None
-    with suppress(TopoplanError):  # the others hear of it
-        made = LinkedMembers(rank, size, rendezvous=address, timeout=timeout, closes=over)
-    reached = gather("" if made is None else "reached")
-    if all(reached):
-        return made
-    if made is not None:
-        made._closes = lambda: None
-        made.close()
-    if place is not None:
-        place.close()
+    compile_ahead()  # before anybody waits for this rank
+    place, made, told = None, None, ""
+    try:
+        if rank == 0:
+            with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
+                place = Rendezvous(f"{_own_address()}:0", size, host=0).start()
+                told = place.address
+        address = gather(told)[0]
+        if address:
+            with suppress(TopoplanError, OSError):  # the others hear of it
+                made = LinkedMembers(rank, size, rendezvous=address, timeout=timeout)
+                made.reach_others(made.limit)
+            reached = gather("" if made is None or made.closed else "reached")
+            if made is not None and all(reached):
+                made.then = [closes] if place is None else [place.close, closes]
+                return made
+    except BaseException:
+        _close(made, place)
+        raise
+    _close(made, place)
     return None
+
+
+def _close(*opened: LinkedMembers | Rendezvous | None) -> None:
+    for one in opened:
+        if one is not None:
+            one.close()
 
 
 def _on_cpu() -> TorchArrays:
@@ -177,7 +193,12 @@ def _on_cpu() -> TorchArrays:
 
 
 def _own_address() -> str:
-    """The address of this machine by which it reaches where the job meets, or by which its name is known."""
+    """The address of this machine on gloo's interface, or by which it reaches where the job meets or its own name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            asked = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # nothing is sent
         return str(probe.getsockname()[0])

@@ -18,6 +18,7 @@ from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
 from collectives.backends.shared.instructions import SOURCE, UNLESS_FAILED, Writing
 from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
+from collectives.peers import shared_memory
 from collectives.peers.control_page import FAILED, PAGE, SHOWABLE
 from collectives.peers.shared_memory import Reading
 from collectives.reduction import loop_of
@@ -230,6 +231,27 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
     for rank in range(4):
         expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
         assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 3, rank
+    host_program.host_program_of.cache_clear()
+
+
+def test_inputs_in_memory_that_cannot_be_read_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "FETCHED_BYTES", 1 << 16)
+    host_program.host_program_of.cache_clear()
+    hidden = np.ones(1 << 16)
+    asked = shared_memory._read_memory
+
+    def read(pid: int, address: int, nbytes: int) -> bytes | None:
+        behind = hidden.ctypes.data <= address < hidden.ctypes.data + hidden.nbytes
+        return None if behind else asked(pid, address, nbytes)
+
+    monkeypatch.setattr(shared_memory, "_read_memory", read)
+
+    def work(comm: Communicator, rank: int) -> list[Array]:
+        comm.all_reduce(np.ones(1))  # before it some may not yet have begun
+        return [comm.all_reduce(hidden if rank == 1 else np.ones(1 << 16)) for _ in range(3)]
+
+    for results in in_threads(forest_plan(3, "allreduce", "star"), work):
+        assert all((one == 3).all() for one in results)
     host_program.host_program_of.cache_clear()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.backends.shared.backend import SharedBackend
+from collectives.backends.shared.execution import Arithmetic
 from collectives.execution import execution
 from tests.support import tcp_jobs
 from tests.support.hand_plans import forest_plan
@@ -186,3 +190,44 @@ def test_calls_in_the_background_keep_their_turn(in_ranks: Any) -> None:
 
     wanted = [value for number in range(20) for value in (1 + 2 * number, 2.0 * number)]
     assert in_ranks(forest_plan(2, "allreduce", "star"), body) == [wanted] * 2
+
+
+def test_averages_are_divided_by_the_number_of_ranks_whatever_else_has_run(in_ranks: Any) -> None:
+    def body(comm: Communicator, rank: int) -> list[Any]:
+        found = []
+        for _ in range(3):
+            found.append(comm.all_reduce(np.full(3, 6 + rank, np.complex64), op="avg").tolist())
+            Arithmetic.of.cache_clear()
+            gc.collect()
+            found.append(len([np.full(1, 1e9, np.complex64) for _ in range(1000)]))
+        return found
+
+    assert in_ranks(forest_plan(3, "allreduce", "star"), body) == [[[7.0] * 3, 1000] * 3] * 3
+
+
+@pytest.mark.parametrize("elements", [16, 50_000])
+def test_arrays_are_let_go_when_a_call_has_ended(elements: int, in_ranks: Any) -> None:
+    def body(comm: Communicator, rank: int) -> list[bool]:
+        gone = []
+        for _ in range(3):
+            whole = np.ones(100_000)
+            comm.all_reduce(whole[:elements])
+            kept = weakref.ref(whole)
+            del whole
+            gone.append(kept() is None)
+        return gone
+
+    assert in_ranks(forest_plan(2, "allreduce", "star"), body) == [[True] * 3] * 2
+
+
+def test_results_of_calls_in_the_background_have_memory_of_their_own(in_ranks: Any) -> None:
+    def body(comm: Communicator, rank: int) -> list[bool]:
+        arrays = [np.full(200_000, float(number)) for number in range(6)]
+        comm.all_reduce(arrays[0])
+        handles = [comm.all_reduce(array, async_op=True) for array in arrays]
+        strided = [comm.all_reduce(np.ones(400_000)[::2], async_op=True) for _ in range(3)]
+        results = [handle.wait() for handle in (*handles, *strided)]
+        apart = not any(np.shares_memory(*pair) for pair in itertools.combinations(results, 2))
+        return [apart, *(bool((one == 2.0 * number).all()) for number, one in enumerate(results[:6]))]
+
+    assert in_ranks(forest_plan(2, "allreduce", "star"), body) == [[True] * 7] * 2
