@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +21,10 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, lower
+from collectives.backends.tcp import backend
 from collectives.backends.tcp.backend import TcpBackend
+from collectives.backends.tcp.flow import FlowProgram
+from collectives.backends.tcp.loops import NUMBER
 from collectives.backends.tcp.order import orders
 from collectives.backends.tcp.sockets import PACING
 from collectives.backends.tcp.wires import link_rates
@@ -398,6 +403,42 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
     found = {queue: pace for one in backends_in_threads(4, body, pace=1e-3) for queue, pace in one.items()}
     assert found == {queue: round(rate * 1e-3) for queue, rate in rates.items()}
     assert set(rates.values()) == {25e9, 50e9}
+
+
+def test_a_link_that_the_system_does_not_pace_is_paced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "set_pace", lambda connection, rate: False)
+    plan = forest_plan(2, "allreduce", "star")
+    rates = link_rates(plan)
+    least = 300_000 / (
+        max(rates.values()) * 1e-4
+    )  # of the bytes that each link carries beyond its first chunk
+
+    def body(opened: TcpBackend, rank: int) -> float:
+        with Communicator(plan, opened, chunk_bytes=1 << 14) as comm:
+            comm.all_reduce(np.ones(8))
+            began = time.monotonic()
+            assert (comm.all_reduce(np.full(100_000, rank + 1.0, np.float32)) == 3).all()
+            return time.monotonic() - began
+
+    found = backends_in_threads(2, body, pace=1e-4)
+    assert min(found) > least, found
+
+
+def test_a_chunk_that_is_not_expected_is_named_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = FlowProgram.of
+
+    def numbered_otherwise(call: Any, rank: int, *rest: Any) -> FlowProgram:
+        program = of(call, rank, *rest)
+        program.streams[:, NUMBER] += 10 * (rank == 1)
+        return program
+
+    monkeypatch.setattr(FlowProgram, "of", numbered_otherwise)
+    plan = forest_plan(2, "reduce", "star")
+    first, second = in_threads(plan, lambda comm, rank: comm.reduce(np.ones(100_000)))
+    assert re.search(
+        r"rank 1 sent chunk 0 of stream \d+ of collective 0 with \d+ bytes, which is not", str(first)
+    )
+    assert isinstance(second, BackendError)
 
 
 @pytest.mark.parametrize("collective", ["reduce", "reduce_scatter", "allreduce"])
