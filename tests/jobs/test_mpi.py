@@ -128,7 +128,7 @@ def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
 def test_survivors_name_a_rank_that_dies_or_stalls_and_nothing_is_left(
     form: str, number: signal.Signals
 ) -> None:
-    complaints, noticed = one_round(Round(form, victim=2, number=number, delay=0.05))
+    complaints, noticed = one_round(Round(form, victim=2, number=number, delay=0.05, elements=1 << 21))
     assert complaints == []
     assert len(noticed) == 3
 
