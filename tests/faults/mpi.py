@@ -111,7 +111,13 @@ def one_round(what: Round) -> tuple[list[str], list[float]]:
         said: list[str] = []
         noise = threading.Thread(target=lambda: said.extend(launcher.stderr or ()))
         noise.start()
-        started = [json.loads(launcher.stdout.readline()) for _ in range(RANKS)]
+        lines = [launcher.stdout.readline() for _ in range(RANKS)]
+        if not all(lines):
+            launcher.kill()
+            timer.cancel()
+            noise.join()
+            return [f"the ranks did not start: {' | '.join(said[-20:])}"], []
+        started = [json.loads(line) for line in lines]
         pids = {one["rank"]: one["pid"] for one in started}
         time.sleep(what.delay)
         hurt = time.monotonic()
