@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -109,25 +109,6 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One call as a process saw it, or a step of one.
-
-    Parameters
-    ----------
-    row : str
-        The ranks of the process, or the link over which something came.
-    what : str
-    start, end : float
-        Seconds from the first call of its host.
-    """
-
-    row: str
-    what: str
-    start: float
-    end: float
-
-
 def check_dtype(dtype: str, backend: str, collective: str) -> None:
     """Raise `UsageError` where a dtype is unknown, needs a package that is not there, or has no sums and needs them.
 
@@ -218,7 +199,7 @@ def measure(
     )
 
 
-def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Span, ...]:
+def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Step, ...]:
     """When each rank began and ended `REPEATS` calls back to back, and their steps (`Communicator.trace`).
 
     Every rank must call it.
@@ -234,8 +215,8 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Sp
 
     Returns
     -------
-    tuple of Span
-        Calls by rank, then steps; the same on every rank.
+    tuple of Step
+        Calls by rank, then steps, in nanoseconds from the first call of their host; the same on every rank.
 
     Examples
     --------
@@ -244,7 +225,7 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Sp
     >>> with Communicator(plan) as comm:
     ...     spans = timeline(comm, nbytes=1000, dtype="float32")
     >>> spans[0].row, spans[0].what, spans[0].start, len(spans)
-    ('ranks 0 to 2', 'call 0', 0.0, 5)
+    ('ranks 0 to 2', 'call 0', 0, 5)
     """
     _, each = _counts(communicator.plan, nbytes // DTYPES[dtype])
     _, run = _ready(communicator, each, dtype, None)
@@ -257,31 +238,29 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Sp
             clock.append(time.monotonic_ns())
     first, last = communicator.ranks[0], communicator.ranks[-1]
     row = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    mine = [Step(row, f"call {number}", *bounds) for number, bounds in enumerate(pairwise(clock))]
-    listed = [[step.row, step.what, step.start, step.end] for step in (*mine, *steps)]
-    told = communicator.gather_texts(json.dumps([platform.node(), listed]))
-    processes = dict.fromkeys(told)  # who holds several ranks says it once
+    calls = [Step(row, f"call {number}", *bounds) for number, bounds in enumerate(pairwise(clock))]
+    mine = [[astuple(step) for step in some] for some in (calls, steps)]
+    told = dict.fromkeys(communicator.gather_texts(json.dumps([platform.node(), *mine])))
+    processes = [json.loads(text) for text in told]  # who holds several ranks says it once
     begun: dict[str, int] = {}
-    found: list[tuple[str, Step]] = []
-    for host, said in map(json.loads, processes):
-        begun[host] = min(said[0][2], begun.get(host, said[0][2]))
-        found += [(host, Step(*one)) for one in said]
+    for host, ((_, _, start, _), *_), _ in processes:
+        begun[host] = min(start, begun.get(host, start))
     return tuple(
-        Span(step.row, step.what, (step.start - begun[host]) / 1e9, (step.end - begun[host]) / 1e9)
-        for calls in (True, False)
-        for host, step in found
-        if step.what.startswith("call ") == calls
+        Step(row, what, start - begun[said[0]], end - begun[said[0]])
+        for part in (1, 2)
+        for said in processes
+        for row, what, start, end in said[part]
     )
 
 
-def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> str:
+def chrome_trace(spans: Sequence[Step], what: str, model: Run | None = None) -> str:
     """Calls as a Chrome trace, in JSON, as `topoplan.simulation.events.chrome_trace`.
 
     One row for each process, in which its own steps lie under its calls, and one for each link over which chunks came.
 
     Parameters
     ----------
-    spans : sequence of Span
+    spans : sequence of Step
     what : str
         What ran.
     model : Run, optional
@@ -289,7 +268,7 @@ def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> 
 
     Examples
     --------
-    >>> events = json.loads(chrome_trace([Span("rank 2", "call 0", 0.0, 1e-3)], "allreduce of 1MB"))["traceEvents"]
+    >>> events = json.loads(chrome_trace([Step("rank 2", "call 0", 0, 1_000_000)], "allreduce of 1MB"))["traceEvents"]
     >>> [(event["name"], event.get("dur")) for event in events]
     [('process_name', None), ('thread_name', None), ('call 0', 1000.0)]
     """
@@ -304,8 +283,8 @@ def chrome_trace(spans: Sequence[Span], what: str, model: Run | None = None) -> 
             "name": span.what,
             "cat": span.what.split()[0],
             "ph": "X",
-            "ts": round(span.start * 1e6, 4),
-            "dur": round((span.end - span.start) * 1e6, 4),
+            "ts": round(span.start / 1e3, 4),
+            "dur": round((span.end - span.start) / 1e3, 4),
             "pid": 1,
             "tid": numbers[span.row],
             "args": {},

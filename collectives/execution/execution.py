@@ -3,6 +3,10 @@
 Where a back end can fail after it has begun to write results, these are put together in memory of our own and copied
 to the caller's arrays when they are complete, so that those are either complete or untouched. Where it writes to the
 caller's arrays at once, inputs that results would overwrite too early are copied first, as numpy's own functions do.
+
+What was looked at, planned and lowered for a call need not be looked at again for one that is like it: of the same
+collective, on arrays of the same type, dtype and shape. All that is left is where the arrays are, and whether they lie
+as they must; where they do not, the call goes the long way.
 """
 
 from __future__ import annotations
@@ -12,16 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays, Repeats
+from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays, Repeat, Repeats
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.plan_store import PlanStore, made_here
-from collectives.execution.repeats import Asked, RepeatedCall, kept_parts, put_kept
 from collectives.execution.request import Kind, Request
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
@@ -36,12 +39,79 @@ from topoplan.simulation.model import simulate
 from topoplan.topology import Topology
 
 Array = TypeVar("Array")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 KINDS = 64
 """Kinds of calls of which is kept what is run."""
 
 DEBUG = "TOPOPLAN_DEBUG"
 """Set in the environment it has every collective told on stderr: 1 by the process of rank 0, all by every process."""
+
+
+Asked = tuple[str, int | None, str | None, Any, Any]
+"""Collective, root, reduction, and dtype and shape of the arrays."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedCall:
+    """What all calls of one kind have in common, for the one rank of this process.
+
+    Parameters
+    ----------
+    run : callable
+        See `Repeats.repeated`.
+    kind : Kind
+    table : TransferTable
+    dtype : dtype of the array's library
+    kept : tuple of (int, int, int)
+        See `kept_parts`.
+    """
+
+    run: Repeat
+    kind: Kind
+    table: TransferTable
+    dtype: Any
+    kept: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, run: Repeat, kind: Kind, call: Call[Any], dtype: Any) -> RepeatedCall:
+        """Of a call that has been run."""
+        (one,) = call.memory
+        return cls(run, kind, call.table, dtype, kept_parts(call.table, one.rank, one.given, one.block))
+
+    def places(self, array: Any, out: Any, library: ArrayLibrary[Any]) -> tuple[int, int] | None:
+        """Where the input and the array for the result are, 0 where that is yet to be made; None where they do not fit.
+
+        Parameters
+        ----------
+        array : array
+            Of this dtype and the shape of the call.
+        out : anything
+            What the caller wants the result in.
+        library : ArrayLibrary
+        """
+        kind = self.kind
+        source, itemsize = library.address(array), kind.itemsize
+        if source == 0 or source % itemsize:
+            return None
+        if out is None:
+            return source, 0
+        if not (
+            type(out) in library.plain
+            and out.dtype == self.dtype
+            and out.shape == kind.shape
+            and library.writeable(out)
+        ):
+            return None
+        result = source if out is array else library.address(out)
+        if result == 0 or result % itemsize:
+            return None
+        (given,), (block,) = kind.given, kind.blocks
+        in_place = source - given[0] * itemsize == result - block[0] * itemsize
+        before = source + (given[1] - given[0]) * itemsize <= result
+        behind = result + (block[1] - block[0]) * itemsize <= source
+        return (source, result) if in_place or before or behind else None
 
 
 class Execution(Generic[Array]):
@@ -118,7 +188,8 @@ class Execution(Generic[Array]):
         """
         library = self.backend.arrays
         if (
-            type(array) not in library.plain
+            not self._repeats
+            or type(array) not in library.plain
             or type(root) not in (int, NoneType)
             or type(op) not in (str, NoneType)
         ):
@@ -170,9 +241,7 @@ class Execution(Generic[Array]):
         assert isinstance(self.backend, Repeats), "looked at before"
         run = self.backend.repeated(call)
         if run is not None:
-            if len(self._repeated) == KINDS:
-                del self._repeated[next(iter(self._repeated))]
-            self._repeated[asked] = RepeatedCall.of(run, kind, call, first.dtype)
+            _keep(self._repeated, asked, RepeatedCall.of(run, kind, call, first.dtype))
 
     def _lower(self, kind: Kind) -> tuple[PlanKey, TransferTable, Signature]:
         """What is run for calls of a kind; kept once their chunk size is settled."""
@@ -190,9 +259,7 @@ class Execution(Generic[Array]):
             chunk=table.chunk_elements,
         )
         if self.chunks.settled(key.digest, kind.nbytes):
-            if len(self._lowered) == KINDS:
-                del self._lowered[next(iter(self._lowered))]
-            self._lowered[kind] = key, table, signature
+            _keep(self._lowered, kind, (key, table, signature))
         return key, table, signature
 
     def run_round(
@@ -414,6 +481,13 @@ class Execution(Generic[Array]):
             raise BackendError("the communicator failed in an earlier collective; make a new one")
 
 
+def _keep(kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Keep what belongs to a kind of calls, and let go of the oldest where there are `KINDS`."""
+    if len(kept) == KINDS:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
 def told(call: Call[Any], backend: Backend[Any], nbytes: int, seconds: float) -> str:
     """One line about a collective that took so many seconds on this rank; GB/s is its algorithm bandwidth."""
     about, plan = call.signature, call.plan
@@ -458,6 +532,40 @@ def set_apart(memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array])
             one = RankArrays(one.rank, one.given, copied, one.block, one.result)
         apart.append(one)
     return apart
+
+
+@lru_cache(maxsize=256)
+def kept_parts(
+    table: TransferTable, rank: int, given: tuple[int, int], block: tuple[int, int]
+) -> tuple[tuple[int, int, int], ...]:
+    """What no row of a table writes of what a rank has given: where it is there and in the result, and elements.
+
+    Parameters
+    ----------
+    table : TransferTable
+    rank : int
+    given, block : (int, int)
+        As in `RankArrays`.
+    """
+    parts = []
+    for holder, first, last in table.kept():
+        start, stop = max(first, block[0], given[0]), min(last, block[1], given[1])
+        if holder == rank and start < stop:
+            parts.append((start - given[0], start - block[0], stop - start))
+    return tuple(parts)
+
+
+def put_kept(
+    parts: tuple[tuple[int, int, int], ...], source: Any, result: Any, library: ArrayLibrary[Any]
+) -> None:
+    """Copy `kept_parts` of the input into the result, both lines of elements."""
+    for start, goal, elements in parts:
+        given, kept = (
+            library.part(source, start, start + elements),
+            library.part(result, goal, goal + elements),
+        )
+        if not library.same(given, kept):
+            library.copy(kept, given)
 
 
 def _aligned(one: RankArrays[Array], other: RankArrays[Array], library: ArrayLibrary[Array]) -> bool:

@@ -70,13 +70,13 @@ class Signature:
 
     def pack(self) -> bytes:
         """As `LENGTH` bytes of JSON; a long refusal is cut."""
-        text = f'{{"call": {self.call}, {_after_call(*_VALUES_AFTER_CALL(self))}'
-        if len(text) > LENGTH:
+        packed = self.packing()(self.call)
+        if len(packed) > LENGTH:
             told = {name: getattr(self, name) for name in _NAMES}
-            kept = max(0, len(self.refusal) - (len(text) - LENGTH))
+            kept = max(0, len(self.refusal) - (len(packed) - LENGTH))
             told["refusal"] = self.refusal.encode("ascii", "replace").decode()[:kept]
-            text = json.dumps(told)
-        return text.encode().ljust(LENGTH)
+            packed = json.dumps(told).encode().ljust(LENGTH)
+        return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Signature:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from collectives import Communicator
+from collectives.backends.shared.backend import SharedBackend
 from collectives.job.plan import job_plan
 from collectives.peers.error_rounds import Gather
 from topoplan.plans.plan import Plan
@@ -41,6 +43,20 @@ class Meeting:
             return heard if self._change is None else self._change(rank, self.rounds, heard)
 
         return gathered
+
+
+def in_shared_memory(plan: Plan, work: Callable[[Communicator, int], Any], **options: Any) -> list[Any]:
+    """What each rank's thread returns, with a communicator of ranks that share memory."""
+    size = len(plan.ranks)
+    meeting = Meeting(size)
+
+    def one(rank: int) -> Any:
+        backend = SharedBackend(meeting.gather(rank), rank=rank, size=size)
+        with Communicator(plan, backend, **options) as comm:
+            return work(comm, rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(120) for future in [pool.submit(one, rank) for rank in range(size)]]
 
 
 def plans_of(members: Sequence[dict[str, Any]], meeting: Meeting | None = None) -> list[Plan | Exception]:

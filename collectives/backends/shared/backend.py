@@ -192,8 +192,8 @@ class SharedBackend(OneRank):
     def repeated(self, call: Call[Any]) -> Repeat | None:
         """See `Repeats.repeated`."""
         (memory,) = call.memory
-        lines = lines_of(call, self.size if call.op == "avg" else 1)
-        if not (self._alone and lines.aligned and (call.op is None or lines.arithmetic.quick)):
+        lines = lines_of(call, self.size)
+        if not (self._alone and lines.aligned and lines.arithmetic.quick(call.op)):
             return None
         kind, pack = self._prepared(call, memory, lines), call.signature.packing()
 
@@ -212,7 +212,7 @@ class SharedBackend(OneRank):
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
-        about, lines = call.signature, lines_of(call, self.size if call.op == "avg" else 1)
+        about, lines = call.signature, lines_of(call, self.size)
         if self._alone:
             kind = self._prepared(call, memory, lines)
             self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
@@ -225,15 +225,15 @@ class SharedBackend(OneRank):
             blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
         )
-        work = Work(lines, self._rooms(program, call.itemsize, 0))
         ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
+        work = Work(lines, self._rooms(ready, 0))
         self._runner.execute(ready, work.memories(), work=work, messages=self._messages(program, work))
 
     def _prepared(self, call: Call[Any], memory: RankArrays[Any], lines: Lines) -> _Prepared:
         """What collectives like this one run, of ranks that all see the same memory."""
         about = call.signature
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
-        quick = call.op is None or lines.arithmetic.quick
+        quick = lines.arithmetic.quick(call.op)
         road = road_of(nbytes)
         direct, fetches = quick and road != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES
         program = host_program_of(
@@ -247,26 +247,21 @@ class SharedBackend(OneRank):
         )
         ready = Ready.of(program, lines.arithmetic, aligned=lines.aligned)
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
-        return _Prepared(
-            about, ready, call.itemsize, lines.aligned, empty if direct else None, nbytes if fetches else 0
-        )
+        return _Prepared(about, ready, lines.aligned, empty if direct else None, nbytes if fetches else 0)
 
     def _run_here(
         self, kind: _Prepared, note: bytes, number: int, source: int, result: int, lines: Lines | None = None
     ) -> None:
         """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
         meeting = self._world.begin(note)
-        fetches = kind.fetched > 0 and PROCESS_VM_READV != 0 and self._reading.may(source, kind.fetched)
-        if kind.fetched:
-            self._control.announce(LYING + meeting % 2, source if fetches and kind.aligned else 0)
-        rooms = self._rooms(kind.ready.program, kind.itemsize, meeting)
+        rooms = self._rooms(kind.ready, meeting)
         self._runner.execute(
             kind.ready,
             memories_of(source, result, rooms),
             work=None if lines is None else Work(lines, rooms),
             meeting=meeting,
             differ=lambda: self._world.differ(kind.about.of_call(number)),
-            fetches=fetches,
+            fetches=kind.fetched > 0 and self._show_input(kind, source, meeting),
             arenas=None if kind.empty is None else self._show_arrays(kind, source, result, meeting),
         )
 
@@ -274,13 +269,20 @@ class SharedBackend(OneRank):
         """What moves the messages of other hosts: there are none."""
         return None
 
-    def _rooms(self, program: Program, itemsize: int, meeting: int) -> tuple[Room, Room, Room]:
+    def _rooms(self, ready: Ready, meeting: int) -> tuple[Room, Room, Room]:
         """What a program works on beside arrays."""
+        program, itemsize = ready.program, ready.arithmetic.itemsize
         return (
             self._segment.slots(program.shared_elements * itemsize),
             self._scratch.of(program.scratch_elements * itemsize),
             self._control.shown(meeting),
         )
+
+    def _show_input(self, kind: _Prepared, source: int, meeting: int) -> bool:
+        """Tell the others where this rank's input lies, if they can read it and this rank theirs; whether it is so."""
+        readable = PROCESS_VM_READV != 0 and kind.aligned and self._reading.may(source, kind.fetched)
+        self._control.announce(LYING + meeting % 2, source if readable else 0)
+        return readable
 
     def _show_arrays(self, kind: _Prepared, source: int, result: int, meeting: int) -> list[Room] | None:
         """Tell the others where this rank's arrays lie, if they see that and this rank sees theirs; the arenas then."""
@@ -304,7 +306,6 @@ class _Prepared:
     about : Signature
         Of one of them.
     ready : Ready
-    itemsize : int
     aligned : bool
         Whether elements lie as the machine needs them.
     empty : (bool, bool) or None
@@ -315,7 +316,6 @@ class _Prepared:
 
     about: Signature
     ready: Ready
-    itemsize: int
     aligned: bool
     empty: tuple[bool, bool] | None
     fetched: int

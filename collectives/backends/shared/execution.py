@@ -50,12 +50,16 @@ from collectives.peers.control_page import DONE, LOOK, NOTES, WORDS, Control, Pl
 from collectives.peers.peer_watchdog import Watch
 from collectives.reduction import loop_of, reduction
 
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+
+def _system_call(**numbers: int) -> int:
+    """The number of a system call of Linux on this kind of machine; 0 where it is not known."""
+    return numbers.get(platform.machine(), 0) if platform.system() == "Linux" else 0
+
+
+FUTEX = _system_call(x86_64=202, aarch64=98)
 """The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
 
-PROCESS_VM_READV = (
-    {"x86_64": 310, "aarch64": 270}.get(platform.machine(), 0) if platform.system() == "Linux" else 0
-)
+PROCESS_VM_READV = _system_call(x86_64=310, aarch64=270)
 """The number of the system call by which a process reads the memory of another one; 0 where there is none."""
 
 PATIENCE = 20_000_000
@@ -124,10 +128,9 @@ class Arithmetic:
         """Whether the machine can read and write elements there at once."""
         return self.dtype is None or not any(address % self.dtype.alignment for address in addresses)
 
-    @property
-    def quick(self) -> bool:
-        """Whether machine code does all of it, where elements are aligned."""
-        return self.loops[0] != 0 and (self.divisor == 1 or self.loops[2] != 0)
+    def quick(self, op: str | None) -> bool:
+        """Whether machine code does all of a collective, where elements are aligned."""
+        return op is None or (self.loops[0] != 0 and (self.divisor == 1 or self.loops[2] != 0))
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -158,31 +161,24 @@ class Lines:
     result_at: int
     arithmetic: Arithmetic
 
-    @classmethod
-    def of(cls, source: NDArray[Any], result: NDArray[Any], op: str | None, divisor: int = 1) -> Lines:
-        """Arrays of numpy's, joined by a reduction, or by nothing."""
-        function = np.add if op is None else reduction(op, source.dtype)
-        arithmetic = Arithmetic.of(source.dtype, function, divisor)
-        return cls(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
-
     @property
     def aligned(self) -> bool:
         """Whether the machine can read and write their elements at once."""
         return self.arithmetic.aligned(self.source_at, self.result_at)
 
 
-def lines_of(call: Call[Any], divisor: int = 1) -> Lines:
+def lines_of(call: Call[Any], ranks: int = 1) -> Lines:
     """Input and result of the one rank of a call, tensors as numpy's arrays, but those of bfloat16, which numpy lacks.
 
     Parameters
     ----------
     call : Call
-    divisor : int
-        By which sums are divided, where numpy divides such averages alike wherever they are.
+    ranks : int
+        By which averages are divided, where numpy divides them alike wherever they are; 1 where another one does it.
     """
     (memory,) = call.memory
     source, result = memory.source, memory.result
-    divisor = divisor if call.dtype in AVERAGED else 1
+    divisor = ranks if call.op == "avg" and call.dtype in AVERAGED else 1
     if not isinstance(source, np.ndarray):
         import torch
 
@@ -194,7 +190,9 @@ def lines_of(call: Call[Any], divisor: int = 1) -> Lines:
             arithmetic = Arithmetic(_bfloat16, None, call.itemsize, add, divisor, (0, 0, 0, 0, 0))
             return Lines(source, result, source.data_ptr(), result.data_ptr(), arithmetic)
         source, result = source.numpy(), result.numpy()
-    return Lines.of(source, result, call.op, divisor)
+    function = np.add if call.op is None else reduction(call.op, source.dtype)
+    arithmetic = Arithmetic.of(source.dtype, function, divisor)
+    return Lines(source, result, source.ctypes.data, result.ctypes.data, arithmetic)
 
 
 def _bfloat16(room: NDArray[np.uint8]) -> Any:
@@ -257,7 +255,7 @@ class Ready:
     def of(cls, program: Program, arithmetic: Arithmetic, *, aligned: bool) -> Ready:
         """For arrays whose elements do, or do not, lie as the machine needs them."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
-        begun = (0, 0, 0, 0, program.shown_bytes, 0, program.end, *program.ends, 0, 0, program.block_bytes)
+        begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, program.block_bytes)
         return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
     def begin(
@@ -349,9 +347,8 @@ class Runner:
         if arenas is not None:
             first = machine.FRAME + 2 * len(self._members)
             frame[first : first + len(arenas)] = [room.address for room in arenas]
-        times = (
-            None if self.steps is None else np.zeros((len(program.operations) + 1, machine.TIMED), np.int64)
-        )
+        rows = len(program.operations) + 1
+        times = None if self.steps is None else np.zeros((rows, machine.TIMED), np.int64)
         frame[machine.TIMES] = 0 if times is None else times.ctypes.data
         begun = 0.0
         waiting: tuple[int, int] | None = None

@@ -239,22 +239,22 @@ class _HostProgram:
         shown = self._given if self._road in (EACH, SHOWN) else 0
         rings = self._ranks * RING * self._slot if self._road == ROUNDS else 0
         self._write()
-        ends = [len(self._writing)]
-        for other in (ARRAYS, FETCHED):
-            if other in self._others:
-                if (
-                    other == FETCHED or not self._overlap()
-                ):  # else what one rank writes in place another may yet need
-                    self._road = other
-                self._posted = 0
-                self._write()
-            ends.append(len(self._writing))
+        end = len(self._writing)
+        if ARRAYS in self._others:
+            if not self._overlap():  # else what one rank writes in place another may yet need
+                self._road = ARRAYS
+            self._posted = 0
+            self._write()
+        arrays_end = len(self._writing)
+        if FETCHED in self._others:
+            self._road = FETCHED
+            self._posted = 0
+            self._write()
         return Program(
             *self._writing.arrays(),
             block_bytes=block,
             unsent={},
-            end=ends[0],
-            ends=(ends[1], ends[2]),
+            ends=(end, arrays_end, len(self._writing)),
             leaving=(),
             arriving=(),
             shown_bytes=shown * self._itemsize,

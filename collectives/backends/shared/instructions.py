@@ -93,11 +93,9 @@ class Program:
         Of what is done together; as much as a multiple of every element, and what fits into `BLOCK`'s rooms.
     unsent : mapping of int to tuple of int
         For operations the messages of this rank that must have left before.
-    end : int
-        Where it ends.
-    ends : (int, int)
-        Behind it there may be others, in its stead: where the one ends for arrays that all ranks see, and the one for
-        inputs that all ranks may read.
+    ends : (int, int, int)
+        Where it ends; and, of those that may stand behind it and be run in its stead, where the one ends for arrays
+        that all ranks see, and the one for inputs that all ranks may read.
     leaving, arriving : tuple of Message
     shown_bytes : int
         How much of what it puts in a rank shows when all meet.
@@ -110,8 +108,7 @@ class Program:
     inputs: Numbers
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
-    end: int
-    ends: tuple[int, int]
+    ends: tuple[int, int, int]
     leaving: tuple[Message, ...]
     arriving: tuple[Message, ...]
     shown_bytes: int

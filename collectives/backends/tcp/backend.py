@@ -187,8 +187,8 @@ class TcpBackend(OneRank):
 
     def repeated(self, call: Call[Any]) -> Repeat | None:
         """See `Repeats.repeated`."""
-        lines = lines_of(call, self.size if call.op == "avg" else 1)
-        quick = lines.aligned and (call.op is None or lines.arithmetic.quick)
+        lines = lines_of(call, self.size)
+        quick = lines.aligned and lines.arithmetic.quick(call.op)
         if self._meeting is None or not self._small(call) or not quick:
             return None
         ready = self._ready(call, lines)

@@ -216,13 +216,12 @@ class Flow:
         self._lines: Lines | None = None
 
     def begin(self, call: Call[Any], *, traced: bool = False) -> None:
-        """Begin a collective, with the arrays of the rank; where it is traced, `arrivals` can be asked for."""
+        """Begin a collective after `reset`, with the arrays of the rank; traced, `arrivals` can be asked for."""
         program = self.program
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
         self._lines = lines = lines_of(call)
-        self.reset()
         self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
         self._frame[loops.LEFT : loops.TOUCHED + 1] = (
             self._chunks,

@@ -71,23 +71,22 @@ class LinkedMembers(TcpBackend):
 
     Attributes
     ----------
-    limit : float
-        Seconds that ranks try to reach each other.
     then : list of callable
         Called when this has been closed.
+
+    Raises
+    ------
+    BackendError
+        The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
     """
 
     def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
         self.then: list[Callable[[], None]] = []
-        self.limit = min(timeout / 2, MEETING_SECONDS)
+        limit = min(timeout / 2, MEETING_SECONDS)
         super().__init__(
-            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=self.limit, arrays=_on_cpu()
+            rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, arrays=_on_cpu()
         )
-
-    @property
-    def closed(self) -> bool:
-        """Whether it cannot be used any more."""
-        return self._closed
+        self.reach_others(limit)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -170,8 +169,7 @@ def by_memory_or_links(
         if address:
             with suppress(TopoplanError, OSError):  # the others hear of it
                 made = LinkedMembers(rank, size, rendezvous=address, timeout=timeout)
-                made.reach_others(made.limit)
-            reached = gather("" if made is None or made.closed else "reached")
+            reached = gather("" if made is None else "reached")
             if made is not None and all(reached):
                 made.then = [closes] if place is None else [place.close, closes]
                 return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from collectives import Communicator
 from collectives.backends.shared import backend, host_program
 from collectives.backends.shared import run as machine
-from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
 from collectives.backends.shared.instructions import SOURCE, UNLESS_FAILED, Writing
 from collectives.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
@@ -23,8 +21,8 @@ from collectives.peers.control_page import FAILED, PAGE, SHOWABLE
 from collectives.peers.shared_memory import Reading
 from collectives.reduction import loop_of
 from tests.support.hand_plans import forest_plan
+from tests.support.job_meeting import in_shared_memory
 from topoplan.errors import UsageError
-from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
 
@@ -83,40 +81,6 @@ def test_no_thread_sees_the_news_before_what_it_announces_nor_do_two_miss_each_o
         assert [one.result(60) for one in seen] == [0, 0]
 
 
-class Gather:
-    """An allgather of texts among threads."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._told = [""] * size
-
-    def of(self, rank: int) -> Callable[[str], list[str]]:
-        def gather(text: str) -> list[str]:
-            self._told[rank] = text
-            self._barrier.wait(60)
-            told = list(self._told)
-            self._barrier.wait(60)
-            return told
-
-        return gather
-
-
-def in_threads(
-    plan: Plan, work: Callable[[Communicator, int], list[Array]], **options: Any
-) -> list[list[Array]]:
-    """What each rank's thread returns."""
-    size = len(plan.ranks)
-    gather = Gather(size)
-
-    def one(rank: int) -> list[Array]:
-        backend = SharedBackend(gather.of(rank), rank=rank, size=size)
-        with Communicator(plan, backend, **options) as comm:
-            return work(comm, rank)
-
-    with ThreadPoolExecutor(size) as threads:
-        return [future.result(120) for future in [threads.submit(one, rank) for rank in range(size)]]
-
-
 def given_to(rank: int, count: int, dtype: str) -> Array:
     """Numbers of all magnitudes, whose sum depends on the order."""
     generator = np.random.default_rng([rank, count])
@@ -134,6 +98,13 @@ def run(comm: Communicator, collective: str, inputs: Any, op: str, out: Any = No
         return comm.broadcast(inputs, out=out)
     call = {"allreduce": comm.all_reduce, "reduce": comm.reduce, "reduce_scatter": comm.reduce_scatter}
     return call[collective](inputs, op=op, out=out)
+
+
+def have_the_same_bits(found: list[list[Array]], wanted: list[Array | None], times: int) -> None:
+    """Every rank has its result so many times; who gets none has an empty array."""
+    for rank, result in enumerate(wanted):
+        expected = np.zeros(0) if result is None else result
+        assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * times, rank
 
 
 @pytest.mark.sampled
@@ -155,7 +126,7 @@ def test_every_road_adds_in_the_order_of_the_plan(shape: str, collective: str, n
     def work(comm: Communicator, rank: int) -> list[Array]:
         return [run(comm, collective, of(rank, dtype), op) for dtype, op in cases]
 
-    found = in_threads(plan, work, chunk_bytes=1 << 14)
+    found = in_shared_memory(plan, work, chunk_bytes=1 << 14)
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         for number, (dtype, op) in enumerate(cases):
             wanted = run(comm, collective, [of(rank, dtype) for rank in range(4)], op)
@@ -190,12 +161,10 @@ def test_arrays_that_all_ranks_see_end_with_the_same_bits(shape: str, collective
         in_place = run(comm, collective, seen, "prod", seen) if whole == count else mixed
         return [np.zeros(0) if one is None else np.array(one) for one in (*results, mixed, in_place)]
 
-    found = in_threads(plan, work, chunk_bytes=1 << 14)
+    found = in_shared_memory(plan, work, chunk_bytes=1 << 14)
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         wanted = run(comm, collective, given, "prod")
-    for rank in range(4):
-        expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
-        assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 4, rank
+    have_the_same_bits(found, wanted, 4)
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -225,12 +194,10 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
         results.append(run(comm, collective, bent if rank == 1 else given[rank], "avg"))
         return [np.zeros(0) if one is None else one for one in results]
 
-    found = in_threads(plan, work, chunk_bytes=1 << 14)
+    found = in_shared_memory(plan, work, chunk_bytes=1 << 14)
     with Communicator(plan, chunk_bytes=1 << 14) as comm:
         wanted = run(comm, collective, given, "avg")
-    for rank in range(4):
-        expected = np.zeros(0) if wanted[rank] is None else wanted[rank]
-        assert [one.tobytes() == expected.tobytes() for one in found[rank]] == [True] * 3, rank
+    have_the_same_bits(found, wanted, 3)
     host_program.host_program_of.cache_clear()
 
 
@@ -250,7 +217,7 @@ def test_inputs_in_memory_that_cannot_be_read_go_the_other_way(monkeypatch: pyte
         comm.all_reduce(np.ones(1))  # before it some may not yet have begun
         return [comm.all_reduce(hidden if rank == 1 else np.ones(1 << 16)) for _ in range(3)]
 
-    for results in in_threads(forest_plan(3, "allreduce", "star"), work):
+    for results in in_shared_memory(forest_plan(3, "allreduce", "star"), work):
         assert all((one == 3).all() for one in results)
     host_program.host_program_of.cache_clear()
 
@@ -294,7 +261,7 @@ def test_memory_of_arrays_that_are_gone_is_used_again_and_arrays_outlive_their_c
         assert not again.any()  # what it held is gone
         return [second]
 
-    for rank, (kept,) in enumerate(in_threads(forest_plan(2, "allreduce", "star"), work)):
+    for rank, (kept,) in enumerate(in_shared_memory(forest_plan(2, "allreduce", "star"), work)):
         assert kept.tolist() == [rank] * 5
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from collectives import Communicator
 from collectives.backends.backend import Step
-from collectives.backends.shared.backend import SharedBackend
 from tests.support.hand_plans import forest_plan
-from tests.support.job_meeting import Meeting
+from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import in_threads
 
 
@@ -30,15 +28,8 @@ def traced(comm: Communicator, elements: int) -> tuple[int, int, list[Step]]:
 
 
 def test_in_shared_memory_a_rank_tells_what_it_waits_for_copies_and_adds() -> None:
-    plan, meeting = forest_plan(3, "allreduce", "chain"), Meeting(3)
-
-    def work(rank: int) -> tuple[int, int, list[Step]]:
-        backend = SharedBackend(meeting.gather(rank), rank=rank, size=3)
-        with Communicator(plan, backend, chunk_bytes=1 << 16) as comm:
-            return traced(comm, 200_000)
-
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(work, range(3)))
+    plan = forest_plan(3, "allreduce", "chain")
+    found = in_shared_memory(plan, lambda comm, rank: traced(comm, 200_000), chunk_bytes=1 << 16)
     for rank, (began, ended, steps) in enumerate(found):
         assert {step.row for step in steps} == {f"rank {rank}"}
         assert [step.what for step in steps].count("meet") == 2

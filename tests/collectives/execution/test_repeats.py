@@ -7,7 +7,6 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,34 +14,17 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
-from collectives.backends.shared.backend import SharedBackend
 from collectives.backends.shared.execution import Arithmetic
 from collectives.execution import execution
 from tests.support import tcp_jobs
 from tests.support.hand_plans import forest_plan
-from tests.support.job_meeting import Meeting
+from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import METHODS, call, given_to
 from topoplan.errors import BackendError, UsageError
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
 Body = Callable[[Communicator, int], Any]
-
-
-def in_shared_memory(plan: Plan, body: Body) -> list[Any]:
-    """What the body returns, or raises, with every rank's communicator."""
-    size = len(plan.ranks)
-    meeting = Meeting(size)
-
-    def work(rank: int) -> Any:
-        with Communicator(plan, SharedBackend(meeting.gather(rank), rank=rank, size=size)) as comm:
-            try:
-                return body(comm, rank)
-            except BackendError as error:
-                return error
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, range(size)))
 
 
 @pytest.fixture(params=[in_shared_memory, tcp_jobs.in_threads], ids=["shared", "tcp"])
