@@ -9,13 +9,21 @@ They let go of the interpreter lock: the threads of a back end run on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite.binding import get_host_cpu_name
 from numba.extending import intrinsic
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+COMPILE_SECONDS = 30.0
+"""Longest wait for another process that compiles the same loops: it may have been stopped."""
 
 Word = Any
 """A number of 64 bits inside compiled loops, where int and the scalars of NumPy are one."""
@@ -41,6 +49,47 @@ def compiled(loop: Loop) -> Loop:
     except RuntimeError:  # neither the package nor the user's cache can be written
         kept = numba.njit(nogil=True)(loop)
     return cast(Loop, kept)
+
+
+@contextmanager
+def compiled_by_one(loop: Any) -> Iterator[None]:
+    """Call the loops of a file in here first: where nothing is kept of it yet, one process after another does.
+
+    The first compiles, and the others load what it has kept. Ranks that start together would else all compile the same.
+
+    Parameters
+    ----------
+    loop : callable
+        One of the file's, made by `compiled`.
+    """
+    source = Path(loop.py_func.__code__.co_filename)
+    try:
+        # fails where nothing can be kept
+        mark = (Path(loop.stats.cache_path or source) / f"{source.stem}.compiled").open("a+")
+    except OSError:
+        yield
+        return
+    with mark:
+        found = source.stat()
+        state = f"{found.st_mtime_ns} {found.st_size} {numba.__version__} {get_host_cpu_name()}"
+        mark.seek(0)
+        if mark.read() == state:
+            yield
+            return
+        _lock(mark.fileno())
+        yield
+        mark.truncate(0)
+        mark.write(state)
+
+
+def _lock(descriptor: int) -> None:
+    """Until the file is closed, or the process gone; not at all where that takes too long."""
+    end = time.monotonic() + COMPILE_SECONDS
+    while time.monotonic() < end:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.02)
 
 
 def _trailing_zeros(context: Any, bits: Any) -> Any:

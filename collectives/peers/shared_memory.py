@@ -9,7 +9,6 @@ all ranks know how many a collective needs.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import mmap
 import os
@@ -53,15 +52,9 @@ class Segment:
         self._slots = Room.of(np.zeros(0, np.uint8))
 
     def _grow(self, length: int) -> None:
-        if self._descriptor < 0:
-            return
-        # one after another: who has seen a shorter memory must not cut off what another rank adds meanwhile
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        try:
-            if os.fstat(self._descriptor).st_size < length:
-                os.ftruncate(self._descriptor, length)
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if self._descriptor >= 0:
+            # takes its last page, and never makes shorter what another rank has made longer meanwhile
+            os.posix_fallocate(self._descriptor, length - 1, 1)
 
     def slots(self, length: int) -> Room:
         """At least so many bytes of slots; what they hold is undefined, and who uses them has met all other ranks."""

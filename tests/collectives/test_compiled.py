@@ -1,14 +1,37 @@
-"""Machine code that is kept is made anew when its file changes, so a file names what it takes from other files."""
+"""Machine code that is kept is made anew when its file changes, so a file names what it takes from other files.
+
+Of processes that start together one makes it.
+"""
 
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
+import collectives.compiled
+from collectives.compiled import compiled_by_one
 from tests.support.checkout import ROOT
+
+LOOPS = """
+from collectives.compiled import compiled, compiled_by_one
+
+@compiled
+def twice(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    with compiled_by_one(twice):
+        twice(21)
+    print(sum(twice.stats.cache_misses.values()))
+"""
+"""A file of loops that tells how often it has compiled."""
 
 
 def taken(path: str) -> dict[str, int]:
@@ -37,3 +60,32 @@ def test_a_file_of_compiled_loops_changes_with_the_numbers_that_it_takes_from_ot
     numbers = taken(path)
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     assert getattr(module, "TAKEN_NUMBERS", 0) == (zlib.crc32(repr(numbers).encode()) if numbers else 0)
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
+    file = tmp_path / "loops.py"
+    for text in (
+        LOOPS,
+        LOOPS.replace("2 * number", "number + number"),
+    ):  # another file of loops is compiled anew
+        file.write_text(text)
+        ranks = [
+            subprocess.Popen([sys.executable, str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        assert sorted(rank.communicate()[0].strip() for rank in ranks) == ["0", "0", "1"]
+
+
+def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives.compiled, "COMPILE_SECONDS", 0.1)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "stopped_loops.py").write_text(LOOPS)
+    twice = importlib.import_module("stopped_loops").twice
+    mark = Path(twice.stats.cache_path) / "stopped_loops.compiled"
+    mark.parent.mkdir(exist_ok=True)
+    with mark.open("a+") as held:
+        fcntl.flock(held.fileno(), fcntl.LOCK_EX)
+        with compiled_by_one(twice):
+            assert twice(21) == 42

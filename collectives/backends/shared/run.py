@@ -46,6 +46,7 @@ from collectives.compiled import (
     add_to_word,
     call_numpy,
     compiled,
+    compiled_by_one,
     from_system,
     full_fence,
     load_word,
@@ -460,5 +461,6 @@ def alarm(futex: Word, control: Word, ranks: Word) -> None:
 def compile_ahead() -> None:
     """Compile `run` and `alarm`, or load them, before anybody waits for this rank."""
     nothing = np.zeros((0, 1), dtype=np.int64)
-    run(nothing, nothing, nothing, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
-    alarm(0, 0, 0)
+    with compiled_by_one(run):
+        run(nothing, nothing, nothing, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
+        alarm(0, 0, 0)

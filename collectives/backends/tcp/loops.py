@@ -18,7 +18,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.compiled import Word, call_numpy, compiled, from_system
+from collectives.compiled import Word, call_numpy, compiled, compiled_by_one, from_system
 from collectives.peers.control_page import SHOWABLE
 from collectives.peers.signature import LENGTH
 
@@ -652,6 +652,7 @@ def compile_ahead() -> None:
     """Compile `meet` and `flow`, or load them, before anybody waits for this rank."""
     nothing, polled = np.zeros((0, 2), dtype=np.int64), np.zeros((1, 4), dtype=np.int16)
     words = np.zeros(0, dtype=np.int64)
-    meet(nothing, np.zeros(FRAME, dtype=np.int64), polled)
     frame = np.zeros(FLOW_FRAME, dtype=np.int64)
-    flow(nothing, nothing, nothing, nothing, words, words, frame, polled, nothing)
+    with compiled_by_one(flow):
+        meet(nothing, np.zeros(FRAME, dtype=np.int64), polled)
+        flow(nothing, nothing, nothing, nothing, words, words, frame, polled, nothing)
