@@ -39,6 +39,9 @@ STEP_SECONDS = 1.0
 LIMIT_SECONDS = 30.0
 """What has not ended by then hangs."""
 
+GIVES_UP = "PMIx server's listener thread failed to start"
+"""What Open MPI's launcher says where it ends by itself on a busy machine, before it starts a rank."""
+
 FORMS: dict[str, dict[str, Any]] = {
     "shared": {},
     "messages": {"shared": False},
@@ -116,6 +119,8 @@ def one_round(what: Round) -> tuple[list[str], list[float]]:
             launcher.kill()
             timer.cancel()
             noise.join()
+            if any(GIVES_UP in line for line in said):
+                return one_round(what)
             return [f"the ranks did not start: {' | '.join(said[-20:])}"], []
         started = [json.loads(line) for line in lines]
         pids = {one["rank"]: one["pid"] for one in started}
