@@ -1,6 +1,6 @@
-"""The CUDA source of the kernels: one template, and a line for each (dtype, operation) that is wanted.
+"""The CUDA source of the kernels: a template, and a line for each (dtype, operation) that is wanted.
 
-The template (``arithmetic.cu`` and ``join.cu``) includes no header, so any NVRTC compiles it as it comes: CUDA 12 for
+The templates (``arithmetic.cu``, and ``join.cu`` or ``forest.cu``) include no header, so any NVRTC compiles them as they come: CUDA 12 for
 compute capability 7.0 and newer, CUDA 13 from 7.5.
 """
 
@@ -92,7 +92,42 @@ def kernel_source(names: Iterable[str]) -> str:
     >>> kernel_source(["join_max_float32"]).splitlines()[-1]
     'JOIN(join_max_float32, float, Max)'
     """
-    return "\n".join([_template(), *(_line(name) for name in names), ""])
+    return "\n".join([_template("join.cu"), *(_line(name) for name in names), ""])
+
+
+def forest_kernel(op: str | None, dtype: str, itemsize: int, *, averages: bool = False) -> str:
+    """The name of the kernel that runs a rank's whole part in a collective; it may divide averages by the way.
+
+    Examples
+    --------
+    >>> forest_kernel("avg", "float16", 2, averages=True), forest_kernel(None, "complex64", 8)
+    ('forest_avg_float16', 'forest_copy_8')
+    """
+    if averages and op == "avg":
+        return f"forest_avg_{dtype}"
+    return f"forest_{join_kernel(op, dtype, itemsize).removeprefix('join_')}"
+
+
+def forest_source(names: Iterable[str]) -> str:
+    """CUDA source with these kernels.
+
+    Raises
+    ------
+    UsageError
+        There is no such kernel.
+
+    Examples
+    --------
+    >>> forest_source(["forest_avg_float32"]).splitlines()[-1]
+    'FOREST(forest_avg_float32, float, Sum, Average)'
+    """
+    lines = []
+    for name in names:
+        op, _, dtype = name.removeprefix("forest_").partition("_")
+        join = _line(name.removeprefix("forest_") if op == "copy" else f"join_{op}_{dtype}")
+        _, element, operation = join.removesuffix(")").split(", ")
+        lines.append(f"FOREST({name}, {element}, {operation}, {'Average' if op == 'avg' else 'AsItIs'})")
+    return "\n".join([_template("forest.cu"), *lines, ""])
 
 
 def _line(name: str) -> str:
@@ -107,9 +142,9 @@ def _line(name: str) -> str:
     raise UsageError(f"there is no kernel {name!r}; use one of {', '.join(kernel_names())}")
 
 
-@lru_cache(maxsize=1)
-def _template() -> str:
+@lru_cache(maxsize=2)
+def _template(kernels: str) -> str:
     folder = files("collectives.kernels")
     return "\n".join(
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", "join.cu")
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", kernels)
     )
