@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,15 +20,38 @@ NEEDS = {
 """The module that a back end needs, its name, and what installs it."""
 
 
-def _loopback(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a back end is made.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that a rank waits for the next step of a collective.
+    pace : float, optional
+        Let every link run at its bandwidth in the plan's machine times this scale.
+    engine : str
+        How the nccl back end moves data: see `collectives.backends.nccl.backend.NcclBackend`.
+    """
+
+    timeout: float
+    pace: float | None = None
+    engine: str = "auto"
+
+
+DEFAULT = Settings(timeout=30.0)
+
+
+def _loopback(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.loopback.backend import Loopback
     from collectives.backends.loopback.paced import PacedLoopback
 
     assert plan is not None, "all ranks are in this process, and the plan says how many"
-    return Loopback(len(plan.ranks)) if pace is None else PacedLoopback(len(plan.ranks), scale=pace)
+    size, pace = len(plan.ranks), settings.pace
+    return Loopback(size) if pace is None else PacedLoopback(size, scale=pace)
 
 
-def _loopback_gpu(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _loopback_gpu(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.arrays.cupy_arrays import load_cupy
     from collectives.backends.loopback_gpu.backend import LoopbackGpu
 
@@ -35,40 +59,40 @@ def _loopback_gpu(plan: Plans | None, timeout: float, pace: float | None) -> Bac
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
-def _mpi(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _mpi(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.mpi.backend import MpiBackend
 
-    return MpiBackend(timeout=timeout)
+    return MpiBackend(timeout=settings.timeout)
 
 
-def _nccl(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _nccl(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.nccl.backend import NcclBackend
 
-    return NcclBackend.from_environment(timeout=timeout)
+    return NcclBackend.from_environment(timeout=settings.timeout, engine=settings.engine)
 
 
-def _shared(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _shared(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.shared.backend import SharedBackend
 
-    return SharedBackend.from_environment(timeout=timeout)
+    return SharedBackend.from_environment(timeout=settings.timeout)
 
 
-def _tcp(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _tcp(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.tcp.backend import TcpBackend
 
-    return TcpBackend.from_environment(timeout=timeout, pace=pace)
+    return TcpBackend.from_environment(timeout=settings.timeout, pace=settings.pace)
 
 
-def _torch(plan: Plans | None, timeout: float, pace: float | None) -> Backend[Any]:
+def _torch(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.torch.members import open_torch
 
-    return open_torch(timeout=timeout)
+    return open_torch(timeout=settings.timeout)
 
 
 PACED = ("loopback", "tcp")
 """The back ends that can hold links to the bandwidths of the plan's machine."""
 
-BACKENDS: dict[str, Callable[[Plans | None, float, float | None], Backend[Any]]] = {
+BACKENDS: dict[str, Callable[[Plans | None, Settings], Backend[Any]]] = {
     "loopback": _loopback,
     "loopback-gpu": _loopback_gpu,
     "mpi": _mpi,
@@ -77,13 +101,13 @@ BACKENDS: dict[str, Callable[[Plans | None, float, float | None], Backend[Any]]]
     "tcp": _tcp,
     "torch": _torch,
 }
-"""What makes each back end from a plan, a timeout in seconds, and the scale of its links where they are paced.
+"""What makes each back end, from a plan and settings.
 
 The plan may be None where a process holds one rank: it can be opened before there is a plan."""
 
 
-def check_backend(name: str, *, pace: float | None = None) -> None:
-    """Raise `UsageError` where there is no such back end, a library is missing, or it cannot be paced and should be."""
+def check_backend(name: str, settings: Settings = DEFAULT) -> None:
+    """Raise `UsageError` where there is no such back end, a library is missing, or it has no such settings."""
     if name not in BACKENDS:
         *others, last = sorted(BACKENDS)
         known = f"{', '.join(others)} or {last}" if others else last
@@ -94,7 +118,9 @@ def check_backend(name: str, *, pace: float | None = None) -> None:
             raise UsageError(f"the {name} back end needs {library}: {remedy}")
         if module == "cupy":
             _check_gpu(name)
-    if pace is not None and name not in PACED:
+    if settings.engine != "auto" and name != "nccl":
+        raise UsageError(f"the {name} back end has no engines; use nccl, or leave the engine out")
+    if settings.pace is not None and name not in PACED:
         raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(PACED)}")
 
 
@@ -108,22 +134,13 @@ def _check_gpu(name: str) -> None:
         find_library(cupy)
 
 
-def open_backend(name: str, plan: Plans, *, timeout: float, pace: float | None = None) -> Backend[Any]:
+def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:
     """The back end of this name.
-
-    Parameters
-    ----------
-    name : str
-    plan : Plan or SizePlans
-    timeout : float
-        Seconds that a rank waits for the next step of a collective.
-    pace : float, optional
-        Let every link run at its bandwidth in the plan's machine times this scale.
 
     Raises
     ------
     UsageError
-        No such back end, a library that it needs is not installed (says what to install), or it cannot be paced.
+        No such back end, a library that it needs is not installed (says what to install), or it cannot be set so.
     """
-    check_backend(name, pace=pace)
-    return BACKENDS[name](plan, timeout, pace)
+    check_backend(name, settings)
+    return BACKENDS[name](plan, settings)

@@ -60,6 +60,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "one process for each rank, started here unless mpiexec or torchrun did",
     )
     parser.add_argument(
+        "--engine",
+        choices=("auto", "windows", "messages"),
+        default="auto",
+        help="of nccl: windows, one kernel for each collective that writes to the other GPUs' memory; messages, NCCL's "
+        "sends and receives (default: windows where all ranks have them)",
+    )
+    parser.add_argument(
         "--np",
         type=arguments.whole(1, 99_999, "number of processes such as 4"),
         metavar="N",
@@ -113,13 +120,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
-    from collectives.backends.open_backend import check_backend
+    from collectives.backends.open_backend import Settings, check_backend
     from collectives.benchmark import check_dtype
 
     if options.scale is not None and not options.paced:
         raise UsageError("--scale is for paced links; add --paced, or leave it out")
     check_target(options.trace, "--trace")
-    check_backend(options.backend, pace=_pace(options))
+    check_backend(options.backend, Settings(options.timeout, _pace(options), options.engine))
     plan = read_plan(options.plan)
     check_dtype(options.dtype, options.backend, plan.collective)
     _check_memory(max(options.sizes), len(plan.ranks))
@@ -136,11 +143,11 @@ def run(options: argparse.Namespace) -> int:
 def _run_here(options: argparse.Namespace, plan: Plans) -> int:
     """Run the ranks of this process; the one with rank 0 prints."""
     from collectives import Communicator
-    from collectives.backends.open_backend import open_backend
+    from collectives.backends.open_backend import Settings, open_backend
     from collectives.benchmark import measure, predicted
 
     pace = _pace(options)
-    backend = open_backend(options.backend, plan, timeout=options.timeout, pace=pace)
+    backend = open_backend(options.backend, plan, Settings(options.timeout, pace, options.engine))
     chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
     notes = plan_notes(plan)
     rows: list[Row] = []

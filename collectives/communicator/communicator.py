@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
 from collectives.backends.backend import Backend, GivesMemory, Step, Traces
-from collectives.backends.open_backend import open_backend
+from collectives.backends.open_backend import Settings, open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
@@ -76,6 +76,9 @@ class Communicator:
         Where sizes that were found are looked up, and kept by `close`; every rank must see the same contents.
     timeout : float
         Seconds that a rank waits for the next step of a collective before it gives up.
+    engine : str
+        How the nccl back end moves data: "windows" (one kernel for each collective, which writes to the other GPUs'
+        memory), "messages" (NCCL's sends and receives), or "auto" for the first where all ranks have it.
 
     Attributes
     ----------
@@ -119,9 +122,15 @@ class Communicator:
         chunk_bytes: int | None = None,
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
+        engine: str = "auto",
     ) -> None:
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
+        if engine != "auto" and not isinstance(backend, str):
+            raise UsageError(
+                f"the {backend.name} back end is made already; give it the engine, or name it here"
+            )
+        settings = Settings(timeout, engine=engine)
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # for which ranks would plan where they run
             raise UsageError(
@@ -129,14 +138,14 @@ class Communicator:
                 "plan file or the name of a machine"
             )
         if not isinstance(plan, Plans):
-            opened, plan = open_for_plan(backend, plan, timeout=timeout)
+            opened, plan = open_for_plan(backend, plan, settings)
         self.plan = plan
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
             store = PlanStore(plan)
             if opened is None:
                 assert isinstance(backend, str), "a name, or it would be open"
-                opened = open_backend(backend, plan, timeout=timeout)
+                opened = open_backend(backend, plan, settings)
             if opened.size != len(plan.ranks):
                 raise UsageError(
                     f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "

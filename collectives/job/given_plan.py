@@ -12,7 +12,7 @@ from typing import Any
 
 import topoplan
 from collectives.backends.backend import Backend, GathersTexts
-from collectives.backends.open_backend import BACKENDS, check_backend
+from collectives.backends.open_backend import BACKENDS, Settings, check_backend
 from collectives.peers.error_rounds import Gather, say_all, still_wanted
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import UsageError
@@ -121,7 +121,7 @@ def plan_for_all(gather: Gather, meant: Meant | None, *, rank: int, size: int) -
 
 
 def open_for_plan(
-    backend: str | Backend[Any], plan: GivenPlan | None, *, timeout: float
+    backend: str | Backend[Any], plan: GivenPlan | None, settings: Settings
 ) -> tuple[Backend[Any], Plans]:
     """The back end, and the plan on which its ranks agree.
 
@@ -131,8 +131,8 @@ def open_for_plan(
         One that is given stays open where no plan can be had.
     plan : as `plan_of` takes it, or None
         None where ranks compute without GPUs, to plan for where they run.
-    timeout : float
-        Seconds that a rank waits for the others; where one of them makes a plan, as long as that takes.
+    settings : Settings
+        Of a back end that is named.
 
     Raises
     ------
@@ -142,14 +142,14 @@ def open_for_plan(
         The ranks do not find each other.
     """
     if isinstance(backend, str):
-        check_backend(backend)
+        check_backend(backend, settings)
         if plan is None and backend not in ASKING:
             raise _no_plan(backend)
         if backend.startswith("loopback"):
             assert plan is not None, "looked at above"
             meant = plan_of(plan)
-            return BACKENDS[backend](meant, timeout, None), meant
-        opened = BACKENDS[backend](None, timeout, None)
+            return BACKENDS[backend](meant, settings), meant
+        opened = BACKENDS[backend](None, settings)
     else:
         opened = backend
     try:

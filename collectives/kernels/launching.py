@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.kernels.compiler import load_kernel
-from collectives.kernels.source import divide_kernel, join_kernel, kernel_source
+from collectives.kernels.source import divide_kernel, forest_source, join_kernel, kernel_source
 from collectives.kernels.work import THREADS, TILE_BYTES, Work
 
 BLOCKS_PER_PROCESSOR = 8
@@ -60,6 +60,12 @@ class Kernels:
     def compiled(self, op: str | None, dtype: str, itemsize: int) -> Any:
         """The kernel that joins with an operation."""
         return self._kernel(join_kernel(op, dtype, itemsize))
+
+    def forest(self, name: str) -> Any:
+        """The kernel of this name (`forest_kernel`), which runs a rank's whole part in a collective."""
+        if name not in self._compiled:
+            self._compiled[name] = load_kernel(self._cupy, forest_source([name]), name)
+        return self._compiled[name]
 
     def launch(self, kernel: Any, done: DeviceWork, number: int) -> None:
         """Do one launch of the work."""

@@ -1,7 +1,7 @@
 """The CUDA source of the kernels: a template, and a line for each (dtype, operation) that is wanted.
 
-The templates (``arithmetic.cu``, and ``join.cu`` or ``forest.cu``) include no header, so any NVRTC compiles them as they come: CUDA 12 for
-compute capability 7.0 and newer, CUDA 13 from 7.5.
+The templates (``arithmetic.cu``, and ``join.cu`` or ``forest.cu``) include no header, so any NVRTC compiles them as
+they come: CUDA 12 for compute capability 7.0 and newer, CUDA 13 from 7.5.
 """
 
 from __future__ import annotations
@@ -95,17 +95,36 @@ def kernel_source(names: Iterable[str]) -> str:
     return "\n".join([_template("join.cu"), *(_line(name) for name in names), ""])
 
 
-def forest_kernel(op: str | None, dtype: str, itemsize: int, *, averages: bool = False) -> str:
-    """The name of the kernel that runs a rank's whole part in a collective; it may divide averages by the way.
+def forest_kernel(
+    op: str | None, dtype: str, itemsize: int, *, averages: bool = False, small: bool = False
+) -> str:
+    """The name of the kernel that runs a rank's whole part in a collective, or in a small one; it divides averages too.
 
     Examples
     --------
     >>> forest_kernel("avg", "float16", 2, averages=True), forest_kernel(None, "complex64", 8)
     ('forest_avg_float16', 'forest_copy_8')
     """
+    kind = "small" if small else "forest"
     if averages and op == "avg":
-        return f"forest_avg_{dtype}"
-    return f"forest_{join_kernel(op, dtype, itemsize).removeprefix('join_')}"
+        return f"{kind}_avg_{dtype}"
+    return f"{kind}_{join_kernel(op, dtype, itemsize).removeprefix('join_')}"
+
+
+def forest_kernel_names() -> tuple[str, ...]:
+    """All of them that there are.
+
+    Examples
+    --------
+    >>> names = forest_kernel_names()
+    >>> len(names), names[0], names[-1]
+    (107, 'forest_max_bfloat16', 'small_avg_complex128')
+    """
+    kernels = [name.removeprefix("join_") for name in kernel_names() if not name.startswith("divide_")]
+    averages = [f"avg_{dtype}" for dtype in ELEMENTS if dtype in ("float16", "float32", "float64")]
+    averages += [f"avg_{dtype}" for dtype in ELEMENTS if dtype.startswith("complex")]
+    forest = [f"forest_{rest}" for rest in (*kernels, *averages)]
+    return (*forest, *(f"small_{rest}" for rest in (*kernels, *averages) if not rest.startswith("copy")))
 
 
 def forest_source(names: Iterable[str]) -> str:
@@ -123,10 +142,13 @@ def forest_source(names: Iterable[str]) -> str:
     """
     lines = []
     for name in names:
-        op, _, dtype = name.removeprefix("forest_").partition("_")
-        join = _line(name.removeprefix("forest_") if op == "copy" else f"join_{op}_{dtype}")
+        kind, _, rest = name.partition("_")
+        op, _, dtype = rest.partition("_")
+        join = _line(rest if op == "copy" else f"join_{op}_{dtype}")
         _, element, operation = join.removesuffix(")").split(", ")
-        lines.append(f"FOREST({name}, {element}, {operation}, {'Average' if op == 'avg' else 'AsItIs'})")
+        lines.append(
+            f"{kind.upper()}({name}, {element}, {operation}, {'Average' if op == 'avg' else 'AsItIs'})"
+        )
     return "\n".join([_template("forest.cu"), *lines, ""])
 
 
@@ -145,6 +167,4 @@ def _line(name: str) -> str:
 @lru_cache(maxsize=2)
 def _template(kernels: str) -> str:
     folder = files("collectives.kernels")
-    return "\n".join(
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", kernels)
-    )
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", kernels))

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.arrays.free_room import FreeRoom
 from collectives.peers.control_page import ARENA, PROBE, PROBED, Control, Placement, Room
 from topoplan.errors import UsageError
 
@@ -96,32 +97,20 @@ class Arena:
             os.close(self.descriptor)
             raise
         self._room = _room(self._memory)
-        self._free = [(0, length)]
-        # by finalizers, which may run at any moment and in any thread
-        self._returned: list[tuple[int, int]] = []
+        self._free = FreeRoom(length, unit=mmap.PAGESIZE)
         self._process = os.getpid()
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
         """New memory, contents undefined; None where there is no more room, or in a process that was forked."""
         if os.getpid() != self._process:
             return None
-        length = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        while self._returned:
-            self._free.append(self._returned.pop())
-        free: list[tuple[int, int]] = []
-        for start, stop in sorted(self._free):
-            if free and free[-1][1] == start:
-                start = free.pop()[0]
-            free.append((start, stop))
-        self._free = free
-        for number, (start, stop) in enumerate(free):
-            if stop - start >= length:
-                free[number] = (start + length, stop)
-                held = _Held(self._room.address + start, nbytes)
-                about = (self._memory, self._returned, self._process, start, length)
-                weakref.finalize(held, _give_back, *about).atexit = False
-                return np.asarray(held)
-        return None
+        start = self._free.take(nbytes)
+        if start is None:
+            return None
+        held = _Held(self._room.address + start, nbytes)
+        about = (self._memory, self._free, self._process, start, nbytes)
+        weakref.finalize(held, _give_back, *about).atexit = False
+        return np.asarray(held)
 
     def offset(self, address: int) -> int:
         """Where an address lies in it; -1 if it does not."""
@@ -266,17 +255,16 @@ class _Held:
         }
 
 
-def _give_back(
-    memory: mmap.mmap, returned: list[tuple[int, int]], process: int, start: int, length: int
-) -> None:
+def _give_back(memory: mmap.mmap, free: FreeRoom, process: int, start: int, nbytes: int) -> None:
     """Give memory that no array refers to any more back to the machine, and to the arena.
 
     A process that was forked sees the same memory, and must leave it to the one that made the array.
     """
     if os.getpid() == process:
+        length = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         with suppress(OSError):  # then it is used again all the same
             memory.madvise(mmap.MADV_REMOVE, start, length)
-        returned.append((start, start + length))
+        free.give_back(start, nbytes)
 
 
 def _mapped(descriptor: int, length: int) -> mmap.mmap:

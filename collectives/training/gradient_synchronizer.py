@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from collectives.backends.backend import Backend
+from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, mode_of
@@ -61,6 +62,8 @@ class GradientSynchronizer:
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
+    engine : str
+        Of the nccl back end, as `Communicator` takes it.
     name : str
         Of the recorder.
 
@@ -103,11 +106,12 @@ class GradientSynchronizer:
         wire: WireFormat | None = None,
         mode: Mode | str | None = None,
         timeout: float = 30.0,
+        engine: str = "auto",
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
         how = ExchangeSettings(density, exchange, momentum, wire, self.mode)
-        opened, meant = open_for_plan(backend, plan, timeout=timeout)
+        opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine))
         try:
             self.communicator = comm = Communicator(meant, opened, timeout=timeout)
             self.recorder = watch(Recorder(name, ranks=comm.size))

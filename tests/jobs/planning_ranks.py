@@ -13,7 +13,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.open_backend import open_backend
+from collectives.backends.open_backend import Settings, open_backend
 from collectives.peers.plan_by_one import plan_by_one
 from topoplan.errors import BackendError, InfeasibleError
 from topoplan.plans.plan import Plan
@@ -36,7 +36,7 @@ def main() -> None:
 
         backend, make = TorchBackend.open(timeout=TIMEOUT), torch.from_numpy  # by its messages
     else:
-        backend, make = open_backend(name, PLAN, timeout=TIMEOUT), np.asarray
+        backend, make = open_backend(name, PLAN, Settings(TIMEOUT)), np.asarray
     (rank,) = backend.ranks
     calls: list[int] = []
 

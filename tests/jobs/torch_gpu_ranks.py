@@ -48,7 +48,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Any:
         return Shared()
 
     cupy.cuda.Stream.from_external = from_external
-    cupy.from_dlpack = lambda tensor: cupy.ndarray(tensor.numpy(), 0)
+    cupy.from_dlpack = lambda tensor: cupy.ndarray(None, host=tensor.numpy(), device=0)
     cupy.cuda.runtime.runtimeGetVersion = lambda: 12090
     return cupy
 

@@ -11,19 +11,24 @@ from collectives.kernels import kernel_names, kernel_source
 from collectives.kernels.compiler import compile_source
 from collectives.kernels.feedback_source import FEEDBACK_LINES
 from collectives.kernels.selection_source import selection_kernel_names, selection_source
+from collectives.kernels.source import forest_kernel_names, forest_source
 from tests.ptx.machine import read
 from tests.ptx.text import Program
 from topoplan.errors import UsageError
 
 JOINS = kernel_names()
 SELECTIONS = (*selection_kernel_names(), *FEEDBACK_LINES)
+FORESTS = forest_kernel_names()
+SOURCES = {JOINS: kernel_source, SELECTIONS: selection_source, FORESTS: forest_source}
+"""What makes the source of the kernels of each family."""
+
 ARCHITECTURE = 80
 
 
 def ptx(names: Iterable[str], architecture: int = ARCHITECTURE) -> str:
-    """PTX with these kernels, all joins or all of selection; skips the test where there is no compiler."""
+    """PTX with these kernels, all of one family; skips the test where there is no compiler."""
     wanted = list(names)
-    source = kernel_source(wanted) if wanted[0] in JOINS else selection_source(wanted)
+    source = next(make(wanted) for family, make in SOURCES.items() if wanted[0] in family)
     try:
         return compile_source(source, architecture, to="ptx").code.decode()
     except UsageError as error:
@@ -41,8 +46,8 @@ def program(name: str, architecture: int = ARCHITECTURE) -> Program:
 
 
 def read_all(names: Iterable[str], architecture: int = ARCHITECTURE) -> None:
-    """Compile these kernels, joins together and those of selection together, before they are asked for."""
-    for family in (JOINS, SELECTIONS):
+    """Compile these kernels, those of a family together, before they are asked for."""
+    for family in SOURCES:
         missing = [name for name in names if name in family and (architecture, name) not in _read]
         if missing:
             found = read(ptx(missing, architecture))

@@ -1,29 +1,41 @@
-// Runs a PTX kernel: one state machine per thread, all threads of all blocks, in an order that a seed gives.
+// Runs PTX kernels: one state machine per thread, all threads of all blocks of all ranks, in an order that a seed gives.
 //
 // A checked launch knows the arrays, each at an address of its own with a gap before the next, and stops at the first
 // access outside of them, unaligned, of memory that nobody has written, or that races with another (races.h), and where
 // threads wait for what never comes. An unchecked one takes addresses as they are, blocks one after another.
-// Loads see the last store that was run: stores do not come late, so what a weaker order could show is left to races.h.
+// Of one launch alone, loads see the last store that was run: what a weaker order could show is left to races.h. Where
+// ranks run queues of launches at the same time, stores come late (memory.h).
 
+#include <chrono>
 #include <cstddef>
+#include <queue>
 
 #include "operations.h"
+#include "atomics.h"
 #include "races.h"
+#include "memory.h"
 
 enum Kind { COMPUTE, BRANCH, END, LOAD, STORE, ATOMIC, FENCE, BARRIER, WARP_BARRIER, SHUFFLE, VOTE, PARAMETER,
-            WHERE_SHARED, WHERE_GLOBAL, NOTHING };
+            WHERE_SHARED, WHERE_GLOBAL, NOTHING, PROXY_FENCE, CLOCK, SLEEP, TRAP, MULTI_LOAD, MULTI_STORE,
+            MULTI_ATOMIC };
 enum Space { GLOBAL, SHARED, GENERIC };
 enum Problem { NONE, OUTSIDE, READ_ONLY, UNALIGNED, UNWRITTEN, RACE, DIVERGED, LANE_MISSING, NOT_IN_MASK, BARRIER_MISSING,
-               ENDLESS };
+               ENDLESS, PROXIES, NOT_MULTIMEM, NOT_MULTICAST, TRAPPED };
 
 static constexpr Word SHARED_WINDOW = 1ull << 56;  // where generic addresses of shared memory begin
+static constexpr uint32_t LOOKS = 4;  // strong loads after which a thread lets others run
 static constexpr Word POISON = 0xa5a5a5a5a5a5a5a5ull;
 
 struct Range {
     Word base, size;
     uint8_t* host;
     uint8_t* written;  // a byte for each, or null: all are
-    int64_t writable;
+    int64_t writable, followed;  // whether any rank may write it
+    Word cells, place;        // whose cells, and from which on: arrays that share bytes share these
+    int64_t proxy;
+    const Range* replicas;    // of a multicast address, on all ranks
+    int64_t replica_count;
+    Word bytes_read, bytes_stored;
 };
 
 struct Special {
@@ -40,52 +52,32 @@ struct Launch {
     const Constant* constants;
     const Special* specials;
     const uint8_t* parameters;
-    const Range* arrays;
-    const Range* variables;  // of shared memory
+    Range* arrays;
+    Range* variables;  // of shared memory
     int32_t instructions, registers, constant_count, special_count, array_count, variable_count, shared_bytes;
-    int32_t blocks, block_size, checked;
-    int64_t seed, most_steps;  // seed -1, -2: first or last thread and block first
+    int32_t blocks, block_size, first_place;  // place: of its first instruction among those of all launches
+};
+
+struct Run {
+    const Launch* launches;
+    const int32_t* queues;  // how many launches each rank has
+    Word* rank_steps;
+    int32_t ranks, areas, checked, weak, proxies, stopped;  // stopped: a rank, or -1
+    int64_t seed, most_steps, stop_steps, nanoseconds;      // seed -1, -2: first or last thread and block first
 };
 
 struct Fault {
     int32_t problem, place, block, thread, writes, bytes, array, other_block, other_thread, other_place;
+    int32_t launch, other_launch;
     Word address, steps;
 };
 
 // ---- names of what a program may use
 
-typedef Word (*Combine)(Word old, Word a, Word b);
-
-struct Atomic {
-    const char* name;
-    Combine combine;
-};
-
-#define ATOMIC(NAME, T, VALUE)                                                             \
-    {NAME, [](Word before, Word first, Word second) -> Word {                              \
-         const T old = get<T>(&before, 0), a = get<T>(&first, 0), b = get<T>(&second, 0);  \
-         (void)old, (void)a, (void)b;                                                      \
-         Word made = 0;                                                                    \
-         set<T>(&made, 0, (T)(VALUE));                                                     \
-         return made;                                                                      \
-     }},
-#define ATOMIC_NUMBER(N, T) \
-    ATOMIC("add." N, T, old + a) ATOMIC("min." N, T, a < old ? a : old) ATOMIC("max." N, T, a > old ? a : old)
-#define ATOMIC_BITS(N, T)                                                                       \
-    ATOMIC("exch." N, T, a) ATOMIC("cas." N, T, old == a ? b : old) ATOMIC("and." N, T, old & a) \
-    ATOMIC("or." N, T, old | a) ATOMIC("xor." N, T, old ^ a)
-
-static const Atomic ATOMICS[] = {
-    ATOMIC_NUMBER("u32", uint32_t) ATOMIC_NUMBER("s32", int32_t) ATOMIC_NUMBER("u64", uint64_t)
-    ATOMIC_NUMBER("s64", int64_t) ATOMIC_BITS("b32", uint32_t) ATOMIC_BITS("b64", uint64_t)
-    ATOMIC("inc.u32", uint32_t, old >= a ? 0 : old + 1) ATOMIC("dec.u32", uint32_t, old == 0 || old > a ? a : old - 1)
-    ATOMIC("add.f32", float, flushed(canonical(flushed(old) + flushed(a)))) ATOMIC("add.f64", double, old + a)
-};
-
 static const char* const SPECIALS[] = {
     "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z",
     "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%lanemask_eq", "%lanemask_lt", "%lanemask_le",
-    "%lanemask_gt", "%lanemask_ge",
+    "%lanemask_gt", "%lanemask_ge", "%smid", "%nsmid",
 };
 
 static Word special(int which, Word thread, Word block, const Launch& launch) {
@@ -102,6 +94,8 @@ static Word special(int which, Word thread, Word block, const Launch& launch) {
         case 15: return bit | (bit - 1);
         case 16: return ~(bit | (bit - 1));
         case 17: return ~(bit - 1);
+        case 18: return block;
+        case 19: return launch.blocks;
     }
     return 0;  // y and z
 }
@@ -118,7 +112,7 @@ static int place_of(const Table& table, const char* name) {
 
 // ---- threads
 
-enum State { READY, AT_WARP, AT_BARRIER, ENDED };
+enum State { READY, AT_WARP, AT_BARRIER, ENDED, ASLEEP, STOPPED };
 
 struct Thread {
     Word* registers;
@@ -126,26 +120,39 @@ struct Thread {
     State state;
 };
 
+struct Decoded;
+
+// A launch that runs: its code, and which array each instruction touched last.
+struct Running {
+    const Launch* launch = nullptr;
+    const Decoded* code = nullptr;
+    std::vector<int> recent;
+};
+
 struct Block {
+    Running* running = nullptr;
     uint32_t index, ended = 0;
+    uint32_t rank = 0, number = 0, first = 0;  // among the blocks and threads of all ranks
     std::vector<Word> registers;
     Word* free;                // registers that no thread has had
     std::vector<Word*> left;   // those of threads that have ended
     std::vector<uint8_t> shared, written;
     std::vector<Thread> threads;
     Cells cells;
-    std::unordered_map<Word, Location> locations;
+    std::unordered_map<Word, Publication> locations;
+
+    const Launch& launch() const { return *running->launch; }
 };
 
-struct Random {
-    Word state;
-    Word next() {  // splitmix64
-        Word z = state += 0x9e3779b97f4a7c15ull;
-        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-        z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-        return z ^ z >> 31;
-    }
-    uint32_t below(uint32_t end) { return (uint32_t)((next() >> 32) * end >> 32); }
+struct Rank {
+    const Launch* queue = nullptr;
+    int32_t launches = 0, launch = 0;            // how many, and which runs
+    uint32_t first_block = 0, first_thread = 0;  // among those of all ranks
+    uint32_t most_blocks = 0, most_threads = 0;
+    Running running;
+    std::vector<Block> blocks;
+    Word steps = 0;
+    bool over = false;                           // has ended, or was stopped
 };
 
 struct alignas(64) Decoded {
@@ -163,38 +170,78 @@ struct Counted {
 
 template <bool CHECKED>
 struct Machine {
-    const Launch& launch;
+    const Run& all;
     Fault& fault;
-    std::vector<Decoded> code;
+    std::vector<Rank> ranks;
+    uint32_t block_count = 0, thread_count = 0;
+    std::unordered_map<const Instruction*, std::vector<Decoded>> decoded;
     std::unique_ptr<Causality> causality;
-    std::vector<Cells> cells;  // of the arrays
-    std::unordered_map<Word, Location> locations;
-    std::vector<int> recent;   // the array that an instruction touched last
+    std::unique_ptr<WeakMemory> weak;
+    std::vector<Cells> cells;  // of the areas that arrays lie in
+    std::unordered_map<Word, Publication> locations;
+    Access access;             // the last one that was allowed
 
-    Machine(const Launch& launch, Fault& fault) : launch(launch), fault(fault) {
-        for (int k = 0; k < launch.instructions; ++k) {
-            const Instruction& i = launch.code[k];
-            code.push_back({i.kind == COMPUTE ? OPERATIONS[i.operation].compute : nullptr, i});
+    Machine(const Run& all, Fault& fault) : all(all), fault(fault), ranks(all.ranks) {
+        const Launch* next = all.launches;
+        for (Rank& rank : ranks) {
+            rank.queue = next, rank.launches = all.queues[&rank - ranks.data()], next += rank.launches;
+            rank.first_block = block_count, rank.first_thread = thread_count;
+            for (int k = 0; k < rank.launches; ++k) {
+                const Launch& launch = rank.queue[k];
+                rank.most_blocks = std::max(rank.most_blocks, (uint32_t)launch.blocks);
+                rank.most_threads = std::max(rank.most_threads, (uint32_t)(launch.blocks * launch.block_size));
+                auto& code = decoded[launch.code];
+                if (!code.empty()) continue;
+                for (int c = 0; c < launch.instructions; ++c) {
+                    const Instruction& i = launch.code[c];
+                    code.push_back({i.kind == COMPUTE ? OPERATIONS[i.operation].compute : nullptr, i});
+                }
+            }
+            block_count += rank.most_blocks, thread_count += rank.most_threads;
         }
         if (CHECKED) {
-            causality = std::make_unique<Causality>(launch.blocks, launch.block_size);
-            cells.resize(launch.array_count);
-            recent.resize(launch.instructions);
+            causality = std::make_unique<Causality>(thread_count, all.ranks > 1, all.proxies);
+            cells.resize(all.areas);
         }
+        if (CHECKED && all.weak) weak = std::make_unique<WeakMemory>(*causality, ranks.size(), ~(Word)all.seed);
     }
 
     bool fail(int problem, const Instruction& i, const Block& block, const Thread& thread, Word address = 0,
               int bytes = 0) {
         fault.problem = problem, fault.place = i.place;
         fault.block = block.index, fault.thread = thread.number;
+        fault.launch = (int)(&block.launch() - all.launches);
         fault.address = address, fault.bytes = bytes, fault.writes = i.writes;
         return false;
     }
 
-    void start(Block& block, uint32_t index) {
-        block.index = index, block.ended = 0;
-        block.left.clear();
+    // Names the other party of a conflict.
+    void blame(const Epoch& other) {
+        const Rank& rank = ranks[causality->threads[other.thread].rank];
+        const Launch* launch = rank.queue;
+        for (int k = 0; k < rank.launches; ++k)
+            if (rank.queue[k].first_place <= (int)other.place) launch = &rank.queue[k];
+        fault.other_launch = (int)(launch - all.launches);
+        fault.other_block = (other.thread - rank.first_thread) / launch->block_size;
+        fault.other_thread = (other.thread - rank.first_thread) % launch->block_size;
+        fault.other_place = other.place - launch->first_place;
+    }
+
+    // Begin the next launch of a rank.
+    void begin(Rank& rank) {
+        rank.running.launch = &rank.queue[rank.launch];
+        const Launch& launch = *rank.running.launch;
+        rank.running.code = decoded[launch.code].data();
+        rank.running.recent.assign(launch.instructions, 0);
+    }
+
+    void start(Block& block, Rank& rank, uint32_t index) {
+        block.running = &rank.running;
+        const Launch& launch = block.launch();
         const size_t size = launch.block_size;
+        block.index = index, block.ended = 0, block.rank = (uint32_t)(&rank - ranks.data());
+        block.number = rank.first_block + index, block.first = rank.first_thread + index * launch.block_size;
+        block.left.clear();
         block.registers.resize(size * launch.registers);
         block.threads.resize(size);
         block.shared.assign(launch.shared_bytes, (uint8_t)POISON);
@@ -202,6 +249,10 @@ struct Machine {
             block.written.assign(launch.shared_bytes, 0);
             block.cells.pages.clear();
             block.locations.clear();
+            for (uint32_t t = 0; t < size; ++t) {
+                causality->threads[block.first + t].block = block.number;
+                causality->threads[block.first + t].rank = block.rank;
+            }
         }
         for (uint32_t t = 0; t < size; ++t) block.threads[t] = {nullptr, 0, t, 0, 0, READY};
         block.free = block.registers.data();
@@ -209,6 +260,7 @@ struct Machine {
 
     // A thread's registers are those of one that has ended, if there is one: then they are in the cache.
     void give_registers(Block& block, Thread& thread) {
+        const Launch& launch = block.launch();
         if (block.left.empty()) {
             thread.registers = block.free;
             block.free += launch.registers;
@@ -225,74 +277,147 @@ struct Machine {
 
     // ---- memory
 
-    // Where some bytes are on the host; null after a fault.
-    uint8_t* reach(Block& block, Thread& thread, const Instruction& i, Word address, bool by_element) {
+    // Where some bytes are on the host, and in which array; null after a fault.
+    uint8_t* reach(Block& block, Thread& thread, const Instruction& i, Word address, bool by_element, Range*& range) {
         const Word bytes = (Word)i.size * i.count;
         bool shared = i.space == SHARED;
+        range = nullptr;
         if (i.space == GENERIC && address - SHARED_WINDOW < SHARED_WINDOW) shared = true, address -= SHARED_WINDOW;
         if (!CHECKED) return shared ? block.shared.data() + address : (uint8_t*)address;
         if (address % bytes) return fail(UNALIGNED, i, block, thread, address, bytes), nullptr;
-        int found = -1;
-        const Range* ranges = shared ? launch.variables : launch.arrays;
+        const Launch& launch = block.launch();
+        Range* const ranges = shared ? launch.variables : launch.arrays;
         const int count = shared ? launch.variable_count : launch.array_count;
-        int& hint = recent[thread.pc];
-        for (int k = 0, at = hint; k < count && found < 0; ++k, at = at + 1 < count ? at + 1 : 0)
-            if (at < count && address >= ranges[at].base && address - ranges[at].base < ranges[at].size) found = at;
-        fault.array = shared ? -2 - found : found;
-        if (found < 0 || address - ranges[found].base + bytes > ranges[found].size) {
-            if (found < 0) fault.array = shared ? -1 : nearest(address);
-            return fail(OUTSIDE, i, block, thread, address, bytes), nullptr;
+        int& found = block.running->recent[thread.pc];
+        if (found >= count || address - ranges[found].base >= ranges[found].size) {
+            const Range* const next = std::upper_bound(
+                ranges, ranges + count, address, [](Word one, const Range& other) { return one < other.base; });
+            found = std::max(0, (int)(next - ranges) - 1);  // the one that begins last before it
         }
-        hint = found;
-        const Range& range = ranges[found];
-        const Word place = address - range.base;
-        if (i.writes && !range.writable) return fail(READ_ONLY, i, block, thread, address, bytes), nullptr;
+        const bool inside = found < count && address - ranges[found].base < ranges[found].size;
+        fault.array = shared ? (inside ? -2 - found : -1) : found < count && ranges[found].base <= address ? found : -1;
+        if (!inside || address - ranges[found].base + bytes > ranges[found].size)
+            return fail(OUTSIDE, i, block, thread, address, bytes), nullptr;
+        range = &ranges[found];
+        if (i.reads) range->bytes_read += bytes;
+        if (i.writes) range->bytes_stored += bytes;
+        const Word place = address - range->base;
+        const bool multi = i.kind >= MULTI_LOAD;
+        if (multi != (range->replicas != nullptr))
+            return fail(multi ? NOT_MULTICAST : NOT_MULTIMEM, i, block, thread, address, bytes), nullptr;
+        if (multi) {
+            for (int k = 0; k < range->replica_count; ++k)
+                if (!allowed(block, thread, i, range->replicas[k], false, address, place, by_element)) return nullptr;
+            return range->host + place;
+        }
+        if (!allowed(block, thread, i, *range, shared, address, place, by_element)) return nullptr;
+        return shared ? block.shared.data() + address : range->host + place;
+    }
+
+    // Whether an access within an array keeps the rules.
+    bool allowed(Block& block, Thread& thread, const Instruction& i, const Range& range, bool shared, Word address,
+                 Word place, bool by_element) {
+        const Word bytes = (Word)i.size * i.count;
+        if (i.writes && !range.writable) return fail(READ_ONLY, i, block, thread, address, bytes);
         uint8_t* written = shared ? &block.written[address] : range.written ? range.written + place : nullptr;
         if (written) {
             if (i.reads)
                 for (Word b = 0; b < bytes; ++b)
-                    if (!written[b]) return fail(UNWRITTEN, i, block, thread, address + b, bytes), nullptr;
+                    if (!written[b]) return fail(UNWRITTEN, i, block, thread, address + b, bytes);
             if (i.writes) std::memset(written, 1, bytes);
         }
-        if (range.writable) {
-            Cells& own = shared ? block.cells : cells[found];
-            const Word first = shared ? address : place;
-            const uint32_t number = block.index * launch.block_size + thread.number;
-            const uint32_t size = launch.block_size, begin = shared ? block.index * size : 0;
-            const Access access = {number, block.index, (uint32_t)i.place, begin, shared ? size : launch.blocks * size,
-                                   i.reads != 0, i.writes != 0, i.strength, i.scope};
-            const uint32_t whole = by_element ? i.size : bytes;
-            for (Word b = 0; b < bytes; ++b) {
-                const Epoch other = causality->touch(own.at(first + b), access, (uint32_t)(b % whole) << 5 | whole);
-                if (other.clock) {
-                    fault.other_block = other.thread / launch.block_size;
-                    fault.other_thread = other.thread % launch.block_size;
-                    fault.other_place = other.place;
-                    return fail(RACE, i, block, thread, address + b, bytes), nullptr;
+        const Launch& launch = block.launch();
+        Cells& own = shared ? block.cells : cells[range.cells];
+        const Word first = shared ? address : range.place + place;
+        const bool synchronizes = i.strength > STRONG || (i.reads && i.writes);
+        access = {block.first + thread.number, block.number, block.rank, (uint32_t)(launch.first_place + i.place),
+                  shared ? block.first : 0, shared ? (uint32_t)launch.block_size : thread_count,
+                  i.reads != 0, i.writes != 0, i.strength, i.scope,
+                  synchronizes || shared ? ANY : i.proxy == FIRST_ADDRESS ? (int)range.proxy : i.proxy};
+        if (!range.followed) return true;
+        const uint32_t whole = by_element ? i.size : bytes;
+        for (Word b = 0; b < bytes;) {
+            Cells::Page& page = own.page(first + b, whole);
+            for (Word end = std::min(bytes, b + Cells::PAGE - (first + b) % Cells::PAGE); b < end; b += page.bytes) {
+                Cell& cell = page.cells[(first + b) % Cells::PAGE / page.bytes];
+                const Conflict found = causality->touch(cell, access, (uint32_t)(b % whole) << 5 | whole);
+                if (!found.other.clock) continue;
+                blame(found.other);
+                return fail(found.proxy ? PROXIES : RACE, i, block, thread, address + b, bytes);
+            }
+        }
+        if (weak && !shared) return true;  // which observes what it loads and stores by itself
+        for (Word b = 0; b < bytes; b += whole)
+            causality->observe(access, shared ? block.locations : locations,
+                               shared ? address + b : (Word)(range.host + place + b));
+        return true;
+    }
+
+    // Loads, stores and atomics of the memory that ranks share; false after a fault.
+    bool across_ranks(Block& block, Thread& thread, const Instruction& i, Word address) {
+        Word* const r = thread.registers;
+        Range* range;
+        uint8_t* const host = reach(block, thread, i, address, i.kind != ATOMIC, range);
+        if (!host) return false;
+        const Word place = address - range->base;
+        // the elements of a vector in any order
+        const int turn = i.count > 1 ? (int)weak->random.below(i.count) : 0;
+        for (int n = 0; n < i.count; ++n) {
+            const int k = n ^ turn;
+            if (n && i.strength != WEAK) weak->drift();
+            const Word from = place + k * i.size;
+            uint8_t* const at = host + k * i.size;
+            switch (i.kind) {
+                case LOAD: r[i.d[k]] = extended(weak->load(access, at, i.size), i); break;
+                case STORE: weak->store(access, at, cut(r[i.s[k]], i), i.size); break;
+                case ATOMIC:
+                    r[i.d[0]] = extended(weak->change(access, at, i.size, [&](Word before) {
+                        return ATOMICS[i.operation].combine(extended(before, i), r[i.s[1]], r[i.s[2]]);
+                    }), i);
+                    break;
+                default: {
+                    std::vector<const Range*> replicas;
+                    for (int c = 0; c < range->replica_count; ++c) replicas.push_back(&range->replicas[c]);
+                    for (size_t c = replicas.size(); c > 1; --c)
+                        std::swap(replicas[c - 1], replicas[weak->random.below((uint32_t)c)]);
+                    std::vector<Word> values;
+                    for (const Range* replica : replicas) {
+                        uint8_t* const there = replica->host + from;
+                        if (i.kind == MULTI_LOAD) values.push_back(weak->load(access, there, i.size));
+                        if (i.kind == MULTI_STORE) weak->store(access, there, cut(r[i.s[k]], i), i.size);
+                        if (i.kind == MULTI_ATOMIC)
+                            weak->change(access, there, i.size, [&](Word before) {
+                                const Word both[] = {before, cut(r[i.s[k]], i)};
+                                return REDUCTIONS[i.operation].fold(both, 2);
+                            });
+                    }
+                    if (i.kind == MULTI_LOAD)
+                        r[i.d[k]] = extended(REDUCTIONS[i.operation].fold(values.data(), values.size()), i);
                 }
             }
-            for (Word b = 0; b < bytes; b += whole)
-                causality->observe(access, shared ? block.locations : locations, address + b);
         }
-        return shared ? block.shared.data() + address : range.host + place;
+        return true;
     }
 
-    // The array that ends last before an address.
-    int nearest(Word address) const {
-        int best = -1;
-        for (int k = 0; k < launch.array_count; ++k)
-            if (launch.arrays[k].base <= address && (best < 0 || launch.arrays[k].base > launch.arrays[best].base)) best = k;
-        return best;
+    // Whether an access goes to memory that ranks share.
+    bool shares(const Instruction& i, Word address) const {
+        return CHECKED && weak && i.space != SHARED && !(i.space == GENERIC && address - SHARED_WINDOW < SHARED_WINDOW);
     }
 
-    static Word loaded(const uint8_t* from, const Instruction& i) {
-        Word value = 0;
-        std::memcpy(&value, from, i.size);
+    static Word cut(Word value, const Instruction& i) { return i.size < 8 ? value & (((Word)1 << 8 * i.size) - 1) : value; }
+
+    static Word extended(Word value, const Instruction& i) {
         if (i.extends && i.size < 8) {
             const int rest = 64 - 8 * i.size;
             value = (Word)((int64_t)(value << rest) >> rest);
         }
         return value;
+    }
+
+    static Word loaded(const uint8_t* from, const Instruction& i) {
+        Word value = 0;
+        std::memcpy(&value, from, i.size);
+        return extended(value, i);
     }
 
     // ---- waiting for each other
@@ -309,6 +434,11 @@ struct Machine {
         return true;
     }
 
+    void met(const std::vector<uint32_t>& members) {
+        causality->meet(members);
+        if (weak) weak->met(members);
+    }
+
     bool warp_operation(Block& block, Thread& thread, const Instruction& i) {
         const uint32_t first = thread.number / 32 * 32, mask = thread.mask;
         Thread* lanes = &block.threads[first];
@@ -319,7 +449,7 @@ struct Machine {
         for (uint32_t lane = 0; lane < 32; ++lane) {
             if (!(mask >> lane & 1)) continue;
             Word* own = lanes[lane].registers;
-            members.push_back(block.index * launch.block_size + first + lane);
+            members.push_back(block.first + first + lane);
             if (i.kind == VOTE && get<bool>(own, i.s[0]) != (bool)i.extends) ballot |= 1u << lane;
             if (i.kind != SHUFFLE) continue;
             const int b = (int)(own[i.s[1]] & 31), c = (int)own[i.s[2]];
@@ -346,7 +476,7 @@ struct Machine {
             ++own.pc;
             make_ready(block, own);
         }
-        if (CHECKED && i.kind == WARP_BARRIER) causality->meet(members);
+        if (CHECKED && i.kind == WARP_BARRIER) met(members);
         return true;
     }
 
@@ -359,14 +489,15 @@ struct Machine {
         std::vector<uint32_t> members;
         for (size_t k = 0; k < here.size(); ++k) {
             const Thread& own = *here[k];
-            members.push_back(block.index * launch.block_size + own.number);
+            members.push_back(block.first + own.number);
             if (k && i.extends && own.number / 32 == here[k - 1]->number / 32 && own.pc != here[k - 1]->pc) {
                 fault.other_block = block.index, fault.other_thread = here[k - 1]->number;
                 fault.other_place = (int)here[k - 1]->pc;
-                return fail(DIVERGED, launch.code[own.pc], block, own);
+                fault.other_launch = (int)(&block.launch() - all.launches);
+                return fail(DIVERGED, block.launch().code[own.pc], block, own);
             }
         }
-        if (CHECKED) causality->meet(members);
+        if (CHECKED) met(members);
         released = &block;
         for (Thread* own : here) {
             ++own->pc;
@@ -377,6 +508,8 @@ struct Machine {
 
     // Threads that wait while none can go on: for whom?
     bool stuck(Block& block) {
+        const Launch& launch = block.launch();
+        fault.other_launch = (int)(&launch - all.launches);
         for (int problem : {LANE_MISSING, BARRIER_MISSING})
             for (Thread& own : block.threads) {
                 if (own.state != (problem == LANE_MISSING ? AT_WARP : AT_BARRIER)) continue;
@@ -404,7 +537,10 @@ struct Machine {
     bool run(Block& block, Thread& thread, Word steps) {
         if (!thread.registers) give_registers(block, thread);
         Word* const r = thread.registers;
+        const Launch& launch = block.launch();
+        const Decoded* const code = block.running->code;
         const Counted counted = {fault.steps, steps, steps};
+        uint32_t looks = 0;
         for (; steps; --steps) {
             const Decoded& decoded = code[thread.pc];
             const Instruction& i = decoded.i;
@@ -429,19 +565,39 @@ struct Machine {
                     for (int k = 0; k < i.count; ++k) r[i.d[k]] = loaded(launch.parameters + i.offset + k * i.size, i);
                     break;
                 case LOAD: {
-                    const uint8_t* from = reach(block, thread, i, r[i.s[0]] + i.offset, true);
+                    const Word address = r[i.s[0]] + i.offset;
+                    if (shares(i, address)) {
+                        if (!across_ranks(block, thread, i, address)) return false;
+                        if (i.strength == WEAK || ++looks < LOOKS) break;
+                        --steps, ++thread.pc;  // it may wait for others, who should come to run
+                        return true;
+                    }
+                    Range* range;
+                    const uint8_t* from = reach(block, thread, i, address, true, range);
                     if (CHECKED && !from) return false;
                     for (int k = 0; k < i.count; ++k) r[i.d[k]] = loaded(from + k * i.size, i);
                     break;
                 }
                 case STORE: {
-                    uint8_t* to = reach(block, thread, i, r[i.d[0]] + i.offset, true);
+                    const Word address = r[i.d[0]] + i.offset;
+                    if (shares(i, address)) {
+                        if (!across_ranks(block, thread, i, address)) return false;
+                        break;
+                    }
+                    Range* range;
+                    uint8_t* to = reach(block, thread, i, address, true, range);
                     if (CHECKED && !to) return false;
                     for (int k = 0; k < i.count; ++k) std::memcpy(to + k * i.size, r + i.s[k], i.size);
                     break;
                 }
                 case ATOMIC: {
-                    uint8_t* at = reach(block, thread, i, r[i.s[0]] + i.offset, false);
+                    const Word address = r[i.s[0]] + i.offset;
+                    if (shares(i, address)) {
+                        if (!across_ranks(block, thread, i, address)) return false;
+                        break;
+                    }
+                    Range* range;
+                    uint8_t* at = reach(block, thread, i, address, false, range);
                     if (CHECKED && !at) return false;
                     const Word before = loaded(at, i);
                     const Word after = ATOMICS[i.operation].combine(before, r[i.s[1]], r[i.s[2]]);
@@ -450,8 +606,30 @@ struct Machine {
                     break;
                 }
                 case FENCE:
-                    if (CHECKED) causality->fence(block.index * launch.block_size + thread.number, i.scope);
+                    if (CHECKED) causality->fence(block.first + thread.number, i.scope);
+                    if (CHECKED && weak) weak->fence(block.first + thread.number, i.scope);
                     break;
+                case PROXY_FENCE:
+                    if (CHECKED) causality->fence_proxies(block.first + thread.number);
+                    break;
+                case MULTI_LOAD:
+                case MULTI_STORE:
+                case MULTI_ATOMIC: {
+                    const Word address = r[i.kind == MULTI_LOAD ? i.s[0] : i.d[0]] + i.offset;
+                    if (!CHECKED || !weak) return fail(NOT_MULTICAST, i, block, thread, address, i.size * i.count);
+                    if (!across_ranks(block, thread, i, address)) return false;
+                    break;
+                }
+                case CLOCK:
+                    r[i.d[0]] = time(fault.steps + counted.before - steps);
+                    break;
+                case SLEEP:
+                    --steps, ++thread.pc;
+                    unmake_ready(block, thread);
+                    sleep(block, thread, time(fault.steps + counted.before - steps) + (uint32_t)r[i.s[0]]);
+                    return true;
+                case TRAP:
+                    return fail(TRAPPED, i, block, thread);
                 case BARRIER:
                     thread.state = AT_BARRIER;
                     thread.barrier = (uint32_t)r[i.s[0]];
@@ -485,9 +663,7 @@ struct Machine {
     bool keeps_lists = false;
     Block* released = nullptr;                         // which has passed a barrier just now
 
-    uint32_t number_of(const Block& block, const Thread& thread) const {
-        return block.index * launch.block_size + thread.number;
-    }
+    uint32_t number_of(const Block& block, const Thread& thread) const { return block.first + thread.number; }
 
     void make_ready(Block& block, Thread& thread) {
         thread.state = READY;
@@ -506,11 +682,51 @@ struct Machine {
         list.pop_back();
     }
 
+    struct Sleeper {
+        Word until;
+        Block* block;
+        Thread* thread;
+        bool operator<(const Sleeper& other) const { return until > other.until; }
+    };
+    std::priority_queue<Sleeper> sleepers;
+    Word jumped = 0;  // nanoseconds in which all slept
+
+    // What %globaltimer shows after so many instructions of all threads.
+    Word time(Word steps) const {
+        if (!CHECKED) return std::chrono::steady_clock::now().time_since_epoch().count();
+        return steps * (Word)all.nanoseconds + jumped;
+    }
+
+    void sleep(Block& block, Thread& thread, Word until) {
+        if (!keeps_lists) {  // nobody else runs meanwhile
+            jumped = std::max(jumped, until - fault.steps * (Word)all.nanoseconds);
+            return;
+        }
+        thread.state = ASLEEP;
+        sleepers.push({until, &block, &thread});
+    }
+
+    // Wake those whose time has come, and where none can run the next one; whether there is anyone to run.
+    bool wake() {
+        while (!sleepers.empty()) {
+            const Sleeper next = sleepers.top();
+            if (next.until > time(fault.steps)) {
+                if (ready[0].size() + ready[1].size()) return true;
+                if (next.thread->state == ASLEEP) jumped += next.until - time(fault.steps);
+            }
+            sleepers.pop();
+            if (next.thread->state == ASLEEP) make_ready(*next.block, *next.thread);
+        }
+        return ready[0].size() + ready[1].size();
+    }
+
     // Blocks one after another; of a block the first warp, or the last, goes as far as it can, then the next.
     bool in_turn(bool backwards) {
         Block block;
+        begin(ranks[0]);
+        const Launch& launch = *ranks[0].running.launch;
         for (int b = 0; b < launch.blocks; ++b) {
-            start(block, backwards ? launch.blocks - 1 - b : b);
+            start(block, ranks[0], backwards ? launch.blocks - 1 - b : b);
             const int size = launch.block_size, warps = (size + 31) / 32;
             bool back = backwards;
             for (bool ran = true; ran; back = !back) {
@@ -522,9 +738,9 @@ struct Machine {
                         for (int l = 0; l < 32; ++l) {
                             const int t = 32 * warp + (back ? 31 - l : l);
                             if (t >= size || block.threads[t].state != READY) continue;
-                            if (!run(block, block.threads[t], (Word)launch.most_steps)) return false;
+                            if (!run(block, block.threads[t], (Word)all.most_steps)) return false;
                             if (block.threads[t].state == READY)
-                                if ((Word)launch.most_steps <= fault.steps)
+                                if ((Word)all.most_steps <= fault.steps)
                                     return fail(ENDLESS, launch.code[block.threads[t].pc], block, block.threads[t]);
                             again = ran = true;
                         }
@@ -537,7 +753,7 @@ struct Machine {
     }
 
     void set_starving(Block& block, uint32_t first, uint32_t count, bool starving) {
-        for (uint32_t t = first; t < std::min(first + count, (uint32_t)launch.block_size); ++t) {
+        for (uint32_t t = first; t < std::min(first + count, (uint32_t)block.threads.size()); ++t) {
             Thread& thread = block.threads[t];
             if (thread.state == READY) unmake_ready(block, thread);
             starves[number_of(block, thread)] = starving;
@@ -549,16 +765,18 @@ struct Machine {
     // starve, others from each barrier on; one a block; one lets every thread go as far as it can. Who starves goes on only
     // where no other can, or once in a long while, in case another spins for it.
     bool at_random() {
-        Random random = {(Word)launch.seed};
+        begin(ranks[0]);
+        const Launch& launch = *ranks[0].running.launch;
+        Random random = {(Word)all.seed};
         std::vector<Block> blocks(launch.blocks);
-        const uint32_t all = launch.blocks * launch.block_size, way = (uint32_t)launch.seed % 4;
-        places.resize(all), starves.resize(all), keeps_lists = true;
+        const uint32_t way = (uint32_t)all.seed % 4;
+        places.resize(thread_count), starves.resize(thread_count), keeps_lists = true;
         for (Block& block : blocks) {
-            start(block, (uint32_t)(&block - blocks.data()));
+            start(block, ranks[0], (uint32_t)(&block - blocks.data()));
             for (Thread& thread : block.threads) make_ready(block, thread);
         }
         if (way == 2) set_starving(blocks[random.below(launch.blocks)], 0, launch.block_size, true);
-        while (ready[0].size() + ready[1].size()) {
+        while (wake()) {
             if (way == 1 && released) {
                 set_starving(*released, 0, launch.block_size, false);
                 if (random.below(2)) {
@@ -572,18 +790,115 @@ struct Machine {
             const auto [block, thread] = list[random.below((uint32_t)list.size())];
             const Word steps = way == 3 ? 1 << 20 : 1 + (random.next() >> 32) % (1u << random.below(8));
             if (!run(*block, *thread, steps)) return false;
-            if (fault.steps > (Word)launch.most_steps) return fail(ENDLESS, code[thread->pc].i, *block, *thread);
+            if (fault.steps > (Word)all.most_steps) return fail(ENDLESS, launch.code[thread->pc], *block, *thread);
         }
         for (Block& block : blocks)
             if (block.ended < (uint32_t)launch.block_size) return stuck(block);
         return true;
     }
 
+    // ---- the orders of ranks
+
+    // The next launch of a rank, or its end.
+    void next_launch(Rank& rank, bool first) {
+        released = nullptr;
+        if (!first) {
+            ++rank.launch;
+            causality->begin_again(rank.first_thread, rank.most_threads);
+        }
+        if (rank.launch == rank.launches) {
+            end(rank, false);
+            return;
+        }
+        begin(rank);
+        rank.blocks.resize(rank.running.launch->blocks);
+        for (Block& block : rank.blocks) {
+            start(block, rank, (uint32_t)(&block - rank.blocks.data()));
+            for (Thread& thread : block.threads) {
+                starves[number_of(block, thread)] = false;
+                make_ready(block, thread);
+            }
+        }
+    }
+
+    void end(Rank& rank, bool stopped) {
+        rank.over = true;
+        if (stopped)
+            for (Block& block : rank.blocks)
+                for (Thread& thread : block.threads) {
+                    if (thread.state == READY) unmake_ready(block, thread);
+                    thread.state = STOPPED;
+                }
+        weak->end((uint32_t)(&rank - ranks.data()), stopped);
+    }
+
+    // Let others starve than before: some threads of the block that has passed a barrier just now or of any, a block, or
+    // a rank; returns for how many instructions.
+    Word starve(Random& random, uint32_t way) {
+        for (Rank& rank : ranks)
+            if (!rank.over)
+                for (Block& block : rank.blocks) set_starving(block, 0, (uint32_t)block.threads.size(), false);
+        Rank& rank = ranks[released ? released->rank : random.below((uint32_t)ranks.size())];
+        if (!rank.over && way < 4) {
+            Block& block = released ? *released : rank.blocks[random.below((uint32_t)rank.blocks.size())];
+            const uint32_t size = (uint32_t)block.threads.size(), first = way == 1 ? random.below(size) : 0;
+            set_starving(block, first, way == 1 ? 1 + random.below(size - first) : size, true);
+        } else if (!rank.over) {
+            for (Block& block : rank.blocks) set_starving(block, 0, (uint32_t)block.threads.size(), true);
+        }
+        return 1u << (8 + random.below(9));
+    }
+
+    // All ranks at once. Of five seeds one is fair; in the others some threads starve, or a block, or a rank, some others
+    // after a while; or every thread goes far at once. Who starves goes on only where no other can.
+    bool all_ranks() {
+        Random random = {(Word)all.seed};
+        const uint32_t way = (uint32_t)all.seed % 5;
+        places.resize(thread_count), starves.resize(thread_count), keeps_lists = true;
+        for (Rank& rank : ranks) next_launch(rank, true);
+        Word until = 0;
+        while (true) {
+            if (all.stopped >= 0 && !ranks[all.stopped].over && ranks[all.stopped].steps >= (Word)all.stop_steps)
+                end(ranks[all.stopped], true);
+            if (!wake()) break;
+            if (way % 3 && (fault.steps >= until || (way == 1 && released && random.below(4) == 0)))
+                until = fault.steps + starve(random, way);
+            released = nullptr;
+            auto& list = ready[ready[0].empty()];
+            const auto [block, thread] = list[random.below((uint32_t)list.size())];
+            Rank& rank = ranks[block->rank];
+            Word steps = way == 3 ? 1 << 12 : 1 + (random.next() >> 32) % (1u << random.below(8));
+            if (all.stopped == (int)block->rank) steps = std::min(steps, (Word)all.stop_steps - rank.steps);
+            const Word before = fault.steps;
+            const bool right = run(*block, *thread, steps);
+            rank.steps += fault.steps - before;
+            if (!right) return false;
+            if (fault.steps > (Word)all.most_steps)
+                return fail(ENDLESS, block->launch().code[thread->pc], *block, *thread);
+            if (thread->state == ENDED && has_ended(rank)) next_launch(rank, false);
+            weak->drift();
+        }
+        for (Rank& rank : ranks)
+            if (!rank.over)
+                for (Block& block : rank.blocks)
+                    if (block.ended < block.threads.size()) return stuck(block);
+        return true;
+    }
+
+    static bool has_ended(const Rank& rank) {
+        for (const Block& block : rank.blocks)
+            if (block.ended < block.threads.size()) return false;
+        return true;
+    }
+
     void run_all() {
-        if (launch.seed < 0)
-            in_turn(launch.seed == -2);
+        if (all.weak)
+            all_ranks();
+        else if (all.seed < 0)
+            in_turn(all.seed == -2);
         else
             at_random();
+        for (Rank& rank : ranks) all.rank_steps[&rank - ranks.data()] = rank.steps;
     }
 };
 
@@ -606,10 +921,12 @@ const char* operation_name(int place) {
     return place < (int)(sizeof OPERATIONS / sizeof *OPERATIONS) ? OPERATIONS[place].name : nullptr;
 }
 
-void run(const Launch* launch, Fault* fault) {
-    if (launch->checked)
-        Machine<true>(*launch, *fault).run_all();
+int reduction(const char* name) { return place_of(REDUCTIONS, name); }
+
+void run(const Run* all, Fault* fault) {
+    if (all->checked)
+        Machine<true>(*all, *fault).run_all();
     else
-        Machine<false>(*launch, *fault).run_all();
+        Machine<false>(*all, *fault).run_all();
 }
 }

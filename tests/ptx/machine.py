@@ -8,8 +8,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.ptx.text import GAP, INSTRUCTION, Names, Program, programs
+from tests.ptx.text import ADDRESS, GAP, INSTRUCTION, READ_ONLY_CACHE, Names, Program, programs
 
 Array = NDArray[Any]
 
@@ -40,10 +41,14 @@ PROBLEMS = (
     "lane outside of the mask",
     "threads that do not come to a barrier",
     "no end",
+    "two proxies without a fence",
+    "multicast address without multimem",
+    "multimem outside of multicast memory",
+    "trap",
 )
 
 
-PAIRS = (PROBLEMS[5], PROBLEMS[6], PROBLEMS[7], PROBLEMS[9])
+PAIRS = (PROBLEMS[5], PROBLEMS[6], PROBLEMS[7], PROBLEMS[9], PROBLEMS[11])
 """Those between two threads."""
 
 
@@ -58,7 +63,7 @@ class _Fault(_Fields):
             (name, ctypes.c_int32)
             for name in (
                 *("problem", "place", "block", "thread", "writes", "bytes", "array"),
-                *("other_block", "other_thread", "other_place"),
+                *("other_block", "other_thread", "other_place", "launch", "other_launch"),
             )
         ),
         ("address", ctypes.c_uint64),
@@ -76,11 +81,17 @@ class _Launch(_Fields):
             (name, ctypes.c_int32)
             for name in (
                 *("instructions", "registers", "constant_count", "special_count", "array_count"),
-                *("variable_count", "shared_bytes", "blocks", "block_size", "checked"),
+                *("variable_count", "shared_bytes", "blocks", "block_size", "first_place"),
             )
         ),
-        ("seed", ctypes.c_int64),
-        ("most_steps", ctypes.c_int64),
+    ]
+
+
+class _Run(_Fields):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("launches", "queues", "rank_steps")),
+        *((name, ctypes.c_int32) for name in ("ranks", "areas", "checked", "weak", "proxies", "stopped")),
+        *((name, ctypes.c_int64) for name in ("seed", "most_steps", "stop_steps", "nanoseconds")),
     ]
 
 
@@ -91,8 +102,17 @@ RANGE = np.dtype(
         ("host", np.uint64),
         ("written", np.uint64),
         ("writable", np.int64),
+        ("followed", np.int64),
+        ("cells", np.uint64),
+        ("place", np.uint64),
+        ("proxy", np.int64),
+        ("replicas", np.uint64),
+        ("replica_count", np.int64),
+        ("bytes_read", np.uint64),
+        ("bytes_stored", np.uint64),
     ]
 )
+"""As in ``machine.cc``: an array at its address, and its bytes among those that ranks share."""
 
 
 class KernelFault(Exception):
@@ -105,13 +125,17 @@ class KernelFault(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """An array of a `Memory`: its address there, and which of its bytes somebody has written, or None for all."""
+    """An array of a `Memory`: its address there, and which of its bytes somebody has written, or None for all.
+
+    Of a multicast address the `replicas` are the arrays behind it, one of each rank, the first of them `array`.
+    """
 
     name: str
     array: Array
     address: int
     writable: bool
     written: NDArray[np.uint8] | None
+    replicas: tuple[Array, ...] = ()
 
 
 @dataclass(slots=True)
@@ -135,13 +159,56 @@ class Memory:
         self.end = -(-(address + array.nbytes) // 512) * 512 + (1 << 20)
         return address
 
+    def put_multicast(self, name: str, arrays: Sequence[Array]) -> int:
+        """Make one address of the same bytes of all ranks, for multimem instructions only."""
+        assert len({one.nbytes for one in arrays}) == 1
+        address = self.put(name, arrays[0])
+        self.arrays[-1] = replace(self.arrays[-1], replicas=tuple(arrays))
+        return address
+
     def table(self) -> Array:
-        """Rows of `RANGE`."""
-        rows = []
-        for one in self.arrays:
-            written = 0 if one.written is None else one.written.ctypes.data
-            rows.append((one.address, one.array.nbytes, one.array.ctypes.data, written, one.writable))
-        return np.array(rows, dtype=RANGE)
+        """Rows of `RANGE`, each array by itself."""
+        rows = np.zeros(len(self.arrays), dtype=RANGE)
+        for number, (row, one) in enumerate(zip(rows, self.arrays, strict=True)):
+            row["base"], row["size"], row["host"] = one.address, one.array.nbytes, one.array.ctypes.data
+            row["written"] = 0 if one.written is None else one.written.ctypes.data
+            row["writable"] = row["followed"] = one.writable
+            row["cells"], row["proxy"], row["place"] = number, ADDRESS, one.address % 16
+        return rows
+
+
+def memories(count: int) -> list[Memory]:
+    """A memory for each rank, where no address of one is an address of another."""
+    return [Memory(end=(rank + 1) << 40) for rank in range(count)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """A kernel, its blocks and the threads of each, its arguments, and all that it may reach."""
+
+    program: Program
+    grid: int
+    block: int
+    arguments: Sequence[int]
+    memory: Memory
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that a rank's threads have read and written through one array."""
+
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a run: instructions, of all and of each rank; traffic by rank and array; who has ended."""
+
+    steps: int
+    rank_steps: tuple[int, ...]
+    traffic: tuple[dict[str, Traffic], ...]
+    finished: tuple[bool, ...]
 
 
 _BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -183,6 +250,7 @@ def names() -> Names:
         lambda name: int(made.operation(name.encode())),
         lambda name: int(made.atomic(name.encode())),
         lambda name: int(made.special_register(name.encode())),
+        lambda name: int(made.reduction(name.encode())),
     )
 
 
@@ -220,11 +288,127 @@ def run(
     KernelFault
         A check failed; only with `memory`, or where threads wait for what never comes.
     """
+    table = memory.table() if memory is not None else np.zeros(0, dtype=RANGE)
+    packed = _pack(program, grid, block, arguments, table, 0)
+    launches, queues, rank_steps = (
+        (_Launch * 1)(packed.launch),
+        np.ones(1, dtype=np.int32),
+        np.zeros(1, np.uint64),
+    )
+    given = _Run(
+        ctypes.addressof(launches),
+        queues.ctypes.data,
+        rank_steps.ctypes.data,
+        *(1, len(table), memory is not None, False, False, -1),
+        *(seed, most_steps, 0, 1),
+    )
+    fault = _Fault()
+    library().run(ctypes.byref(given), ctypes.byref(fault))
+    if fault.problem:
+        raise KernelFault(PROBLEMS[fault.problem], _told([(0, program, memory)], fault, ranks=False))
+    return int(fault.steps)
+
+
+def run_ranks(
+    queues: Sequence[Sequence[Launch]],
+    *,
+    seed: int,
+    most_steps: int = MOST_STEPS,
+    stop: tuple[int, int] | None = None,
+    nanoseconds: int = 1,
+) -> Outcome:
+    """Run queues of kernels, one of each rank, all at once, with a weak memory between them.
+
+    Of one queue a launch begins when the one before it has ended. A buffer that several memories have, at addresses of
+    their own, is one: races and unwritten bytes are those of the buffer.
+
+    Parameters
+    ----------
+    queues : sequence of sequence of Launch
+        The launches of each rank; the memories of all ranks are checked.
+    seed : int
+        From 0 on: the order of threads, and when stores land.
+    most_steps : int
+        Instructions of all ranks, after which they are given up.
+    stop : (int, int), optional
+        A rank that runs no more after so many instructions of its own. What it has stored and not yet released lands or
+        is lost.
+    nanoseconds : int
+        What ``%globaltimer`` advances with each instruction, whoever runs it.
+
+    Raises
+    ------
+    KernelFault
+        A check failed.
+    """
+    memory = [launch.memory for queue in queues for launch in queue]
+    distinct = list({id(one): one for one in memory}.values())
+    shared = _Shared.of(distinct)
+    tables = {id(one): shared.table(one) for one in distinct}
+    packed, ends = [], [0]
+    for queue in queues:
+        for launch in queue:
+            table = tables[id(launch.memory)].copy()
+            packed.append(_pack(launch.program, launch.grid, launch.block, launch.arguments, table, ends[-1]))
+            ends.append(ends[-1] + len(launch.program.code))
+    launches = (_Launch * len(packed))(*(one.launch for one in packed))
+    lengths = np.array([len(queue) for queue in queues], dtype=np.int32)
+    rank_steps = np.zeros(len(queues), dtype=np.uint64)
+    cached = any(
+        (launch.program.code["proxy"] == READ_ONLY_CACHE).any() for queue in queues for launch in queue
+    )
+    rank, steps = stop if stop is not None else (-1, 0)
+    given = _Run(
+        ctypes.addressof(launches),
+        lengths.ctypes.data,
+        rank_steps.ctypes.data,
+        *(len(queues), shared.areas, True, True, cached or shared.proxies, rank),
+        *(seed, most_steps, steps, nanoseconds),
+    )
+    fault = _Fault()
+    library().run(ctypes.byref(given), ctypes.byref(fault))
+    shared.keep(distinct)
+    if fault.problem:
+        sources = [
+            (rank, launch.program, launch.memory) for rank, queue in enumerate(queues) for launch in queue
+        ]
+        raise KernelFault(PROBLEMS[fault.problem], _told(sources, fault, ranks=True))
+    traffic: list[dict[str, Traffic]] = []
+    made = iter(packed)
+    for queue in queues:
+        traffic.append({})
+        for launch in queue:
+            for row, one in zip(next(made).arrays, launch.memory.arrays, strict=True):
+                total = traffic[-1].setdefault(one.name, Traffic())
+                total.read += int(row["bytes_read"])
+                total.written += int(row["bytes_stored"])
+    return Outcome(
+        int(fault.steps),
+        tuple(rank_steps.tolist()),
+        tuple(traffic),
+        tuple(number != rank for number in range(len(queues))),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """A launch for the library, and the tables that it points to."""
+
+    launch: _Launch
+    tables: tuple[Array, ...]
+    arrays: Array
+
+
+def _pack(
+    program: Program, grid: int, block: int, arguments: Sequence[int], arrays: Array, first_place: int
+) -> _Packed:
     code = np.ascontiguousarray(program.code)
+    assert code.dtype == INSTRUCTION
     constants = np.array(list(program.constants), dtype=[("place", np.int64), ("value", np.uint64)])
     specials = np.array(program.specials, dtype=np.int32).reshape(-1, 2)
-    variables = np.array([(part.base, part.size, 0, 0, 1) for part in program.variables], dtype=RANGE)
-    arrays = memory.table() if memory is not None else np.zeros(0, dtype=RANGE)
+    variables = np.zeros(len(program.variables), dtype=RANGE)
+    for row, part in zip(variables, program.variables, strict=True):
+        row["base"], row["size"], row["writable"], row["followed"] = part.base, part.size, 1, 1
     passed = bytearray(max((part.base + part.size for part in program.parameters), default=0) + 8)
     for part, argument in zip(program.parameters, arguments, strict=True):
         passed[part.base : part.base + part.size] = (argument % (1 << 8 * part.size)).to_bytes(
@@ -233,38 +417,132 @@ def run(
     parameters = np.frombuffer(passed, dtype=np.uint8)
     tables = (code, constants, specials, parameters, arrays, variables)
     shared = max((part.base + part.size for part in program.variables), default=0) + GAP
-    counts = (
-        len(code),
-        program.registers,
-        len(constants),
-        len(specials),
-        len(arrays),
-        len(variables),
-        shared,
-    )
-    launch = _Launch(
-        *(table.ctypes.data for table in tables), *counts, grid, block, memory is not None, seed, most_steps
-    )
-    fault = _Fault()
-    assert code.dtype == INSTRUCTION
-    library().run(ctypes.byref(launch), ctypes.byref(fault))
-    if fault.problem:
-        raise KernelFault(PROBLEMS[fault.problem], _told(program, fault, memory))
-    return int(fault.steps)
+    sizes = (len(code), program.registers, *map(len, (constants, specials, arrays, variables)), shared)
+    launch = _Launch(*(table.ctypes.data for table in tables), *sizes, grid, block, first_place)
+    return _Packed(launch, tables, arrays)
 
 
-def _told(program: Program, fault: _Fault, memory: Memory | None) -> str:
+def _bytes_of(array: Array) -> tuple[int, int]:
+    """Where an array begins and ends on the host."""
+    return array.ctypes.data, array.ctypes.data + array.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """The bytes of all ranks' arrays: areas that overlap no other, and in each which bytes somebody has written."""
+
+    starts: list[int]
+    written: list[NDArray[np.uint8]]
+    writable: list[bool]
+    proxies: bool
+
+    @staticmethod
+    def of(memories: Sequence[Memory]) -> _Shared:
+        placed = [one for memory in memories for one in memory.arrays]
+        every = sorted(_bytes_of(array) for one in placed for array in (one.array, *one.replicas))
+        ends: list[list[int]] = []
+        for begin, end in every:
+            if ends and begin < ends[-1][1]:
+                ends[-1][1] = max(ends[-1][1], end)
+            else:
+                ends.append([begin // 8 * 8, end])
+        shared = _Shared(
+            [begin for begin, _ in ends],
+            [np.ones(end - begin + 1, dtype=np.uint8) for begin, end in ends],
+            [False] * len(ends),
+            any(one.replicas for one in placed) or any(_aliases(memory) for memory in memories),
+        )
+        for one in placed:
+            for array in (one.array, *one.replicas):
+                shared.writable[shared.area(array)] |= one.writable
+            if one.written is not None:
+                shared.part(one.array)[:] = 0
+        for one in placed:
+            if one.written is not None:
+                shared.part(one.array)[:] |= one.written[: one.array.nbytes]
+        return shared
+
+    @property
+    def areas(self) -> int:
+        return len(self.starts)
+
+    def area(self, array: Array) -> int:
+        return bisect_right(self.starts, array.ctypes.data) - 1
+
+    def part(self, array: Array) -> NDArray[np.uint8]:
+        """Which bytes of an array are written."""
+        area = self.area(array)
+        first = array.ctypes.data - self.starts[area]
+        return self.written[area][first : first + array.nbytes]
+
+    def row(self, array: Array) -> Array:
+        """An array as a row of `RANGE`, without an address."""
+        row = np.zeros(1, dtype=RANGE)
+        area = self.area(array)
+        row["size"], row["host"], row["written"] = (
+            array.nbytes,
+            array.ctypes.data,
+            self.part(array).ctypes.data,
+        )
+        row["followed"], row["cells"] = self.writable[area], area
+        row["place"] = array.ctypes.data - self.starts[area]
+        return row
+
+    def table(self, memory: Memory) -> Array:
+        rows = []
+        proxies = _aliases(memory)
+        for one in memory.arrays:
+            if (one.address - one.array.ctypes.data) % 8:
+                raise ValueError(
+                    f"{one.name} lies at {one.array.ctypes.data % 8} of 8 bytes and its address at {one.address % 8}: "
+                    "give it a shift"
+                )
+            row = self.row(one.array)
+            row["base"], row["writable"] = one.address, one.writable
+            row["proxy"] = ADDRESS + proxies.get(one.address, 0)
+            if one.replicas:
+                replicas = np.concatenate([self.row(array) for array in one.replicas])
+                replicas["writable"] = 1
+                self.kept.append(replicas)
+                row["replicas"], row["replica_count"] = replicas.ctypes.data, len(replicas)
+            rows.append(row)
+        return np.concatenate([np.zeros(0, dtype=RANGE), *rows])
+
+    def keep(self, memories: Sequence[Memory]) -> None:
+        """Tell the memories what has been written."""
+        for memory in memories:
+            for one in memory.arrays:
+                if one.written is not None:
+                    one.written[: one.array.nbytes] = self.part(one.array)
+
+
+def _aliases(memory: Memory) -> dict[int, int]:
+    """Addresses of arrays that overlap with how many before them on the host."""
+    found = {}
+    own = [one for one in memory.arrays if not one.replicas]
+    for number, one in enumerate(own):
+        begin, end = _bytes_of(one.array)
+        spans = (_bytes_of(other.array) for other in own[:number])
+        if count := sum(begin < last and first < end for first, last in spans):
+            found[one.address] = count
+    return found
+
+
+def _told(sources: Sequence[tuple[int, Program, Memory | None]], fault: _Fault, *, ranks: bool) -> str:
     problem = PROBLEMS[fault.problem]
+    rank, program, memory = sources[fault.launch]
     line = program.lines[fault.place]
     parts = [
-        f"{program.name}, line {line}: {program.texts[fault.place]}: "
-        f"block {fault.block} thread {fault.thread}: {problem}"
+        (f"rank {rank}, " if ranks else "")
+        + f"{program.name}, line {line}: {program.texts[fault.place]}: "
+        + f"block {fault.block} thread {fault.thread}: {problem}"
     ]
     if fault.bytes:
         kind = "write" if fault.writes else "read"
         parts.append(f"{kind} of {fault.bytes} bytes at {_where(program, fault, memory)}")
     if problem in PAIRS:
-        other = f"block {fault.other_block} thread {fault.other_thread}"
+        rank, program, _ = sources[fault.other_launch]
+        other = (f"rank {rank} " if ranks else "") + f"block {fault.other_block} thread {fault.other_thread}"
         if fault.other_place >= 0:
             line = program.lines[fault.other_place]
             parts.append(f"with {other} at line {line}: {program.texts[fault.other_place]}")

@@ -21,6 +21,7 @@ struct Instruction {
     int32_t place;             // of the instruction in the program
     int32_t space, size, count, extends;      // of an access: bytes of an element, elements, sign
     int32_t strength, scope, reads, writes;   // of an access or a fence
+    int32_t proxy, unused;                    // of an access
 };
 
 typedef void (*Compute)(Word*, const Instruction&);

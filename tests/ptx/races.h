@@ -9,20 +9,26 @@
 //  * Reading a word passes on what all atomics since its last plain write have published. An atomic has observed those
 //    before it: what is ordered after it is ordered after them.
 //  * bar.sync orders a block, bar.warp.sync the warp's members; shuffles and votes order nothing.
+//  * Scopes: a block, the blocks of a rank, all ranks. A rank's launches are ordered one after another.
+//  * A write through one proxy is there for another, a second address of the same bytes say, only after a proxy fence
+//    that comes after the write and before the access. Accesses that synchronize are taken out: they are not data.
 // Left out, so that a program that needs it is reported: the order of all fence.sc among each other, a release of a word
 // followed by a relaxed write of it, and what a strong load observes without a pattern. A word's publications are found by
-// its first byte.
+// its first byte. Left out, so that a program that lacks it passes: a proxy fence between a read and a later write.
 
 #include <algorithm>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
-typedef std::vector<uint32_t> Clock;             // of every thread of the launch
+// Of every thread of all ranks what is known of it; where there are proxies, behind it what of that a proxy fence has made
+// visible to all of them.
+typedef std::vector<uint32_t> Clock;
 typedef std::shared_ptr<const Clock> Published;  // null: nothing
 
 enum Strength { WEAK, STRONG, RELEASE, ACQUIRE, BOTH };
-enum Scope { OF_BLOCK, OF_DEVICE, OF_SYSTEM };
+enum Scope { OF_BLOCK, OF_DEVICE, OF_SYSTEM, SCOPES };
+enum Proxy { ANY, MULTICAST, READ_ONLY_CACHE, FIRST_ADDRESS, MOST_PROXIES = 15 };
 
 static inline void join(Published& into, const Published& other) {
     if (!other || into == other) return;
@@ -36,54 +42,77 @@ static inline void join(Published& into, const Published& other) {
 }
 
 struct Epoch {
-    uint32_t thread, clock, place;  // clock 0: none; the instruction
+    uint32_t thread, clock;  // clock 0: none
+    uint32_t place : 26, scope : 2, proxy : 4;  // the instruction, among those of all launches
 };
 
 // The last accesses of one kind to a byte: one, or the last of each thread: in any order while they are few, then each
 // at its thread's place.
 struct Accesses {
     static constexpr size_t FEW = 32;
-    Epoch last = {0, 0, 0};
+    Epoch last = {};
     std::unique_ptr<std::vector<Epoch>> all;
+
+    Accesses() = default;
+    Accesses(Accesses&&) = default;
+    Accesses& operator=(Accesses&&) = default;
+    Accesses(const Accesses& other)
+        : last(other.last), all(other.all ? std::make_unique<std::vector<Epoch>>(*other.all) : nullptr) {}
 };
 
 struct Cell {
     Accesses read, written, strongly_read, strongly_written;
-    uint32_t shape = 0;  // of the strong ones
+    uint32_t shape = 0;  // of the strong ones: first byte, bytes, the narrowest scope
 };
 
 struct Access {
-    uint32_t thread, block, place;
+    uint32_t thread, block, rank, place;
     uint32_t first, most;  // the threads that can reach the byte: a block's, or all
     bool reads, writes;
-    int strength, scope;
+    int strength, scope, proxy;
 };
 
-struct Location {  // where patterns meet
-    Published device;
-    std::vector<std::pair<uint32_t, Published>> blocks;
+// What an access runs into: nothing, a race, or a write through another proxy.
+struct Conflict {
+    Epoch other;
+    bool proxy;
+};
 
-    Published& of(uint32_t block) {
-        for (auto& one : blocks)
-            if (one.first == block) return one.second;
-        blocks.push_back({block, nullptr});
-        return blocks.back().second;
+// What a strong write passes on, and to whom: its own block, its rank, everyone.
+struct Publication {
+    struct To {
+        uint32_t scope, who;
+        Published what;
+    };
+    std::vector<To> all;
+
+    void add(uint32_t scope, uint32_t who, const Published& what) {
+        if (!what) return;
+        for (To& one : all)
+            if (one.scope == scope && one.who == who) return join(one.what, what);
+        all.push_back({scope, who, what});
+    }
+    void add(const Publication& other) {
+        for (const To& one : other.all) add(one.scope, one.who, one.what);
     }
 };
 
 struct Causality {
     struct Thread {
-        Published known;                            // of the others; shared with all who know the same
+        Published known;                // of the others; shared with all who know the same
         uint32_t own = 1;
-        Published released_device, released_block;  // by a fence, at the next strong write
-        Published seen_device, seen_block;          // by strong reads, known at the next fence
+        uint32_t block = 0, rank = 0;
+        Published released[SCOPES];     // by a fence, at the next strong write
+        Published seen[SCOPES];         // by strong reads, known at the next fence
     };
 
-    uint32_t block_size;
     std::vector<Thread> threads;
+    const int widest;     // of a single rank a device is the system
+    const bool proxies;
 
-    Causality(uint32_t blocks, uint32_t block_size) : block_size(block_size), threads(blocks * block_size) {
-        const Published nothing = std::make_shared<const Clock>(threads.size());
+    Causality(uint32_t count, bool ranks, bool proxies)
+        : threads(count), widest(ranks ? OF_SYSTEM : OF_DEVICE), proxies(proxies) {
+        const Published nothing = std::make_shared<const Clock>(proxies ? 2 * count : count);
         for (Thread& thread : threads) thread.known = nothing;
     }
 
@@ -95,11 +124,19 @@ struct Causality {
 
     void fence(uint32_t id, int scope) {
         Thread& own = threads[id];
-        join(own.known, own.seen_block);
-        if (scope != OF_BLOCK) join(own.known, own.seen_device);
-        own.released_block = all_of(id);
-        if (scope != OF_BLOCK) own.released_device = own.released_block;
+        scope = std::min(scope, widest);
+        for (int s = 0; s <= scope; ++s) join(own.known, own.seen[s]);
+        const Published all = all_of(id);
+        for (int s = 0; s <= scope; ++s) own.released[s] = all;
         ++own.own;
+    }
+
+    void fence_proxies(uint32_t id) {
+        if (!proxies) return;
+        auto all = std::make_shared<Clock>(*all_of(id));
+        std::copy_n(all->begin(), threads.size(), all->begin() + threads.size());
+        threads[id].known = all;
+        ++threads[id].own;
     }
 
     void meet(const std::vector<uint32_t>& members) {
@@ -110,59 +147,100 @@ struct Causality {
         for (uint32_t id : members) threads[id].known = together;
     }
 
-    // What a strong access learns and publishes, and that a weak write publishes nothing.
-    void observe(const Access& access, std::unordered_map<Word, Location>& locations, Word address) {
+    // A rank's threads have ended, and those of its next launch begin in their places.
+    void begin_again(uint32_t first, uint32_t count) {
+        std::vector<uint32_t> members(count);
+        for (uint32_t k = 0; k < count; ++k) {
+            members[k] = first + k;
+            for (Published& seen : threads[first + k].seen) join(threads[first + k].known, seen);
+        }
+        meet(members);
+        fence_proxies(first);
+        for (uint32_t id : members) {
+            threads[id].known = threads[first].known;
+            for (Published& released : threads[id].released) released = nullptr;
+        }
+    }
+
+    void learn(const Access& access, const Publication& from) {
         Thread& own = threads[access.thread];
+        const int scope = std::min(access.scope, widest);
+        for (const auto& one : from.all) {
+            const uint32_t me = one.scope == OF_BLOCK ? access.block : one.scope == OF_DEVICE ? access.rank : 0;
+            if ((int)one.scope > scope || one.who != me) continue;
+            join(own.seen[one.scope], one.what);
+            if (access.strength == ACQUIRE || access.strength == BOTH) join(own.known, one.what);
+        }
+    }
+
+    // What a strong write passes on.
+    Publication publish(const Access& access) {
+        Thread& own = threads[access.thread];
+        const int scope = std::min(access.scope, widest);
+        const bool releases = access.strength == RELEASE || access.strength == BOTH;
+        Publication made;
+        const Published all = releases ? all_of(access.thread) : nullptr;
+        for (int s = 0; s <= scope; ++s)
+            made.add(s, s == OF_BLOCK ? access.block : s == OF_DEVICE ? access.rank : 0, all ? all : own.released[s]);
+        if (releases) ++own.own;
+        return made;
+    }
+
+    // What a strong access learns and publishes, and that a weak write publishes nothing, where stores are seen at once.
+    void observe(const Access& access, std::unordered_map<Word, Publication>& locations, Word address) {
         if (access.strength == WEAK) {
             if (access.writes && !locations.empty()) locations.erase(address);
             return;
         }
-        const bool wide = access.scope != OF_BLOCK;
         if (access.reads) {
             auto found = locations.find(address);
-            if (found != locations.end()) {
-                Location& location = found->second;
-                join(own.seen_block, location.of(access.block));
-                if (wide) join(own.seen_device, location.device);
-                if (access.strength == ACQUIRE || access.strength == BOTH) {
-                    join(own.known, location.of(access.block));
-                    if (wide) join(own.known, location.device);
-                }
-            }
+            if (found != locations.end()) learn(access, found->second);
         }
         if (!access.writes) return;
-        Published to_block = own.released_block, to_device = own.released_device;
-        if (access.strength == RELEASE || access.strength == BOTH) {
-            to_block = all_of(access.thread);
-            if (wide) to_device = to_block;
-            ++own.own;
-        }
+        const Publication made = publish(access);
         if (!access.reads) locations.erase(address);
-        if (!to_block) return;
-        Location& location = locations[address];
-        join(location.of(access.block), to_block);
-        if (wide) join(location.device, to_device);
+        if (!made.all.empty()) locations[address].add(made);
     }
 
-    bool before(const Epoch& one, uint32_t id) const {
-        return one.thread == id || one.clock <= (*threads[id].known)[one.thread];
+    bool before(uint32_t thread, uint32_t clock, uint32_t id) const {
+        return thread == id || clock <= (*threads[id].known)[thread];
     }
 
-    // The first of these accesses that is not ordered before the one at hand; those of one block may be exempt.
-    Epoch unordered(const Accesses& made, const Access& access, int exempt) const {
-        auto races = [&](const Epoch& one) {
-            return one.clock && !before(one, access.thread) && (exempt < 0 || one.thread / block_size != (uint32_t)exempt);
+    // Whether two strong accesses are in each other's scope.
+    bool mutual(const Epoch& one, const Access& access) const {
+        const Thread& other = threads[one.thread];
+        const int needed = other.rank != access.rank ? OF_SYSTEM : other.block != access.block ? OF_DEVICE : OF_BLOCK;
+        return (int)one.scope >= needed && access.scope >= needed;
+    }
+
+    // Whether a write came through another proxy, and no proxy fence after it that this access knows of.
+    bool elsewhere(const Epoch& one, const Access& access) const {
+        if (one.proxy == ANY || access.proxy == ANY || one.proxy == (uint32_t)access.proxy) return false;
+        const bool addresses = one.proxy >= FIRST_ADDRESS && access.proxy >= FIRST_ADDRESS;
+        if (addresses && threads[one.thread].rank != access.rank) return false;
+        return (*threads[access.thread].known)[threads.size() + one.thread] < one.clock;
+    }
+
+    // The first of these accesses that this one conflicts with; those that it is strong with may race.
+    Conflict conflict(const Accesses& made, const Access& access, bool alike, bool writes) const {
+        auto conflicts = [&](const Epoch& one, bool& proxy) {
+            if (!one.clock) return false;
+            if (!before(one.thread, one.clock, access.thread)) return proxy = false, !(alike && mutual(one, access));
+            return proxy = proxies && writes && elsewhere(one, access);
         };
-        if (!made.all) return races(made.last) ? made.last : Epoch{0, 0, 0};
+        bool proxy = false;
+        if (!made.all) return conflicts(made.last, proxy) ? Conflict{made.last, proxy} : Conflict{};
         for (const Epoch& one : *made.all)
-            if (races(one)) return one;
-        return {0, 0, 0};
+            if (conflicts(one, proxy)) return {one, proxy};
+        return {};
     }
 
     void note(Accesses& made, const Access& access) const {
-        const Epoch now = {access.thread, threads[access.thread].own, access.place};
+        const Epoch now = {access.thread, threads[access.thread].own, access.place, (uint32_t)access.scope,
+                           (uint32_t)access.proxy};
         if (!made.all) {
-            if (!made.last.clock || made.last.thread == now.thread || before(made.last, access.thread)) {
+            const Epoch& last = made.last;
+            if (!last.clock || last.thread == now.thread || before(last.thread, last.clock, access.thread)) {
                 made.last = now;
                 return;
             }
@@ -177,7 +255,7 @@ struct Causality {
                 }
             all.push_back(now);
             if (all.size() <= Accesses::FEW && all.size() < access.most) return;
-            std::vector<Epoch> placed(access.most, Epoch{0, 0, 0});
+            std::vector<Epoch> placed(access.most, Epoch{});
             for (const Epoch& one : all) placed[one.thread - access.first] = one;
             all = std::move(placed);
         } else {
@@ -185,45 +263,62 @@ struct Causality {
         }
     }
 
-    // The access that this one races with, clock 0 if none; this one becomes known to the byte. `shape` says which byte of how many.
-    Epoch touch(Cell& cell, const Access& access, uint32_t shape) const {
+    // What this access conflicts with, clock 0 if nothing; it becomes known to the byte. `shape` says which byte of how many.
+    Conflict touch(Cell& cell, const Access& access, uint32_t shape) const {
         const bool weak = access.strength == WEAK;
-        Epoch other = unordered(cell.written, access, -1);
-        if (!other.clock && access.writes) other = unordered(cell.read, access, -1);
-        if (!other.clock) {
+        Conflict found = conflict(cell.written, access, false, true);
+        if (!found.other.clock && access.writes) found = conflict(cell.read, access, false, false);
+        if (!found.other.clock) {
             // strong ones of another shape, or out of each other's scope, are as weak ones
-            const uint32_t own_shape = shape << 2 | access.scope;
-            const bool alike = !weak && (!cell.shape || cell.shape >> 2 == shape);
-            const bool narrow = access.scope == OF_BLOCK || (cell.shape & 3) == OF_BLOCK;
-            // an atomic has observed the strong writes before it: whatever comes after it comes after them
-            const bool observes = alike && !narrow && access.reads && access.writes;
-            if (!alike || narrow) {
-                const int exempt = alike ? (int)access.block : -1;
-                other = unordered(cell.strongly_written, access, exempt);
-                if (!other.clock && access.writes) other = unordered(cell.strongly_read, access, exempt);
+            const bool same = cell.shape >> 2 == shape, alike = !weak && (!cell.shape || same);
+            const int scope = same ? std::min(access.scope, (int)(cell.shape & 3)) : access.scope;
+            if (!alike || scope < widest || proxies) {
+                found = conflict(cell.strongly_written, access, alike, true);
+                if (!found.other.clock && access.writes)
+                    found = conflict(cell.strongly_read, access, alike, false);
             }
-            if (observes) cell.strongly_written = Accesses();
-            if (!weak) cell.shape = own_shape;
+            // an atomic has observed the strong writes before it: whatever comes after it comes after them
+            if (!found.other.clock && alike && access.reads && access.writes) cell.strongly_written = Accesses();
+            if (!weak) cell.shape = shape << 2 | scope;
         }
         if (access.reads && !access.writes) note(weak ? cell.read : cell.strongly_read, access);
         if (access.writes) {
             // what is ordered before this write needs not be known any longer
-            if (!other.clock && weak) cell = Cell();
+            if (!found.other.clock && weak) cell = Cell();
             note(weak ? cell.written : cell.strongly_written, access);
         }
-        return other;
+        return found;
     }
 };
 
-// The cells of some memory, made where it is touched.
+// The cells of some memory, made where it is touched: one for each byte, or for as many as all accesses nearby have taken
+// at once.
 struct Cells {
     static constexpr Word PAGE = 256;
-    std::vector<std::unique_ptr<Cell[]>> pages;
+    struct Page {
+        uint32_t bytes;  // of a cell
+        std::vector<Cell> cells;
+    };
+    std::vector<std::unique_ptr<Page>> pages;
 
-    Cell& at(Word place) {
+    // The page of a byte, where no cell holds bytes of two elements of this size that begins there.
+    Page& page(Word place, Word size) {
         if (pages.size() <= place / PAGE) pages.resize(place / PAGE + 1);
         auto& page = pages[place / PAGE];
-        if (!page) page.reset(new Cell[PAGE]);
-        return page[place % PAGE];
+        const uint32_t bytes = (place | size) & (0 - (place | size));
+        if (!page) page.reset(new Page{bytes, std::vector<Cell>(PAGE / bytes)});
+        if (page->bytes > bytes) split(*page, bytes);
+        return *page;
+    }
+
+    static void split(Page& page, uint32_t bytes) {
+        std::vector<Cell> parts;
+        parts.reserve(PAGE / bytes);
+        for (const Cell& cell : page.cells)
+            for (uint32_t first = 0; first < page.bytes; first += bytes) {
+                parts.push_back(cell);
+                if (cell.shape) parts.back().shape += first << 7;  // of another byte of the element
+            }
+        page = {bytes, std::move(parts)};
     }
 };

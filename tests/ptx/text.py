@@ -27,7 +27,7 @@ INSTRUCTION = np.dtype(
             (name, np.int32)
             for name in (
                 *("guard", "negated", "target", "place", "space", "size", "count", "extends"),
-                *("strength", "scope", "reads", "writes"),
+                *("strength", "scope", "reads", "writes", "proxy", "unused"),
             )
         ),
     ]
@@ -37,7 +37,7 @@ INSTRUCTION = np.dtype(
 Kind = IntEnum(
     "Kind",
     "COMPUTE BRANCH END LOAD STORE ATOMIC FENCE BARRIER WARP_BARRIER SHUFFLE VOTE PARAMETER WHERE_SHARED "
-    "WHERE_GLOBAL NOTHING",
+    "WHERE_GLOBAL NOTHING PROXY_FENCE CLOCK SLEEP TRAP MULTI_LOAD MULTI_STORE MULTI_ATOMIC",
     start=0,
 )
 """As in ``machine.cc``."""
@@ -47,6 +47,8 @@ GAP = 64
 """Bytes between two shared variables, and before the first."""
 
 SPACES = {"global": 0, "shared": 1, "generic": 2}
+MULTICAST, READ_ONLY_CACHE, ADDRESS = 1, 2, 3
+"""Proxies; another address of the same bytes has another number, from the last one on."""
 WEAK, STRONG, RELEASE, ACQUIRE, BOTH = range(5)
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2, "gl": 1}
 SEMANTICS = {"relaxed": STRONG, "acquire": ACQUIRE, "release": RELEASE, "acq_rel": BOTH}
@@ -126,6 +128,7 @@ class Names:
     operation: Callable[[str], int]
     atomic: Callable[[str], int]
     special: Callable[[str], int]
+    reduction: Callable[[str], int]
 
 
 def programs(text: str, names: Names) -> dict[str, Program]:
@@ -347,14 +350,20 @@ class _Reader:
             "vote": self.vote,
             "cvta": self.convert_address,
             "isspacep": self.where,
+            "multimem": self.multimem,
+            "nanosleep": self.sleep,
         }.get(first)
+        if mnemonic == "trap":
+            return {"kind": Kind.TRAP}
         if mnemonic in ("ret", "ret.uni", "exit"):
             return {"kind": Kind.END}
         if special is not None:
             try:
                 return special(mnemonic, rest, operands)
-            except (KeyError, ValueError, IndexError):
+            except (KeyError, ValueError, IndexError, StopIteration):
                 raise PtxError(f"unknown instruction {mnemonic}") from None
+        if mnemonic == "mov.u64" and operands[1] == "%globaltimer":
+            return {"kind": Kind.CLOCK, "d": [self.place(operands[0])]}
         if first == "mov" and operands[1].startswith("{"):
             parts = operands[1].strip("{}").split(",")
             return self.compute(f"join.{len(parts)}.b{rest[0][1:]}", [operands[0], *map(str.strip, parts)])
@@ -385,6 +394,7 @@ class _Reader:
             "extends": kind[0] == "s",
             "strength": strength,
             "scope": SCOPES["gpu"],
+            "proxy": READ_ONLY_CACHE if "nc" in qualifiers else ADDRESS,
         }
         for one in qualifiers:
             if one in SPACES:
@@ -402,7 +412,7 @@ class _Reader:
         return row
 
     def load(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
-        results = [self.place(one.strip()) for one in operands[0].strip("{}").split(",")]
+        results = self.registers_of(operands[0])
         if rest[0] == "param":
             row = self.access(rest[1:], WEAK)
             base, _, offset = operands[1][1:-1].partition("+")
@@ -424,7 +434,7 @@ class _Reader:
         return {**row, "kind": Kind.LOAD, "d": results, "s": [base_place], "offset": offset_, "reads": 1}
 
     def store(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
-        values = [self.place(one.strip()) for one in operands[1].strip("{}").split(",")]
+        values = self.registers_of(operands[1])
         base, offset = self.address(operands[0])
         row = self.access(rest, WEAK)
         if row.get("count", 1) != len(values):
@@ -450,7 +460,45 @@ class _Reader:
             "writes": 1,
         }
 
+    def multimem(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
+        """One of the three instructions that multicast addresses take."""
+        way, *rest = rest
+        if way != "st":
+            order = next(place for place, one in enumerate(rest) if one in ("add", "min", "max"))
+            named = [one for one in rest[order:] if one not in ("v2", "v4")]
+            operation = self.names.reduction(".".join(named))
+            if operation < 0 or (rest[-1] not in ("f32", "f16x2", "bf16x2") and {"v2", "v4"} & {*rest}):
+                raise ValueError(mnemonic)
+            rest = [one for one in rest if one not in (rest[order], "acc::f32")]
+            rest[-1] = {"f16x2": "b32", "bf16x2": "b32"}.get(rest[-1], rest[-1])
+        row = self.access(rest, STRONG if way == "red" else WEAK)
+        row["proxy"] = MULTICAST
+        if way == "ld_reduce":
+            results, (base, offset) = self.registers_of(operands[0]), self.address(operands[1])
+            row.update(kind=Kind.MULTI_LOAD, operation=operation, d=results, s=[base], reads=1)
+        else:
+            results, (base, offset) = self.registers_of(operands[1]), self.address(operands[0])
+            row.update(kind=Kind.MULTI_STORE, d=[base], s=results, writes=1)
+            if way == "red":
+                row.update(kind=Kind.MULTI_ATOMIC, operation=operation, reads=1)
+            elif way != "st":
+                raise ValueError(mnemonic)
+        if row.get("count", 1) != len(results) or row["size"] not in (4, 8):
+            raise ValueError(mnemonic)
+        return {**row, "offset": offset}
+
+    def sleep(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
+        if rest != ["u32"]:
+            raise ValueError(mnemonic)
+        return {"kind": Kind.SLEEP, "s": [self.place(operands[0])]}
+
+    def registers_of(self, operand: str) -> list[int]:
+        """Those of a vector, or one."""
+        return [self.place(one.strip()) for one in operand.strip("{}").split(",")]
+
     def fence(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
+        if rest == ["proxy", "alias"]:
+            return {"kind": Kind.PROXY_FENCE}
         if rest[:-1] not in ([], ["sc"], ["acq_rel"]):
             raise ValueError(mnemonic)
         return {"kind": Kind.FENCE, "scope": SCOPES[rest[-1]]}

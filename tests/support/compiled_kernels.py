@@ -13,9 +13,20 @@ from tests.ptx.kernels import program, sizes
 from tests.ptx.machine import FIRST, LAST, run
 
 
-def launch(name: str, grid: int, block: int, arguments: Sequence[int], *, backwards: bool = False) -> None:
-    """Run a kernel to its end, its blocks from the first or from the last; pointers and numbers as whole numbers."""
-    run(program(name), grid, block, arguments, seed=LAST if backwards else FIRST)
+def launch(
+    name: str,
+    grid: int,
+    block: int,
+    arguments: Sequence[int],
+    *,
+    backwards: bool = False,
+    waits: bool = False,
+) -> None:
+    """Run a kernel to its end, pointers and numbers as whole numbers.
+
+    Its blocks come from the first or from the last; or, if they wait for something, all at once.
+    """
+    run(program(name), grid, block, arguments, seed=3 if waits else LAST if backwards else FIRST)
 
 
 def widths(name: str) -> list[type[ctypes._SimpleCData[int]]]:

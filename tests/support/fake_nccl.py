@@ -74,6 +74,8 @@ class World:
     """Which side of which pair has called, and so can be connected to."""
     sends: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
     receives: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
+    windows: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of each window the address on each rank."""
 
     def match(self) -> None:
         for pair, sent in self.sends.items():
@@ -94,6 +96,7 @@ class Comm:
         self.machine, self.rank, self.device = machine, rank, machine.device
         self.aborted = self.destroyed = False
         self.captures: list[Any] = []
+        self.windows: list[int] = []
         self.holding: weakref.WeakSet[Any] = weakref.WeakSet()
         """Captured graphs and running launches of them with messages of this communicator."""
         self.user: int | None = None
@@ -310,6 +313,45 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
                 comms[self.ptr].leave(word)
                 self.ptr = 0
 
+        @property
+        def device_api_support(self) -> bool:
+            return bool(machine.windows[0])
+
+        @property
+        def multimem_support(self) -> bool:
+            return bool(machine.windows[1])
+
+    class Window:
+        """As ``nccl.bindings.nccl.Window``: its handle is there when all ranks have registered."""
+
+        def __init__(self, comm: Comm, address: int) -> None:
+            self.comm, self.number = comm, len(comm.windows)
+            comm.windows.append(address)
+            self.known = comm.world.windows.setdefault(self.number, {})
+            self.known[comm.rank] = address
+            comm.connecting = lambda: len(self.known) == comm.world.size
+
+        @property
+        def handle(self) -> int:
+            return int(machine.windows[0] and len(self.known) == self.comm.world.size)
+
+    def register(comm: Handle, buff: int, size: int, win_flags: int) -> Window:
+        assert machine.memory[buff].nbytes >= size
+        assert win_flags == 0
+        return Window(comm.comm, buff)
+
+    def deregister(comm: Handle, win: Window) -> None:
+        assert not comm.comm.aborted, "the communicator is gone"
+        assert not comm.comm.destroyed, "the communicator is gone"
+        comm.comm.windows[win.number] = 0
+
+    def peer_pointer(window: Window, offset: int, peer: int) -> int:
+        assert window.handle
+        return int(window.known[peer]) + offset
+
+    def multicast_pointer(window: Window, offset: int) -> int:
+        return offset if not machine.windows[1] else int(window.known[0]) + (1 << 50) + offset
+
     @contextmanager
     def group() -> Iterator[None]:
         groups.start()
@@ -332,6 +374,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         NcclInvalid=NcclInvalid,
         UINT8=UINT8,
         UniqueId=UniqueId,
+        WindowFlag=SimpleNamespace(DEFAULT=0),
         get_error_string=lambda result: {Result.RemoteError: "remote process exited"}[result],
         get_unique_id=lambda: UniqueId(next(numbers).to_bytes(128, "big")),
         get_version=lambda: SimpleNamespace(
@@ -339,7 +382,19 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         ),
         group=group,
     )
-    vars(bindings).update(Comm=Handle, NCCLError=NCCLError, Result=Result, recv=recv, send=send)
+    vars(bindings).update(
+        Comm=Handle,
+        NCCLError=NCCLError,
+        Result=Result,
+        recv=recv,
+        send=send,
+        mem_alloc=machine.allocate,
+        mem_free=machine.free,
+        comm_window_register=register,
+        comm_window_deregister=deregister,
+        get_peer_device_pointer=peer_pointer,
+        get_lsa_multimem_device_pointer=multicast_pointer,
+    )
     return core, bindings
 
 

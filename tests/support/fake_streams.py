@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 PATIENCE = 20.0
 """Seconds after which a test that waits for a stream is told that it hangs."""
 
@@ -116,6 +118,14 @@ class Machine:
         What NCCL forbids and was done.
     message_bytes : dict of bool to int
         Bytes of messages whose address is a multiple of 16, and of the others.
+    peers : bool
+        Whether GPUs reach each other's memory.
+    windows : (bool, bool)
+        Whether NCCL has windows among them, and multicast addresses of these.
+    room : int
+        Free bytes of a GPU.
+    memory : dict of int to array
+        What was allocated beside arrays and not given back, by address.
     """
 
     def __init__(self, gpus: int = 1, *, order: str = "random", seed: int = 0) -> None:
@@ -134,6 +144,21 @@ class Machine:
         self.fault = 0
         self.misuses: list[str] = []
         self.message_bytes = {True: 0, False: 0}
+        self.peers = False
+        self.windows = (False, False)
+        self.room = 1 << 34
+        self.memory: dict[int, np.ndarray] = {}
+
+    def allocate(self, size: int) -> int:
+        room = np.full(size + 4096, POISON, dtype=np.uint8)
+        address = room.ctypes.data + -room.ctypes.data % 4096
+        with self.lock:
+            self.memory[address] = room
+        return int(address)
+
+    def free(self, ptr: int) -> None:
+        with self.lock:
+            self.kept.append(self.memory.pop(ptr))  # some kernel may look there yet
 
     @property
     def device(self) -> int:

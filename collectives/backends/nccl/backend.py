@@ -15,13 +15,14 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
-from collectives.backends.backend import Call, OneRank
+from collectives.backends.backend import AVERAGED, Call, OneRank
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
@@ -29,8 +30,11 @@ from collectives.backends.nccl.connections import (
     Guard,
     prepare,
 )
+from collectives.backends.nccl.engine import BLOCKS, SLOT_BYTES, Engine, Placed
+from collectives.backends.nccl.joint_steps import JointSteps
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.library import NcclFailed
+from collectives.backends.nccl.regions import open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
@@ -42,6 +46,11 @@ KEPT = 16
 """Programs whose tables stay in the GPU's memory."""
 
 MOST_LANES = 1024
+
+ENGINES = ("auto", "windows", "messages")
+
+REGION_BYTES = 256 << 20
+"""The default for the memory of a GPU that the other GPUs write to."""
 
 DRAIN_SECONDS = 1.0
 """Time for the GPU to end what was queued, once the communicators are aborted."""
@@ -85,11 +94,21 @@ class NcclBackend(OneRank):
         NCCL is used in the process.
     bindings : str
         Through which package NCCL is called: "nccl4py", "cupy", or "auto" for the first that is there.
+    engine : str
+        "windows": one kernel for each collective, which writes to the other GPUs' memory. "messages": NCCL's sends and
+        receives, and kernels that join. "auto": windows where all ranks have them and a plan fits.
+    region_bytes : int
+        Of each GPU's memory for windows.
+
+    Attributes
+    ----------
+    about_engine : str
+        Which engine it is, and why no better one; the same on all ranks.
 
     Raises
     ------
     UsageError
-        NCCL is missing, or an argument is out of range.
+        NCCL is missing, an argument is out of range, or windows are demanded and cannot be had.
     BackendError
         The ranks do not find each other.
     """
@@ -97,7 +116,7 @@ class NcclBackend(OneRank):
     name = "nccl"
     one_rank = True
     direct = False
-    averages = False
+    averages = True
     chunk_bytes: int | None = None
 
     def __init__(
@@ -113,7 +132,13 @@ class NcclBackend(OneRank):
         graphs: bool = True,
         ranks_per_gpu: int = 1,
         bindings: str = "auto",
+        engine: str = "auto",
+        region_bytes: int = REGION_BYTES,
     ) -> None:
+        if engine not in ENGINES:
+            raise UsageError(
+                f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
+            )
         if lanes not in ("steps", "trees"):
             raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
         if step_bytes < 1 or ranks_per_gpu < 1 or not timeout > 0:
@@ -132,7 +157,7 @@ class NcclBackend(OneRank):
         self._step_bytes = step_bytes
         self._by_tree = lanes == "trees"
         self._overlap = overlap
-        self._settings = {"step_bytes": step_bytes, "lanes": lanes, "overlap": overlap}
+        self._settings = {"step_bytes": step_bytes, "lanes": lanes, "overlap": overlap, "engine": engine}
         self._graphs = graphs and lanes == "steps"
         self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
         self._captures = 0
@@ -141,8 +166,10 @@ class NcclBackend(OneRank):
             self._lanes = Lanes(cupy, self.arrays.kernels, most=MOST_LANES)
         self._connections = Connections(self.library, cupy, world, device=self.arrays.device, timeout=timeout)
         self._guard = Guard(world, self._connections, timeout=timeout)
+        self._engine: Engine | None = None
         try:
             self._connections.have(1)
+            self.about_engine = self._open_engine(region_bytes)
         except BaseException as error:
             self._end(self._failure(error))
             self.close()
@@ -219,11 +246,93 @@ class NcclBackend(OneRank):
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one = call.memory[0]
+        buffers = (one.source, one.result)
+        source, result = (0 if not array.size else int(array.data.ptr) for array in buffers)
+        placed = None if self._engine is None else self._engine.place(call)
+        if self._engine is not None and placed is not None:
+            self._agree(call.signature, 0)
+            if len(call.table):
+                self._run_kernel(self._engine, placed, source, result, self._ready(stream))
+        else:
+            self._run_messages(call, source, result, stream)
+            if call.op == "avg" and call.dtype in AVERAGED and one.result.size:
+                with self._lanes.origin:
+                    self.arrays.kernels.divide(one.result, call.dtype, self.size)
+                self._wait()
+
+    def _open_engine(self, region_bytes: int) -> str:
+        """Make the engine, if it can be had and is wanted; all ranks call this, and hear the same."""
+        wanted = str(self._settings["engine"])
+        said = self._world.texts(wanted, timeout=self._timeout)
+        for peer, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise UsageError(
+                    f"rank {peer} has the engine {theirs!r} and rank 0 {said[0]!r}; make it alike"
+                )
+        if wanted == "messages" or self.size == 1:
+            return "messages"
+        gpu = partial(self._cupy.cuda.Device, self.arrays.device)
+        processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
+        steps = JointSteps(self._world, timeout=self._timeout, here=gpu)
+        with gpu():
+            found = open_region(
+                self._cupy,
+                self.library,
+                self._connections,
+                steps,
+                rank=self.rank,
+                size=self.size,
+                device=self.arrays.device,
+                nbytes=region_bytes,
+            )
+            if isinstance(found, str):
+                if wanted == "windows":
+                    raise UsageError(f'the windows engine cannot be had: {found}; use engine="messages"')
+                return f"messages: {found}"
+            blocks = -self._world.largest(-float(min(BLOCKS, processors)), timeout=self._timeout)
+            kernels, origin = self.arrays.kernels, self._lanes.origin
+            self._engine = Engine(
+                self._cupy, kernels, found, origin, timeout=self._timeout, blocks=int(blocks)
+            )
+            origin.synchronize()
+        self._connections.before_leaving = self._leave_engine
+        self.chunk_bytes = SLOT_BYTES
+        return f"windows over {found.kind}" + (f" ({found.why})" if found.why else "")
+
+    def _leave_engine(self) -> None:
+        """End the kernel, which nothing of NCCL can, before the memory goes that it works in; from any thread."""
+        assert self._engine is not None, "only then is this called"
+        self._engine.stop()
+        self._drain()
+        self._engine.region.close(together=self._guard.error is None)
+
+    def _ready(self, stream: Any) -> Any:
+        """An event behind what was queued so far, tables of programs too."""
+        ready = self._cupy.cuda.Event(disable_timing=True)
+        ready.record(stream)
+        return ready
+
+    def _run_kernel(self, engine: Engine, placed: Placed, source: int, result: int, ready: Any) -> None:
+        origin = self._lanes.origin
+        engine.begins()
+        with self._guard.watch(engine.progress, engine.waiting):
+            origin.wait_event(ready)
+            engine.queue(placed, source, result)
+            self._wait()
+        late = engine.late()
+        if late is not None:
+            peer, row = late
+            raise BackendError(
+                f"the kernel waited {2 * self._timeout:g} s for rank {peer}",
+                rank=self.rank,
+                peer=peer,
+                step=row,
+            )
+
+    def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
         placed, replays = self._placed(call)
-        buffers = (one.source, one.result, placed.scratch)
-        addresses = np.array(
-            [0 if one is None or not one.size else one.data.ptr for one in buffers], dtype=np.int64
-        )
+        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
+        addresses = np.array([source, result, scratch], dtype=np.int64)
         key = (call.op, call.dtype, *addresses.tolist())
         what = self._agree(call.signature, replays.offer(key) if self._graphs else 0)
         if not len(call.table):
@@ -233,9 +342,7 @@ class NcclBackend(OneRank):
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
         marks = self._lanes.marks
         marks[: len(program.lanes)] = 0
-        ready = self._cupy.cuda.Event(disable_timing=True)
-        ready.record(stream)
-        origin = self._lanes.origin
+        origin, ready = self._lanes.origin, self._ready(stream)
         with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
             origin.wait_event(ready)
             self._lanes.send_addresses(placed, addresses)
@@ -348,9 +455,13 @@ class NcclBackend(OneRank):
         self._guard.stop(failure)
         self._drop_graphs()
         self._connections.left(ABORT_SECONDS)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait until the GPU has ended what was queued, but not for long."""
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
-        with contextlib.suppress(runtime.CUDARuntimeError), self.arrays.here():
+        with contextlib.suppress(runtime.CUDARuntimeError), self._cupy.cuda.Device(self.arrays.device):
             while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)) and time.monotonic() < end:
                 time.sleep(1e-3)
 

@@ -74,6 +74,11 @@ class Connections:
         Number of this rank's GPU.
     timeout : float
         Seconds to wait for the other ranks.
+
+    Attributes
+    ----------
+    before_leaving : callable
+        Called before communicators go, in the thread that lets go of them.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class Connections:
         self._world = world
         self._device = device
         self._timeout = timeout
+        self.before_leaving: Callable[[], None] = _nothing
         self._made: list[Link] = []
         self._calls = threading.Lock()
         self._ended = False
@@ -110,10 +116,16 @@ class Connections:
         NcclFailed
             The communicators are being aborted, or NCCL refuses.
         """
+        with self.call(), self._library.group():
+            yield
+
+    @contextmanager
+    def call(self, *, leaving: bool = False) -> Iterator[None]:
+        """What is called inside has the communicators for itself; raises as `group`, unless they are being left."""
         with self._calls:
-            self._check()
-            with self._library.group():
-                yield
+            if not leaving:
+                self._check()
+            yield
 
     def settle(self, link: Link, check: Callable[[], None]) -> None:
         """Wait until what was begun on a communicator is queued on its stream, so that the stream can be given more.
@@ -185,6 +197,8 @@ class Connections:
         def leave() -> None:
             if self._calls.acquire(timeout=PATIENCE):
                 self._calls.release()  # whoever comes now finds that it has ended
+            with suppress(Exception):  # as above
+                self.before_leaving()
             # side by side: kernels of one communicator may wait for another's
             threads = [
                 threading.Thread(target=one, args=[link], name="nccl farewell", daemon=True)
@@ -198,6 +212,26 @@ class Connections:
 
         threading.Thread(target=leave, name="nccl farewell", daemon=True).start()
 
+    def join(self, size: int, rank: int, unique_id: bytes) -> Link:
+        """One more communicator, with all who have its id; waits for them until it is aborted.
+
+        Raises
+        ------
+        NcclFailed
+            NCCL refuses.
+        """
+        with self._cupy.cuda.Device(self._device):
+            link = self._library.connect(size, rank, unique_id)
+            with self._calls:
+                late = self._ended
+                # so that it can be aborted while it still looks for the others
+                self._made.append(link)
+            if late:
+                link.abort()
+            while not self._ready(link):
+                time.sleep(LOOK_SECONDS)
+            return link
+
     def _check(self) -> None:
         if self._ended:
             raise NcclFailed("the communicators were aborted")
@@ -210,16 +244,7 @@ class Connections:
 
         def join() -> None:
             try:
-                with self._cupy.cuda.Device(self._device):
-                    link = self._library.connect(self._world.size, self._world.rank, unique_id)
-                    with self._calls:
-                        late = self._ended
-                        # so that it can be aborted while it still looks for the others
-                        self._made.append(link)
-                    if late:
-                        link.abort()
-                    while not self._ready(link):
-                        time.sleep(LOOK_SECONDS)
+                self.join(self._world.size, self._world.rank, unique_id)
             except Exception as error:  # of any kind: this thread has nobody else to tell
                 failure.append(error)
 
@@ -249,6 +274,10 @@ class Connections:
         error = BackendError(f"NCCL {what} ({described(self._library)})", rank=self._world.rank)
         self._world.tell(error)
         return self._world.trouble() or error
+
+
+def _nothing() -> None:
+    pass
 
 
 class Guard:

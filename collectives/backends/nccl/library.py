@@ -4,6 +4,9 @@ One libnccl serves a process, whoever asks: the first that anything has loaded. 
 
 Communicators of nccl4py are non-blocking: a call only begins what it is for, `Link.ready` tells when that has ended,
 and nothing waits inside NCCL for another rank. CuPy's are blocking: their calls can wait there without end.
+
+What not every NCCL has is a part of `Library` that can be None: `Library.windows`, memory that the GPUs of a
+communicator address themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from topoplan.errors import UsageError
 
@@ -26,6 +29,9 @@ SHARED_GPU = 23003
 
 OLDEST = 22300
 """The first release with the call by which nccl4py makes communicators: 2.23."""
+
+WINDOWS = 22907
+"""The first release whose windows tell addresses and say whether they can be had: 2.29.7."""
 
 NAMES = ("auto", "nccl4py", "cupy")
 """What `find_library` takes; "auto" is nccl4py where it can be used, else CuPy."""
@@ -60,6 +66,51 @@ class Link(Protocol):
         """Free it; waits for what other ranks still do, and for captured graphs to be dropped."""
 
 
+class Window(Protocol):
+    """Memory of one rank that the other ranks of a communicator address, and that it addresses of them.
+
+    All addresses are those of kernels, and hold until the window is closed or the communicator is gone. The own one is
+    another than the memory was registered with: a kernel uses one of both.
+    """
+
+    def made(self) -> bool:
+        """Whether there is one, once the communicator is ready: where NCCL has none it says nothing."""
+
+    def address(self, peer: int) -> int:
+        """Where the memory of a rank of the communicator begins; 0 where this GPU does not reach it."""
+
+    def multicast(self) -> int:
+        """Where all of them begin at once, for multimem instructions; 0 where there is no such address.
+
+        All ranks call it at the same time: the first one binds the memory of all.
+        """
+
+    def close(self) -> None:
+        """Unmap it here; no kernel may use it any more, on any rank where it has a multicast address."""
+
+
+class Windows(Protocol):
+    """Windows and the memory for them; all calls are for the GPU that is current."""
+
+    def support(self, link: Link) -> tuple[bool, bool]:
+        """Whether the ranks of a communicator that is ready can have windows, and multicast addresses of them."""
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory; contents undefined."""
+
+    def free(self, address: int) -> None:
+        """Give memory back that `allocate` made."""
+
+    def register(self, link: Link, address: int, nbytes: int) -> Window:
+        """Begin to make memory a window; all ranks of the communicator do, and it is there when that is ready.
+
+        Raises
+        ------
+        NcclFailed
+            As all calls here.
+        """
+
+
 class Library(Protocol):
     """NCCL in this process.
 
@@ -73,12 +124,15 @@ class Library(Protocol):
         Of the libnccl that is loaded; empty where the system does not tell.
     waits : bool
         Whether a call can wait inside NCCL for other ranks.
+    windows : Windows or None
+        None with CuPy's bindings, and where NCCL is older than 2.29.7.
     """
 
     name: str
     version: int
     path: str
     waits: bool
+    windows: Windows | None
 
     def unique_id(self) -> bytes:
         """A new id of `ID_BYTES` bytes, which one rank makes for all."""
@@ -161,14 +215,15 @@ class _Nccl4py:
         self.version = 10000 * info.version.major + 100 * info.version.minor + info.version.micro
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings
+        self.windows: Windows | None = _Nccl4pyWindows(core, bindings) if self.version >= WINDOWS else None
 
     def unique_id(self) -> bytes:
-        with self._failures():
+        with _failures(self._core, self._bindings):
             return bytes(self._core.get_unique_id())
 
     def connect(self, size: int, rank: int, unique_id: bytes) -> Link:
         core = self._core
-        with self._failures():
+        with _failures(core, self._bindings):
             made = core.Communicator.init(
                 size, rank, core.UniqueId.from_bytes(unique_id), config=core.NCCLConfig(blocking=False)
             )
@@ -176,29 +231,22 @@ class _Nccl4py:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        with self._failures(), self._core.group():
+        with _failures(self._core, self._bindings), self._core.group():
             yield
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except (self._bindings.NCCLError, self._core.NcclInvalid) as error:
-            raise NcclFailed(_one_line(error)) from error
 
 
 class _Nccl4pyLink:
     def __init__(self, core: Any, bindings: Any, made: Any) -> None:
         self._core, self._bindings = core, bindings
         self._made = made
-        # messages of bare addresses, which the layer above would wrap in array objects one by one
-        self._handle = bindings.Comm(made.ptr)
+        # messages and windows of bare addresses, which the layer above would wrap in array objects one by one
+        self.handle = bindings.Comm(made.ptr)
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
-        self._bindings.send(address, nbytes, int(self._core.UINT8), peer, self._handle, stream)
+        self._bindings.send(address, nbytes, int(self._core.UINT8), peer, self.handle, stream)
 
     def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
-        self._bindings.recv(address, nbytes, int(self._core.UINT8), peer, self._handle, stream)
+        self._bindings.recv(address, nbytes, int(self._core.UINT8), peer, self.handle, stream)
 
     def ready(self) -> bool:
         try:
@@ -212,11 +260,66 @@ class _Nccl4pyLink:
             words = str(error)
         raise NcclFailed(_one_line(words))
 
+    def support(self) -> tuple[bool, bool]:
+        return bool(self._made.device_api_support), bool(self._made.multimem_support)
+
     def abort(self) -> None:
         self._made.abort()
 
     def destroy(self) -> None:
         self._made.destroy()
+
+
+class _Nccl4pyWindows:
+    def __init__(self, core: Any, bindings: Any) -> None:
+        self._core, self._bindings = core, bindings
+
+    def support(self, link: Link) -> tuple[bool, bool]:
+        with _failures(self._core, self._bindings):
+            return cast(_Nccl4pyLink, link).support()
+
+    def allocate(self, nbytes: int) -> int:
+        with _failures(self._core, self._bindings):
+            return int(self._bindings.mem_alloc(nbytes))
+
+    def free(self, address: int) -> None:
+        with _failures(self._core, self._bindings):
+            self._bindings.mem_free(address)
+
+    def register(self, link: Link, address: int, nbytes: int) -> Window:
+        comm, flags = cast(_Nccl4pyLink, link).handle, int(self._core.WindowFlag.DEFAULT)
+        with _failures(self._core, self._bindings):
+            made = self._bindings.comm_window_register(comm, address, nbytes, flags)
+        return _Nccl4pyWindow(self._core, self._bindings, comm, made)
+
+
+class _Nccl4pyWindow:
+    def __init__(self, core: Any, bindings: Any, comm: Any, made: Any) -> None:
+        self._core, self._bindings = core, bindings
+        self._comm, self._made = comm, made
+
+    def made(self) -> bool:
+        return bool(self._made.handle)
+
+    def address(self, peer: int) -> int:
+        with _failures(self._core, self._bindings):
+            return int(self._bindings.get_peer_device_pointer(self._made, 0, peer))
+
+    def multicast(self) -> int:
+        with _failures(self._core, self._bindings):
+            return int(self._bindings.get_lsa_multimem_device_pointer(self._made, 0))
+
+    def close(self) -> None:
+        with _failures(self._core, self._bindings):
+            self._bindings.comm_window_deregister(self._comm, self._made)
+
+
+@contextmanager
+def _failures(core: Any, bindings: Any) -> Iterator[None]:
+    try:
+        yield
+    except (bindings.NCCLError, core.NcclInvalid) as error:
+        raise NcclFailed(_one_line(error)) from error
 
 
 def _nccl4py() -> Library | None:
@@ -237,6 +340,7 @@ def _nccl4py() -> Library | None:
 class _Cupy:
     name = "cupy"
     waits = True
+    windows: Windows | None = None
 
     def __init__(self, nccl: Any) -> None:
         self.version = int(nccl.get_version())

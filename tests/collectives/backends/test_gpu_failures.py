@@ -48,7 +48,7 @@ def test_arrays_that_do_not_fit_are_refused(machine: Machine, cupy: ModuleType) 
 
 def odd_address(cupy: ModuleType) -> Any:
     line = cupy.zeros(17, dtype=np.uint8)
-    return type(line)(line.host[1:].view(np.float32), 0)
+    return type(line)(None, host=line.host[1:].view(np.float32), device=0)
 
 
 def test_ranks_that_mean_different_things_refuse_before_anything_moves(

@@ -1,0 +1,120 @@
+"""Steps that all ranks take at the same time: nobody goes on before all have told how theirs has gone.
+
+A step may wait inside NCCL for other ranks, and one that has failed never comes. So it runs in a thread, and the ranks
+meet again and again while it does: `World.texts` of "under way", of what it has given, or of why it has failed. All see
+the same texts, so they stop waiting in the same meeting. Unlike a failure that is told to the world
+(`World.tell`) this does not end the job: the ranks may go another way.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from collectives.backends.nccl.library import NcclFailed
+from collectives.peers.peers import World
+from topoplan.errors import TopoplanError
+
+FIRST_SECONDS, LONGEST_SECONDS = 0.02, 0.2
+"""Time for a step to end before the ranks meet; twice as much each time, up to the longest."""
+
+
+class StepFailed(Exception):
+    """A step has failed on some rank; raised on all of them alike.
+
+    Attributes
+    ----------
+    rank : int
+        The lowest on which it has.
+    reason : str
+        What that one has met, in one line.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class JointSteps:
+    """Takes steps with all ranks of a world.
+
+    Parameters
+    ----------
+    world : World
+    timeout : float
+        Seconds for a step.
+    here : callable
+        Gives the context in which steps run, as the GPU that is current; in a thread of their own.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        timeout: float,
+        here: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._world = world
+        self._timeout = timeout
+        self._here = here
+
+    def take(self, work: Callable[[], Any]) -> list[Any]:
+        """Do something on all ranks.
+
+        Parameters
+        ----------
+        work : callable
+            Gives what JSON can hold. Where another rank fails it may still run when this returns.
+
+        Returns
+        -------
+        list
+            What it has given on each rank, in order of rank.
+
+        Raises
+        ------
+        StepFailed
+            It has raised something, or not ended in time, on some rank.
+        BackendError
+            The job has failed.
+        """
+        ended: dict[str, Any] = {}
+
+        def run() -> None:
+            try:
+                with self._here():
+                    ended["given"] = work()
+            except Exception as error:  # of any kind: the thread has nobody else to tell
+                ended["failed"] = in_words(error)
+
+        thread = threading.Thread(target=run, name="joint step", daemon=True)
+        thread.start()
+        deadline, pause = time.monotonic() + self._timeout, FIRST_SECONDS
+        while True:
+            thread.join(pause)
+            pause = min(2 * pause, LONGEST_SECONDS)
+            told = {} if thread.is_alive() else ended
+            if not told and time.monotonic() > deadline:
+                told = {
+                    "failed": f"waited {self._timeout:g} s for NCCL or the driver; NCCL_DEBUG=INFO tells more"
+                }
+            said = [json.loads(text) for text in self._world.texts(json.dumps(told), timeout=self._timeout)]
+            for rank, one in enumerate(said):
+                if "failed" in one:
+                    raise StepFailed(rank, one["failed"])
+            if all(said):
+                return [one["given"] for one in said]
+
+
+def in_words(error: BaseException) -> str:
+    """What a rank has met, in one line."""
+    if isinstance(error, TopoplanError):
+        return str(error)
+    if isinstance(error, NcclFailed):
+        return f"NCCL reports {error}; NCCL_DEBUG=WARN tells more"
+    return " ".join(f"{type(error).__name__}: {error}".split())

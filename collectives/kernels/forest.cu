@@ -1,0 +1,432 @@
+// One kernel that runs all of a rank's part in a collective, over memory that the ranks' GPUs write to each other.
+// arithmetic.cu precedes, and lines that say which kernels follow. See backends/nccl/kernel_program.py for the tables.
+//
+// A step joins what arrives in slots of this rank's arena, in the plan's order, and writes the sum on: into slots of
+// other ranks' arenas, and to where this rank keeps it. A flag with the chunk's number follows behind a barrier of the
+// block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
+
+constexpr int VECTOR = 16;             // bytes
+constexpr int MOST_ENDS = 256;         // of a step
+constexpr unsigned POLLS = 256;        // of a flag, before the clock is looked at
+
+struct Step {
+    long long level;                   // chunk c has its turn in round c + level
+    long long start, stop, chunk;      // elements of the shard, and of a chunk
+    long long part, parts;             // chunk c of the step is number part + parts * c of the shard
+    long long own, own_first;          // buffer of the first operand, and the element that it begins with; -1: none
+    long long kept, kept_first;        // buffer to write to; -1: none
+    long long final;                   // what is kept is the result
+    long long first, arrivals, departures;  // its ends: those that arrive in the order of joining, then the others
+};
+
+struct End {
+    long long peer;
+    long long slots, count, stride;    // place in the arena that data goes to, number, bytes from one to the next
+    long long data, credit;            // flags: beside the slots; in the arena that data comes from
+    long long sent;                    // which of this rank's numbers counts the chunks of earlier collectives
+    long long row;                     // of the transfer table, for errors
+};
+
+struct Control {
+    char* const* arenas;               // of all ranks, as this one sees them
+    unsigned long long* dead;          // in this GPU's memory: not zero once anything has failed
+    unsigned long long* status;        // in the host's memory, see below
+    long long rank, ranks;
+    long long patience;                // nanoseconds that this rank waits for a chunk
+};
+
+struct Job {
+    Control control;
+    const long long* blocks;           // the steps of each block: blocks[b] to blocks[b + 1]
+    const Step* steps;
+    const End* ends;
+    unsigned long long* sent;
+};
+
+// What the host sees and says: not zero when it gives up; what has failed, with whom, in which row; and two words of
+// each block: how many chunks it has done, and the peer + 1 << 32 | row that it waited for last.
+enum Status { STOP, FAILED, PEER, ROW, BLOCKS };
+enum Failure { FINE, LATE, STOPPED };
+
+// ---- flags
+
+__device__ inline unsigned long long acquired(const void* flag) {
+    unsigned long long value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ inline void release(void* flag, unsigned long long value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ inline long long now() {
+    long long value;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value)::"memory");
+    return value;
+}
+
+// The first failure is the one that is told.
+__device__ inline void fail(const Control& control, Failure what, long long peer, long long row) {
+    if (atomicCAS(control.dead, 0ull, (unsigned long long)what)) return;
+    release(control.status + PEER, (unsigned long long)peer);
+    release(control.status + ROW, (unsigned long long)row);
+    release(control.status + FAILED, (unsigned long long)what);
+}
+
+// Waits until something is so; false if this collective has failed.
+template <class Condition>
+__device__ bool comes(const Control& control, long long peer, long long row, const Condition& condition) {
+    long long begun = 0;
+    for (unsigned polls = 1; !condition(); ++polls) {
+        if (polls % POLLS) continue;
+        const long long time = now();
+        if (!begun) begun = time;
+        release(control.status + BLOCKS + 2 * blockIdx.x + 1, (peer + 1) << 32 | row);
+        if (acquired(control.dead)) return false;
+        const bool stopped = acquired(control.status + STOP) != 0;
+        if (stopped || time - begun > control.patience) {
+            fail(control, stopped ? STOPPED : LATE, peer, row);
+            return false;
+        }
+    }
+    return true;
+}
+
+// ---- a chunk
+
+template <class Element>
+union Vector {
+    static constexpr int LANES = VECTOR / sizeof(Element);
+    static constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;
+    uint4 raw;
+    Element lane[LANES];
+    __device__ Vector() : raw() {}
+};
+
+struct AsItIs {
+    template <class Element>
+    __device__ static Element result(Element sum, long long) {
+        return sum;
+    }
+};
+
+struct Average {
+    template <class Element>
+    __device__ static Element result(Element sum, long long ranks) {
+        return quotient(sum, ranks);
+    }
+};
+
+template <class Element, class Operation, class Last>
+struct Chunk {
+    Element* const* arriving;
+    Element* const* departing;
+    int arrivals, departures;
+    const Element* own;                // null: the first that arrives
+    Element* kept;                     // null: nowhere
+    long long divisor;                 // 0: not the result yet
+
+    __device__ const Element* operand() const { return in_global_memory(own ? own : arriving[0]); }
+
+    // Elements one by one, from one on.
+    __device__ void elements(long long from, long long count) const {
+#pragma unroll 1
+        for (long long i = from + threadIdx.x; i < count; i += blockDim.x) {
+            Element value = operand()[i];
+#pragma unroll 1
+            for (int k = own ? 0 : 1; k < arrivals; ++k)
+                value = Operation::join(value, in_global_memory(arriving[k])[i]);
+#pragma unroll 1
+            for (int k = 0; k < departures; ++k) in_global_memory(departing[k])[i] = value;
+            if (kept) in_global_memory(kept)[i] = divisor ? Last::result(value, divisor) : value;
+        }
+    }
+
+    __device__ void vectors(long long count) const {
+        constexpr int BATCH = Vector<Element>::BATCH;
+#pragma unroll 1
+        for (long long begin = threadIdx.x; begin < count; begin += BATCH * blockDim.x) {
+            Vector<Element> value[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+                if (begin + u * blockDim.x < count) value[u].raw = ((const uint4*)operand())[begin + u * blockDim.x];
+#pragma unroll 1
+            for (int k = own ? 0 : 1; k < arrivals; ++k) {
+                const uint4* from = (const uint4*)in_global_memory(arriving[k]);
+                Vector<Element> other[BATCH];
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+                    if (begin + u * blockDim.x < count) other[u].raw = from[begin + u * blockDim.x];
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+                    for (int l = 0; l < Vector<Element>::LANES; ++l)
+                        value[u].lane[l] = Operation::join(value[u].lane[l], other[u].lane[l]);
+            }
+#pragma unroll 1
+            for (int k = 0; k < departures; ++k) {
+                uint4* to = (uint4*)in_global_memory(departing[k]);
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+                    if (begin + u * blockDim.x < count) to[begin + u * blockDim.x] = value[u].raw;
+            }
+            if (!kept) continue;
+            if (divisor)
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+#pragma unroll
+                    for (int l = 0; l < Vector<Element>::LANES; ++l)
+                        value[u].lane[l] = Last::result(value[u].lane[l], divisor);
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+                if (begin + u * blockDim.x < count)
+                    ((uint4*)in_global_memory(kept))[begin + u * blockDim.x] = value[u].raw;
+        }
+    }
+};
+
+// ---- a block
+
+template <class Element, class Operation, class Last>
+struct Block {
+    const Job& job;
+    char* given;
+    char* result;
+    char* room;                        // for sums that are needed again
+    Element** places;                  // in shared memory, of the ends of a step
+    int* failed;
+
+    __device__ Element* buffer(long long number) const {
+        return (Element*)(number == 0 ? given : number == 1 ? result : room);
+    }
+
+    // Threads take the ends of a step in turns, always the same ones.
+    template <class Act>
+    __device__ void each_end(const Step& step, const Act& act) const {
+#pragma unroll 1
+        for (int e = threadIdx.x; e < step.arrivals + step.departures; e += blockDim.x)
+            act(e, job.ends[step.first + e], e < step.arrivals);
+    }
+
+    __device__ bool run(const Step& step, long long c) const {
+        char* const* const arenas = job.control.arenas;
+        char* const arena = arenas[job.control.rank];
+        each_end(step, [&](int e, const End& end, bool arrives) {
+            const unsigned long long number = job.sent[end.sent] + c;
+            const char* const flag = arena + (arrives ? end.data : end.credit);
+            const unsigned long long wanted = number + 1 - (arrives ? 0 : end.count);
+            const bool there = comes(job.control, end.peer, end.row,
+                                     [&] { return (long long)(acquired(flag) - wanted) >= 0; });
+            if (!there) atomicExch(failed, 1);
+            places[e] = (Element*)((arrives ? arena : arenas[end.peer]) + end.slots +
+                                   number % (unsigned long long)end.count * end.stride);
+        });
+        __syncthreads();
+        if (*failed) return false;
+        const long long first = step.start + (step.part + step.parts * c) * step.chunk;
+        const long long left = step.stop - first, count = left < step.chunk ? left : step.chunk;
+        const Element* const own =
+            step.own < 0 ? nullptr : buffer(step.own) + (first - step.own_first);
+        Element* const kept = step.kept < 0 ? nullptr : buffer(step.kept) + (first - step.kept_first);
+        const Chunk<Element, Operation, Last> chunk = {
+            places, places + step.arrivals, (int)step.arrivals, (int)step.departures, own, kept,
+            step.final ? job.control.ranks : 0};
+        const bool whole = ((unsigned long long)own | (unsigned long long)kept) % VECTOR == 0;
+        const long long vectors = whole ? count / Vector<Element>::LANES : 0;
+        chunk.vectors(vectors);
+        chunk.elements(vectors * Vector<Element>::LANES, count);
+        __syncthreads();
+        each_end(step, [&](int, const End& end, bool arrives) {
+            release(arenas[end.peer] + (arrives ? end.credit : end.data), job.sent[end.sent] + c + 1);
+        });
+        return true;
+    }
+
+    __device__ static long long chunks(const Step& step) {
+        const long long all = (step.stop - step.start + step.chunk - 1) / step.chunk;
+        return all > step.part ? (all - step.part + step.parts - 1) / step.parts : 0;
+    }
+
+    __device__ void run_all() const {
+        const Step* const steps = job.steps + job.blocks[blockIdx.x];
+        const int count = (int)(job.blocks[blockIdx.x + 1] - job.blocks[blockIdx.x]);
+        if (threadIdx.x == 0) *failed = acquired(job.control.dead) != 0;
+        __syncthreads();
+        const bool dead = *failed;
+        __syncthreads();  // from here on a thread may set it
+        if (dead) return;
+        bool more = true;
+        unsigned long long done = 0;
+#pragma unroll 1
+        for (long long round = 0; more; ++round) {
+            more = false;
+#pragma unroll 1
+            for (int s = 0; s < count; ++s) {
+                const long long c = round - steps[s].level;
+                if (c >= chunks(steps[s])) continue;
+                more = true;
+                if (c < 0) continue;
+                if (!run(steps[s], c)) return;
+                if (threadIdx.x == 0) release(job.control.status + BLOCKS + 2 * blockIdx.x, ++done);
+            }
+        }
+#pragma unroll 1
+        for (int s = 0; s < count; ++s)
+            each_end(steps[s], [&](int, const End& end, bool) { job.sent[end.sent] += chunks(steps[s]); });
+    }
+};
+
+// ---- small collectives: every rank sends what it gives to all others, and each joins all of it in the plan's order
+//
+// A packet is 4 bytes of data and the number of the collective in a word of 64 bits, so it needs no flag besides. The
+// inbox has two halves by turns: who has everything of the next collective knows that all others have read this one's.
+
+constexpr int SMALL_THREADS = 256;
+constexpr int DEPTH = 4;               // sums that wait for another one
+constexpr unsigned long long MOST_SEALS = 0xffffffffull;  // 0 is what an inbox begins with
+
+enum Action { TAKE, JOIN_ONE, JOIN_BOTH };
+
+struct Small {
+    Control control;
+    long long count;                   // elements
+    long long inbox, half;             // bytes: place in every arena; length of a half, of which each rank has a part
+    const long long* bounds;           // the elements with which shards begin, and the end
+    const long long* first;            // of each shard: where its order begins
+    const long long* order;            // rank << 2 | action
+    unsigned long long* number;        // of collectives before this one, for each block
+};
+
+struct Unit {                          // 16 bytes of data
+    ulonglong2 packets[2];
+};
+
+__device__ inline void send(ulonglong2* to, unsigned long long first, unsigned long long second) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+
+__device__ inline ulonglong2 received(const ulonglong2* from) {
+    ulonglong2 two;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
+    return two;
+}
+
+__device__ inline void send(Unit* to, uint4 data, unsigned long long number) {
+    const unsigned long long seal = number << 32;
+    send(to->packets, seal | data.x, seal | data.y);
+    send(to->packets + 1, seal | data.z, seal | data.w);
+}
+
+__device__ inline bool received(const Unit* from, uint4& data, unsigned long long number) {
+    const ulonglong2 one = received(from->packets), other = received(from->packets + 1);
+    data = {(unsigned)one.x, (unsigned)one.y, (unsigned)other.x, (unsigned)other.y};
+    return one.x >> 32 == number && one.y >> 32 == number && other.x >> 32 == number && other.y >> 32 == number;
+}
+
+template <class Element, class Operation, class Last>
+struct Exchange {
+    static constexpr int LANES = Vector<Element>::LANES;
+    const Small& job;
+    const Element* given;
+    Element* result;
+    uint4 (*waiting)[SMALL_THREADS];   // in shared memory
+    unsigned long long turn, seal;     // the half of the inbox, and the number in its packets
+
+    __device__ long long units() const { return (job.count + LANES - 1) / LANES; }
+
+    __device__ Unit* packets(long long owner, long long sender, long long unit) const {
+        const long long part = job.half / job.control.ranks;
+        return (Unit*)(job.control.arenas[owner] + job.inbox + turn * job.half + sender * part) + unit;
+    }
+
+    __device__ uint4 own(long long unit) const {
+        Vector<Element> value;
+#pragma unroll
+        for (int l = 0; l < LANES; ++l)
+            if (unit * LANES + l < job.count) value.lane[l] = in_global_memory(given)[unit * LANES + l];
+        return value.raw;
+    }
+
+    __device__ bool take(long long sender, long long unit, Vector<Element>& value) const {
+        if (sender == job.control.rank) {
+            value.raw = own(unit);
+            return true;
+        }
+        const Unit* const from = packets(job.control.rank, sender, unit);
+        return comes(job.control, sender, 0, [&] { return received(from, value.raw, seal); });
+    }
+
+    __device__ static void join(Vector<Element>& into, const Vector<Element>& first, const Vector<Element>& second) {
+#pragma unroll
+        for (int l = 0; l < LANES; ++l) into.lane[l] = Operation::join(first.lane[l], second.lane[l]);
+    }
+
+    // False if this collective has failed.
+    __device__ bool join_all(long long unit) const {
+        int shard = 0, depth = 0;
+        while (unit * LANES >= job.bounds[shard + 1]) ++shard;
+        Vector<Element> sum, other;
+#pragma unroll 1
+        for (long long k = job.first[shard]; k < job.first[shard + 1]; ++k) {
+            const long long action = job.order[k] & 3;
+            if (action == JOIN_BOTH) {
+                other.raw = waiting[--depth][threadIdx.x];
+                join(sum, other, sum);
+            } else {
+                if (!take(job.order[k] >> 2, unit, other)) return false;
+                if (action == JOIN_ONE) {
+                    join(sum, sum, other);
+                } else {
+                    if (k > job.first[shard]) waiting[depth++][threadIdx.x] = sum.raw;
+                    sum = other;
+                }
+            }
+        }
+#pragma unroll
+        for (int l = 0; l < LANES; ++l)
+            if (unit * LANES + l < job.count)
+                in_global_memory(result)[unit * LANES + l] = Last::result(sum.lane[l], job.control.ranks);
+        return true;
+    }
+
+    __device__ void run_all() const {
+        const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+        // ranks begin with different peers
+#pragma unroll 1
+        for (long long unit = first; unit < units(); unit += stride)
+#pragma unroll 1
+            for (long long k = 1; k < job.control.ranks; ++k) {
+                const long long peer = (job.control.rank + k) % job.control.ranks;
+                send(packets(peer, job.control.rank, unit), own(unit), seal);
+            }
+#pragma unroll 1
+        for (long long unit = first; unit < units(); unit += stride)
+            if (!join_all(unit)) return;
+    }
+};
+
+#define FOREST(NAME, ELEMENT, OPERATION, LAST)                                                     \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                           \
+        NAME(const Job* wanted, char* given, char* result, char* room) {                           \
+        __shared__ ELEMENT* places[MOST_ENDS];                                                     \
+        __shared__ int failed;                                                                     \
+        const Job job = *wanted;                                                                   \
+        const Block<ELEMENT, OPERATION, LAST> block = {job, given, result, room, places, &failed}; \
+        block.run_all();                                                                           \
+    }
+
+// Every block counts the collectives, whether it has a unit of them or not.
+#define SMALL(NAME, ELEMENT, OPERATION, LAST)                                                           \
+    extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1)                                      \
+        NAME(const Small* wanted, const ELEMENT* given, ELEMENT* result) {                              \
+        __shared__ uint4 waiting[DEPTH][SMALL_THREADS];                                                 \
+        const Small job = *wanted;                                                                      \
+        const unsigned long long number = job.number[blockIdx.x];                                       \
+        __syncthreads();                                                                                \
+        if (threadIdx.x == 0) job.number[blockIdx.x] = number + 1;                                      \
+        if (acquired(job.control.dead)) return;                                                         \
+        const Exchange<ELEMENT, OPERATION, LAST> exchange = {job,     given,      result,               \
+                                                             waiting, number % 2, number % MOST_SEALS + 1}; \
+        exchange.run_all();                                                                             \
+    }

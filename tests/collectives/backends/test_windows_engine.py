@@ -1,0 +1,180 @@
+"""The windows engine of the nccl back end on GPUs that this processor plays: who has it, its results, its failures."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
+from tests.support.fake_streams import Machine
+from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import BackendError, UsageError
+
+__all__ = ["cupy", "machine"]
+
+REGION = 8 << 20
+"""Bytes: what these plans need, so that memory is quickly made."""
+
+
+def about(comm: Communicator, rank: int) -> str:
+    """What a rank says of its engine."""
+    found: str = comm._execution.backend.about_engine
+    return found
+
+
+def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", **options: Any) -> list[Any]:
+    plan = forest_plan(size, collective, "binary")
+    return on_every_rank(cupy, plan, task, region_bytes=REGION, bindings="nccl4py", **options)
+
+
+@pytest.mark.parametrize(
+    ("windows", "peers", "kind"),
+    [
+        ((True, False), False, "windows over windows (no multicast address"),
+        ((True, True), False, "windows over windows and multicast"),
+        ((False, False), True, "windows over peer access (NCCL has no windows among these GPUs"),
+        ((False, False), False, "messages: NCCL has no windows"),
+    ],
+)
+def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
+    machine: Machine, cupy: ModuleType, windows: tuple[bool, bool], peers: bool, kind: str
+) -> None:
+    machine.gpus, machine.windows, machine.peers = 3, windows, peers
+    said = outcome(run(cupy, 3, about))
+    assert len(set(said)) == 1
+    assert said[0].startswith(kind)
+    if kind.startswith("messages"):
+        assert "GPU 0 has no peer access to GPU 1 of rank 1" in said[0]
+    assert not machine.memory or not peers
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize("length", [24, 9000])
+def test_results_have_the_bits_of_loopback_with_one_launch_each(
+    machine: Machine, cupy: ModuleType, collective: str, length: int
+) -> None:
+    machine.gpus, machine.peers = 4, True
+    arrays = floats(4, length)
+    plan = forest_plan(4, collective, "binary")
+
+    def call(comm: Communicator, given: Any) -> Any:
+        if collective == "allreduce":
+            return comm.all_reduce(given, op="avg")
+        if collective == "reduce":
+            return comm.reduce(given, root=plan.root)
+        if collective == "broadcast":
+            return comm.broadcast(given, root=plan.root)
+        return comm.all_gather(given) if collective == "allgather" else comm.reduce_scatter(given, op="min")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        found = [call(comm, given) for _ in range(3)]
+        return [None if one is None else one.get() for one in found]
+
+    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20))
+    with Communicator(plan, "loopback") as comm:
+        wanted = call(comm, arrays)
+    for rank, want in enumerate(wanted):
+        for one in found[rank]:
+            assert (one is None) == (want is None)
+            assert one is None or one.tobytes() == np.asarray(want).tobytes()
+    # three calls and one empty run on each rank
+    assert machine.launches == 4 * 4
+    assert machine.graph_launches == 0
+
+
+def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus = 2
+    found = run(cupy, 2, about, engine="windows")
+    assert [type(one) for one in found] == [UsageError] * 2
+    assert len({str(one) for one in found}) == 1
+    assert "cannot be had: NCCL has no windows" in str(found[0])
+    machine.peers, machine.room = True, 1 << 20
+    found = run(cupy, 2, about, engine="windows")
+    assert len({str(one) for one in found}) == 1
+    assert "free on its GPU, and a region takes" in str(found[0])
+    found = run(cupy, 2, about, engine="threads")
+    assert "the engine 'threads' is unknown; use auto, windows or messages" in str(found[0])
+
+
+def test_ranks_that_want_different_engines_are_told_so(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+    found = run(cupy, 2, about, engine=["messages", "auto"])
+    assert [type(one) for one in found] == [UsageError] * 2
+    assert "rank 1 has the engine 'auto' and rank 0 'messages'" in str(found[0])
+
+
+def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    assert outcome(run(cupy, 2, about, engine="messages")) == ["messages"] * 2
+    arrays = floats(2, 9000)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        return comm.all_reduce(cupy.asarray(arrays[rank])).get()
+
+    plan = forest_plan(2, "allreduce", "binary")
+    found = outcome(on_every_rank(cupy, plan, task, region_bytes=1 << 18))
+    assert all(np.array_equal(one, arrays[0] + arrays[1]) for one in found)
+    assert not any(name.startswith("forest") for name in machine.compiled)
+
+
+@pytest.mark.parametrize("length", [24, 9000])
+def test_when_a_rank_does_not_come_the_others_end_and_name_it(
+    machine: Machine, cupy: ModuleType, length: int
+) -> None:
+    """Its own agreement fails first; so one is made to end between that and its kernel."""
+    machine.gpus, machine.peers = 3, True
+    arrays = floats(3, length)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        comm.all_reduce(cupy.asarray(arrays[rank]))
+        backend: Any = comm._execution.backend
+        if rank == 1:
+            backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
+        comm.all_reduce(cupy.asarray(arrays[rank]))
+
+    found = run(cupy, 3, task, timeout=3.0)
+    assert all(isinstance(one, BackendError) for one in found)
+    assert all(one.rank == 1 and "fell off the bus" in str(one) for one in found)
+
+
+def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+    arrays = floats(2, 9000)
+    gone = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        comm.all_reduce(cupy.asarray(arrays[rank]))
+        backend: Any = comm._execution.backend
+        if rank == 1:
+            backend._engine.queue = lambda *_: None
+        else:
+            backend._guard.watch = lambda *_: __import__("contextlib").nullcontext()
+        try:
+            comm.all_reduce(cupy.asarray(arrays[rank]))
+        finally:
+            gone.set()
+
+    found = run(cupy, 2, task, timeout=1.0)
+    assert isinstance(found[0], BackendError)
+    assert "the kernel waited 2 s for rank 1" in str(found[0])
+
+
+def test_steps_fail_on_all_ranks_alike() -> None:
+    class Alone:
+        def texts(self, text: str, *, timeout: float) -> list[str]:
+            return [text, '{"failed": "no room"}'] if "given" in text else [text, "{}"]
+
+    steps = JointSteps(Alone(), timeout=5.0)  # type: ignore[arg-type]
+    with pytest.raises(StepFailed, match="rank 1: no room"):
+        steps.take(lambda: 7)

@@ -1,0 +1,258 @@
+"""The kernels of the windows engine as PTX, all ranks at once in a weak memory: right to the bit, or late and told so.
+
+By default a sample; the rest is slow. No GPU is asked for: what only one can show is in ``docs/limits.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from collectives import lower
+from collectives.kernels.compiler import compile_source
+from collectives.kernels.source import forest_source
+from tests.ptx.forests import REDUCES, Case, outcome, prepared, run
+from tests.ptx.kernels import FORESTS, program, ptx
+from tests.ptx.machine import read
+from tests.ptx.text import Program
+from tests.support.kernel_data import EVERY_CASE
+
+COLLECTIVES = (*REDUCES, "broadcast", "allgather")
+
+QUAD = (1, 4, 5, 7)
+"""GPUs of a DGX-1V without a ring."""
+
+SAMPLE = (
+    *(Case("dgx-1v", collective, QUAD, (100, 33)) for collective in COLLECTIVES),
+    Case("dgx-1v", counts=(1, 0, 200), in_place=True, blocks=3),
+    Case("dgx-2", counts=(300,), threads=64),
+    Case("dgx-a100", counts=(200,), dtype="float16", op="avg", blocks=4),
+    Case("mi250x", counts=(150,), dtype="bfloat16", op="max"),
+    Case("dgx-1v", "reduce_scatter", QUAD, (50,), dtype="complex64", op="prod"),
+    Case("dgx-1v", "allgather", QUAD, (37,), dtype="int8"),
+    Case("dgx-1v", gpus=QUAD, counts=(100, 1, 300), small=True),
+    Case("dgx-2", counts=(90,), dtype="float64", op="avg", small=True),
+    Case("dgx-1v", counts=(77,), dtype="uint8", op="min", small=True, in_place=True),
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("number", range(len(SAMPLE)))
+def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
+    assert outcome(SAMPLE[number], seed=number) is None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(len(SAMPLE)))
+def test_they_do_in_other_orders_too(number: int) -> None:
+    for seed in range(100, 108):
+        assert outcome(SAMPLE[number], seed) is None
+
+
+def every_case() -> Iterator[Case]:
+    """All collectives on machines of all kinds; all types and operations; sizes around the borders of chunks."""
+    for machine in (
+        "dgx-1v",
+        "dgx-1p",
+        "dgx-2",
+        "dgx-a100",
+        "dgx-h100",
+        "mi250",
+        "mi250x",
+        "nvlink-x4",
+        "v100x4",
+    ):
+        for collective in COLLECTIVES:
+            yield Case(machine, collective, counts=(100, 0, 37), blocks=4)
+        yield Case(machine, counts=(64, 300), small=True)
+    for dtype, op in EVERY_CASE:
+        for small in (False, True):
+            yield Case("dgx-1v", "allreduce", QUAD, (70,), op, dtype, small=small)
+    for dtype in ("float16", "float32", "float64", "complex64", "complex128"):
+        for small in (False, True):
+            yield Case("dgx-1v", "allreduce", QUAD, (70,), "avg", dtype, small=small, in_place=True)
+    for count in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 500, 1000):
+        for chunk in (16, 48, 1 << 20):
+            yield Case("dgx-1v", "allreduce", QUAD, (count, count), chunk=chunk, blocks=6, threads=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(list(every_case()))))
+def test_every_case_ends_with_the_bits_of_loopback(number: int) -> None:
+    case = list(every_case())[number]
+    for seed in range(200, 212):
+        assert outcome(case, seed) is None
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("small", [False, True])
+def test_launches_are_replayed_on_new_data(small: bool) -> None:
+    """As a graph does: nothing of a launch says how many there were before."""
+    made = prepared(Case("dgx-1v", gpus=QUAD, counts=(120,), small=small))
+    queues = made.ranks.take()
+    for seed in range(3):
+        for one in made.got[0]:
+            one[:] = 0
+        made.ranks.put_back(queues)
+        run(made, seed)
+        assert made.wrong() is None
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("victim", range(4))
+def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -> None:
+    case = Case("dgx-1v", gpus=QUAD, counts=(200,), small=small)
+    dies_at = [1, 2000, 10_000, 20_000, 40_000]
+    for seed, steps in enumerate(dies_at):
+        made = prepared(case, seed, timeout=5e-4)
+        found = run(made, seed, stop=(victim, steps))
+        survivors = [rank for rank in range(4) if rank != victim]
+        assert all(found.finished[rank] for rank in survivors)
+        late = {rank: made.ranks.engines[rank].late() for rank in survivors}
+        for rank in survivors:
+            seen, at = {rank}, late[rank]
+            # who was not late has all of its result
+            assert at is not None or found.finished[victim] or made.got[0][rank].any()
+            while at is not None and at[0] != victim:
+                assert at[0] not in seen
+                seen.add(at[0])
+                at = late[at[0]]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("small", [False, True])
+def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: bool) -> None:
+    made = prepared(Case("dgx-1v", gpus=QUAD, counts=(200, 100), small=small), timeout=10.0)
+    for engine in made.ranks.engines:
+        engine.stop()
+    found = run(made, 0, stop=(2, 1))
+    survivors = (0, 1, 3)
+    assert all(found.finished[rank] for rank in survivors)
+    for rank in survivors:
+        assert made.ranks.engines[rank].late() is None
+        assert not made.got[1][rank].any()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("machine", "collective", "gpus"),
+    [
+        ("dgx-1v", "allreduce", QUAD),
+        ("dgx-1v", "broadcast", ()),
+        ("dgx-1v", "reduce_scatter", QUAD),
+        ("dgx-a100", "allgather", ()),
+        ("dgx-2", "allreduce", ()),
+    ],
+)
+def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
+    machine: str, collective: str, gpus: tuple[int, ...]
+) -> None:
+    case = Case(machine, collective, gpus, (512,), chunk=32)
+    made = prepared(case)
+    found = run(made, 1)
+    assert made.wrong() is None
+    size = made.ranks.size
+    count = 512 * (size if collective in ("allgather", "reduce_scatter") else 1)
+    table = lower(made.plan, count, chunk_elements=32)
+    rows = np.zeros((size, size), dtype=np.int64)
+    moved = np.zeros((size, size), dtype=np.int64)
+    np.add.at(rows, (table.source, table.destination), 1)
+    np.add.at(moved, (table.source, table.destination), (table.stop - table.start) * 4)
+    for rank in range(size):
+        traffic = found.traffic[rank]
+        for peer in range(size):
+            if peer != rank:
+                # a flag behind every chunk, and one back for every chunk from there
+                flags = 8 * (rows[rank, peer] + rows[peer, rank])
+                assert traffic[f"arena of rank {peer}"].written == moved[rank, peer] + flags
+                assert traffic[f"arena of rank {peer}"].read == 0
+        assert traffic["arena of rank " + str(rank)].written == 0
+        if made.got[0][rank].size and "result" in traffic:
+            assert traffic["result"].written <= made.got[0][rank].nbytes
+        assert traffic["input"].read <= 4 * count * (2 if collective == "allreduce" else 1)
+
+
+WANTED = r"number \+ 1 - \(arrives \? 0 : end\.count\)"
+"""What a flag must have reached."""
+
+BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "an acquire that is relaxed": ("large", [("ld.acquire.sys", "ld.relaxed.sys")]),
+    "a release that is relaxed": ("large", [("st.release.sys", "st.relaxed.sys")]),
+    "a release for this GPU only": ("large", [("st.release.sys", "st.release.gpu")]),
+    "an acquire from this GPU only": ("large", [("ld.acquire.sys", "ld.acquire.gpu")]),
+    "no barrier before flags": (
+        "large",
+        [(r"(LANES, count\);\n) *__syncthreads\(\);", r"\1")],
+    ),
+    "no barrier behind flags": ("large", [(r"__syncthreads\(\);(\s*if \(\*failed\) return false)", r"\1")]),
+    "one slot too many": ("large", [(r"\? 0 : end\.count\)", "? 0 : end.count + 1)")]),
+    "data before its flag": (
+        "large",
+        [(r"number \+ 1 - \(arrives \? 0 : end\.count\)", "number - (arrives ? 0 : end.count - 1)")],
+    ),
+    "no wait for a free slot": (
+        "large",
+        [(r"number \+ 1 - \(arrives \? 0 : end\.count\)", "(arrives ? number + 1 : 0)")],
+    ),
+    "chunks that are not counted": ("large", [(r"job\.sent\[end\.sent\] \+= chunks\(steps\[s\]\);", "")]),
+    "always the same slot": ("large", [(r"number % \(unsigned long long\)end\.count", "0")]),
+    "the last chunk left out": ("large", [(r"if \(c >= chunks", "if (c + 1 >= chunks")]),
+    "children in another order": ("large", [(r"arriving\[k\]", "arriving[arrivals - 1 - k]")]),
+    "slots through the read-only cache": (
+        "large",
+        [(r"in_global_memory\(arriving\[k\]\)\[i\]", "__ldg(&((const float*)arriving[k])[i])")],
+    ),
+    "a packet known by one of four flags": ("small", [(r" && one\.y.*== number;", ";")]),
+    "a packet's last flag unread": ("small", [(r" && other\.y >> 32 == number;", ";")]),
+    "an inbox of one half": ("small", [("number % 2, number % MOST", "0, number % MOST")]),
+    "collectives that are not counted": ("small", [(r"job\.number\[blockIdx\.x\] = number \+ 1;", ";")]),
+    "packets of weak stores": ("small", [("st.relaxed.sys.global.v2", "st.weak.global.v2")]),
+    "packets whose data follows the flags": ("small", [(r"seal \| data\.w", "seal | 0 * data.w")]),
+    "operands in another order": ("small", [(r"join\(sum, other, sum\);", "join(sum, sum, other);")]),
+}
+"""Planted bugs: in which kernel, and what is changed in its source."""
+
+
+def with_bug(name: str, changes: list[tuple[str, str]]) -> Program:
+    """The kernel with its source changed."""
+    text = forest_source([name])
+    for old, new in changes:
+        text, count = re.subn(old, new, text)
+        assert count, f"{old} is not there"
+    return read(compile_source(text, 80, to="ptx").code.decode())[name]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str) -> None:
+    kind, changes = BUGS[bug]
+    small = kind == "small"
+    # operands change places unseen in sums
+    op = "min" if bug == "operands in another order" else "sum"
+    case = Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90), small=small, op=op)
+    case = dataclasses.replace(case, in_place=False)
+    name = f"{'small' if small else 'forest'}_{op}_float32"
+    ptx([name])  # skips where there is no compiler
+    kernel = with_bug(name, changes)
+    assert any(outcome(case, seed, kernel) for seed in range(12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FORESTS[:54], FORESTS[54:]], ids=["large", "small"])
+def test_no_instruction_flushes_denormals_or_reads_what_others_write_past_the_caches(
+    names: tuple[str, ...],
+) -> None:
+    for name in names:
+        assert not [text for text in program(name).texts if ".ftz" in text or ".nc" in text]
+
+
+@pytest.mark.slow
+def test_newer_gpus_get_the_same_instructions() -> None:
+    for name in ("forest_sum_float32", "small_sum_float32", "forest_avg_float16", "small_max_bfloat16"):
+        older, newer = (program(name, target).texts for target in (80, 90))
+        assert older == newer
