@@ -1,9 +1,9 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
 Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``,
-``OVERLAP``, ``GRAPHS`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that ends well has
-printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and replayed, and say in
-how many seconds the error came; the communicator is unusable behind them.
+``OVERLAP``, ``GRAPHS``, ``ENGINE`` and ``CHUNK`` choose settings. The tasks are done one after another. A rank that
+ends well has printed a line for each. ``refuse`` and ``die`` come after calls whose graph has been captured and
+replayed, and say in how many seconds the error came; the communicator is unusable behind them.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def main() -> None:
         "lanes": os.environ.get("LANES", "steps"),
         "overlap": os.environ.get("OVERLAP", "1") == "1",
         "graphs": os.environ.get("GRAPHS", "1") == "1",
+        "engine": os.environ.get("ENGINE", "messages"),
     }
     if os.environ.get("RANKS_PER_GPU"):
         options["ranks_per_gpu"] = int(os.environ["RANKS_PER_GPU"])

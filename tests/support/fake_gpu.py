@@ -399,6 +399,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         free=machine.free,
         memset=memset,
         deviceSynchronize=lambda: None,
+        deviceGetPCIBusId=lambda device: f"0000:{device:02x}:00.0",
         deviceCanAccessPeer=can_access,
         deviceEnablePeerAccess=enable,
         CUDARuntimeError=CUDARuntimeError,

@@ -129,10 +129,12 @@ def collectives_of(
     return f"{first}{', '.join(done)}; closed in {closed:.3f} s"
 
 
-def failure_of(count: int, task: str, *, shared: bool, timeout: float = 90.0) -> dict[str, Any]:
+def failure_of(
+    count: int, task: str, *, shared: bool, timeout: float = 90.0, **settings: object
+) -> dict[str, Any]:
     """How soon every rank that is left has raised, after a graph was captured and replayed."""
     count = count or min(8, driver()[1])
-    text = ranks(count, f"{task},close", shared=shared, timeout=timeout)
+    text = ranks(count, f"{task},close", shared=shared, timeout=timeout, **settings)
     left = range(count - 1) if task == "die" else range(count)
     raised = seconds_of(text, task, left, ERROR_SECONDS)
     closed = seconds_of(text, "close", left, CLOSE_SECONDS)

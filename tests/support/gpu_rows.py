@@ -15,6 +15,7 @@ from typing import Any
 from tests.gpu_report import Facts, Need, Row
 from tests.support import gpu_kernel_rows as kernels
 from tests.support import gpu_rank_rows as ranks
+from tests.support import gpu_windows_rows as windows
 
 SEVERAL_RANKS = 23003
 """The first NCCL that puts several ranks on one GPU."""
@@ -198,6 +199,16 @@ ROWS: tuple[Row, ...] = (
     Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
     Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 100, ON_EACH),
     Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 100, ON_EACH),
+    *(Row(f"windows-1/{size}-ranks", partial(windows.one_gpu, size), 60, CUPY) for size in (2, 4, 8)),
+    Row("windows-1/missing", windows.a_rank_is_missing, 40, CUPY),
+    Row("windows-1/sweep", windows.settings_swept, 60, CUPY),
+    Row("windows-each/check", partial(EACH, "check,allreduce,close", engine="windows"), 100, ON_EACH),
+    Row(
+        "windows-each/death",
+        partial(ranks.failure_of, 0, "die", shared=False, engine="windows"),
+        100,
+        ON_EACH,
+    ),
     Row("torch/streams", partial(ranks.torch_checks, "streams", "bad input"), 60, TORCH_CHECKS),
     Row("torch/hook-dense", partial(ranks.torch_checks, "hook, dense*"), 60, TORCH_CHECKS),
     Row("torch/hook-bfloat16", partial(ranks.torch_checks, "hook, in bfloat16*"), 60, TORCH_CHECKS),

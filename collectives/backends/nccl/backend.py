@@ -289,7 +289,8 @@ class NcclBackend(OneRank):
                 if wanted == "windows":
                     raise UsageError(f'the windows engine cannot be had: {found}; use engine="messages"')
                 return f"messages: {found}"
-            blocks = -self._world.largest(-float(min(BLOCKS, processors)), timeout=self._timeout)
+            most = min(BLOCKS, processors // found.sharing)
+            blocks = -self._world.largest(-float(most), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._lanes.origin
             self._engine = Engine(
                 self._cupy, kernels, found, origin, timeout=self._timeout, blocks=int(blocks)

@@ -99,6 +99,11 @@ class Engine:
         The longest chunk; a multiple of 256.
     small_bytes : int
         Up to here ranks send all they have to all others, instead of along trees; a multiple of 16.
+
+    Attributes
+    ----------
+    region : Region
+    blocks : int
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class Engine:
         self.region = region
         self._stream = stream
         self._timeout = timeout
-        self._blocks = blocks
+        self.blocks = blocks
         self._slot_bytes = slot_bytes
         self._small_bytes = small_bytes
         self._staging = region.array(min(STAGING_BYTES, region.nbytes // 2))
@@ -207,7 +212,7 @@ class Engine:
         digest = call.plan.digest
         if digest not in self._plans:
             key = PlanKey(digest, call.plan)
-            plan = KernelPlan(key, base=self._base, stride=self._slot_bytes, blocks=self._blocks)
+            plan = KernelPlan(key, base=self._base, stride=self._slot_bytes, blocks=self.blocks)
             if self._base + plan.nbytes > self._end:
                 self._plans[digest] = None
             else:

@@ -48,6 +48,8 @@ class Region:
         Where kernels of this rank find each rank's arena.
     multicast : int
         Where they find all of them at once, for multimem instructions; 0 where they do not.
+    sharing : int
+        Ranks on one GPU at most, which must have their blocks there at once.
     kind : str
         "windows", "windows and multicast", "ipc" or "peer access".
     why : str
@@ -59,6 +61,7 @@ class Region:
     nbytes: int
     addresses: tuple[int, ...]
     multicast: int
+    sharing: int
     kind: str
     why: str
     _cupy: Any
@@ -146,6 +149,7 @@ def open_region(
         return {
             "host": _host(),
             "process": os.getpid(),
+            "gpu": runtime.deviceGetPCIBusId(device),
             "device": device,
             "free": int(free),
             "nccl": described(library),
@@ -161,12 +165,17 @@ def open_region(
                 f"rank {owner} has {format_size(free)} free on its GPU, and a region takes "
                 f"{format_size(nbytes + SPARE)}"
             )
+        places = [(one["host"], one["gpu"]) for one in found]
+        sharing = max(places.count(place) for place in places)
+        if sharing > 1 and len({one["process"] for one in found}) > 1:
+            return "several processes share a GPU, where a kernel would wait for one whose turn does not come"
         common: dict[str, Any] = {
             "cupy": cupy,
             "rank": rank,
             "size": size,
             "device": device,
             "nbytes": nbytes,
+            "sharing": sharing,
         }
         old = next((number for number, one in enumerate(found) if one["old"]), None)
         lacking = next((number for number, one in enumerate(found) if not one["support"][0]), None)
@@ -203,7 +212,7 @@ class _Windows:
         self._memory = 0
         self._window: Window | None = None
 
-    def open(self, *, cupy: Any, rank: int, size: int, device: int, nbytes: int) -> Region:
+    def open(self, *, cupy: Any, rank: int, size: int, device: int, nbytes: int, sharing: int) -> Region:
         def register() -> bool:
             with self._connections.call():
                 self._memory = self._windows.allocate(nbytes)
@@ -240,6 +249,7 @@ class _Windows:
             nbytes,
             tuple(seen[rank]),
             groups[rank] if whole else 0,
+            sharing,
             "windows and multicast" if whole else "windows",
             why,
             cupy,
@@ -274,6 +284,7 @@ def _by_cuda(
     size: int,
     device: int,
     nbytes: int,
+    sharing: int,
 ) -> Region | str:
     if len({one["host"] for one in found}) > 1:
         return f"{why}; the ranks are on several hosts, which CUDA's handles do not cross"
@@ -327,7 +338,7 @@ def _by_cuda(
         close(False)
         return f"{why}; and {failed}"
     kind = "peer access" if len(set(processes)) == 1 else "ipc"
-    return Region(rank, size, nbytes, tuple(seen[rank]), 0, kind, why, cupy, device, close)
+    return Region(rank, size, nbytes, tuple(seen[rank]), 0, sharing, kind, why, cupy, device, close)
 
 
 def _done() -> bool:

@@ -1,0 +1,190 @@
+"""Rows of `gpu_report` about the windows engine: ranks that share a GPU in one process, a stream each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+import topoplan
+from collectives import Communicator, lower
+from collectives.backends.backend import Call, RankArrays
+from collectives.backends.nccl.engine import Engine
+from collectives.backends.nccl.regions import Region
+from collectives.kernels.launching import Kernels
+from collectives.lowering.transfer_table import result_blocks
+from collectives.peers.signature import Signature
+from tests.gpu_report import CannotRun
+from tests.support.gpu_kernel_rows import cupy_here
+from topoplan.plans.plan import Plan
+
+MOST_BLOCKS = 24
+"""Of a rank, where the GPU holds as many of all ranks at once."""
+
+SECONDS = 5.0
+"""After which kernels end by themselves."""
+
+
+class Ranks:
+    """Some ranks on the GPU that is current, each with an arena, a stream and an engine of its own.
+
+    Parameters
+    ----------
+    cupy : module
+    size, blocks : int
+    arena : int
+        Bytes.
+    **settings : int
+        Of the engine.
+    """
+
+    def __init__(
+        self, cupy: Any, size: int, *, arena: int, timeout: float = SECONDS, **settings: int
+    ) -> None:
+        self._cupy = cupy
+        processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+        settings.setdefault("blocks", max(1, min(MOST_BLOCKS, processors // size)))
+        if settings["blocks"] * size > processors:
+            raise CannotRun(
+                f"{size} ranks have {settings['blocks']} blocks each, and the GPU {processors} processors"
+            )
+        self.size = size
+        self.arenas = [cupy.zeros(arena, dtype=np.uint8) for _ in range(size)]
+        cupy.cuda.get_current_stream().synchronize()
+        addresses = tuple(int(one.data.ptr) for one in self.arenas)
+        device, kernels = cupy.cuda.Device().id, Kernels(cupy)
+        self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(size)]
+        self.engines = []
+        for rank, stream in enumerate(self.streams):
+            region = Region(
+                rank, size, arena, addresses, 0, size, "one GPU", "", cupy, device, lambda _: None
+            )
+            self.engines.append(Engine(cupy, kernels, region, stream, timeout=timeout, **settings))
+
+    def calls(
+        self, plan: Plan, arrays: list[Any], results: list[Any], op: str, chunk: int
+    ) -> list[Call[Any]]:
+        """An allreduce as each rank means it."""
+        count = int(arrays[0].size)
+        table = lower(plan, count, chunk_elements=chunk)
+        dtype = np.dtype(arrays[0].dtype).name
+        blocks = result_blocks("allreduce", None, self.size, count)
+        about = Signature(0, plan.digest[:16], self.size, "allreduce", None, op, dtype, count, chunk)
+        return [
+            Call(
+                plan, table, about, op, dtype, arrays[rank].dtype.itemsize,
+                (RankArrays(rank, (0, count), arrays[rank], blocks[rank], results[rank]),),
+            )
+            for rank in range(self.size)
+        ]  # fmt: skip
+
+    def run(self, calls: list[Call[Any]]) -> None:
+        """Run a collective to its end; raises where a rank was late."""
+        placed = [engine.place(call) for engine, call in zip(self.engines, calls, strict=True)]
+        for one, engine, call in zip(placed, self.engines, calls, strict=True):
+            assert one is not None, "the arena is too small for the plan"
+            memory = call.memory[0]
+            engine.queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
+        for stream in self.streams:
+            stream.synchronize()
+        late = {rank: engine.late() for rank, engine in enumerate(self.engines) if engine.late()}
+        assert not late, f"ranks waited {2 * SECONDS:g} s for (peer, row): {late}"
+
+
+def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 20, **settings: int) -> None:
+    """Results of some lengths, operations and types have the bits of loopback, again and again."""
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    ranks = Ranks(cupy, size, arena=arena, **settings)
+    for dtype, op in (("float32", "sum"), ("float16", "avg"), ("int32", "max"), ("complex64", "prod")):
+        for length in lengths:
+            generator = np.random.default_rng(length)
+            given = [cupy.zeros(length, dtype=dtype) for _ in range(size)]
+            out = [cupy.zeros(length, dtype=dtype) for _ in range(size)]
+            calls = ranks.calls(plan, given, out, op, 1 << 16)
+            for _ in range(2):
+                arrays = [(generator.standard_normal(length) * 9).astype(dtype) for _ in range(size)]
+                for one, array in zip(given, arrays, strict=True):
+                    one.set(array)
+                cupy.cuda.get_current_stream().synchronize()
+                ranks.run(calls)
+                with Communicator(plan) as reference:
+                    wanted = reference.all_reduce(arrays, op=op)
+                for rank in range(size):
+                    assert out[rank].get().tobytes() == wanted[rank].tobytes(), (dtype, op, length, rank)
+
+
+def one_gpu(size: int) -> str:
+    """Right to the bit, then how long it takes, and how much memory moves meanwhile."""
+    cupy = cupy_here()
+    check(cupy, size, (1, 1000, 100_003, 1_000_000), small_bytes=0)
+    check(cupy, size, (1, 1000, 4096))
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    ranks = Ranks(cupy, size, arena=128 << 20)
+    parts = []
+    for nbytes in (8, 4096, 1 << 20, 16 << 20, 64 << 20):
+        length = nbytes // 4
+        given = [cupy.zeros(length, dtype=np.float32) for _ in range(size)]
+        out = [cupy.zeros(length, dtype=np.float32) for _ in range(size)]
+        calls = ranks.calls(plan, given, out, "sum", 1 << 20)
+        seconds = _seconds(lambda calls=calls: ranks.run(calls))
+        # each byte is written to 2 (n - 1) slots and read there, read as input and written as result
+        moved = nbytes * (2 * 2 * (size - 1) + 2 * size)
+        parts.append(f"{nbytes} B {seconds * 1e6:.0f} us ({moved / seconds / 1e9:.0f} GB/s of memory)")
+    return f"right to the bit; {ranks.engines[0].blocks} blocks a rank; " + ", ".join(parts)
+
+
+def _seconds(call: Any, runs: int = 9) -> float:
+    call()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[runs // 2]
+
+
+def settings_swept(size: int = 4) -> str:
+    """How long 64 MB take by blocks, slots and threads: what the cost model is to be made of."""
+    cupy = cupy_here()
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    given, out = ([cupy.zeros(16 << 20, dtype=np.float32) for _ in range(size)] for _ in range(2))
+    processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+    parts = []
+    for blocks in (4, 8, 16, 24, 32):
+        for slot in (32 << 10, 128 << 10, 512 << 10):
+            if blocks * size > processors:
+                continue
+            ranks = Ranks(cupy, size, arena=256 << 20, blocks=blocks, slot_bytes=slot)
+            calls = ranks.calls(plan, given, out, "sum", 1 << 20)
+            seconds = _seconds(lambda ranks=ranks, calls=calls: ranks.run(calls), runs=5)
+            parts.append(f"{blocks} blocks, {slot >> 10} KB: {seconds * 1e3:.2f} ms")
+    return "; ".join(parts)
+
+
+def a_rank_is_missing(size: int = 3) -> str:
+    """The others end by themselves, and later launches return at once."""
+    cupy = cupy_here()
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    found = []
+    for small in (0, 16384):
+        ranks = Ranks(cupy, size, arena=64 << 20, timeout=0.5, small_bytes=small)
+        given, out = ([cupy.zeros(4096, dtype=np.float32) for _ in range(size)] for _ in range(2))
+        calls = ranks.calls(plan, given, out, "sum", 1 << 16)
+        placed = [engine.place(call) for engine, call in zip(ranks.engines, calls, strict=True)]
+        started = time.perf_counter()
+        for _ in range(2):
+            for rank in range(size - 1):
+                memory = calls[rank].memory[0]
+                one = placed[rank]
+                assert one is not None
+                ranks.engines[rank].queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
+        for stream in ranks.streams[:-1]:
+            stream.synchronize()
+        seconds = time.perf_counter() - started
+        late = [engine.late() for engine in ranks.engines[:-1]]
+        assert all(late), late
+        assert any(one is not None and one[0] == size - 1 for one in late), late
+        assert seconds < 5, f"{seconds:.1f} s for two launches that must each end after 1 s"
+        found.append(f"{seconds:.2f} s")
+    return f"along trees {found[0]}, all to all {found[1]}: every rank says whom it waits for"
