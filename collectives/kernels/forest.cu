@@ -43,9 +43,12 @@ struct Job {
     unsigned long long* sent;
 };
 
-// What the host sees and says: not zero when it gives up; what has failed, with whom, in which row; and two words of
-// each block: how many chunks it has done, and the peer + 1 << 32 | row that it waited for last.
-enum Status { STOP, FAILED, PEER, ROW, BLOCKS };
+// What the host says and sees: not zero when it gives up; what has failed; and two words of each block: how many chunks
+// it has done, and since then waited for: round << 40 | (peer + 1) << 24 | row, or 0.
+//
+// What a block waits for has an earlier round, there or in a block of the peer that is behind. So where every rank names
+// the block that waits in the earliest round, the ranks that are named lead to the one at fault.
+enum Status { STOP, FAILED, BLOCKS };
 enum Failure { FINE, LATE, STOPPED };
 
 // ---- flags
@@ -60,33 +63,44 @@ __device__ inline void release(void* flag, unsigned long long value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
+// What the host may see at any time: nothing is ordered by it.
+__device__ inline void tell(void* word, unsigned long long value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 __device__ inline long long now() {
     long long value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value)::"memory");
     return value;
 }
 
+// A block has done so many chunks, and waits for nothing.
+__device__ inline void progress(const Control& control, unsigned long long done) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(control.status + BLOCKS + 2 * blockIdx.x),
+                 "l"(done), "l"(0ull)
+                 : "memory");
+}
+
 // The first failure is the one that is told.
-__device__ inline void fail(const Control& control, Failure what, long long peer, long long row) {
-    if (atomicCAS(control.dead, 0ull, (unsigned long long)what)) return;
-    release(control.status + PEER, (unsigned long long)peer);
-    release(control.status + ROW, (unsigned long long)row);
-    release(control.status + FAILED, (unsigned long long)what);
+__device__ inline void fail(const Control& control, Failure what) {
+    if (atomicCAS(control.dead, 0ull, (unsigned long long)what) == 0)
+        tell(control.status + FAILED, (unsigned long long)what);
 }
 
 // Waits until something is so; false if this collective has failed.
 template <class Condition>
-__device__ bool comes(const Control& control, long long peer, long long row, const Condition& condition) {
+__device__ bool comes(const Control& control, long long round, long long peer, long long row,
+                      const Condition& condition) {
     long long begun = 0;
     for (unsigned polls = 1; !condition(); ++polls) {
         if (polls % POLLS) continue;
         const long long time = now();
         if (!begun) begun = time;
-        release(control.status + BLOCKS + 2 * blockIdx.x + 1, (peer + 1) << 32 | row);
+        tell(control.status + BLOCKS + 2 * blockIdx.x + 1, round << 40 | (peer + 1) << 24 | row);
         if (acquired(control.dead)) return false;
         const bool stopped = acquired(control.status + STOP) != 0;
         if (stopped || time - begun > control.patience) {
-            fail(control, stopped ? STOPPED : LATE, peer, row);
+            fail(control, stopped ? STOPPED : LATE);
             return false;
         }
     }
@@ -216,7 +230,7 @@ struct Block {
             const unsigned long long number = job.sent[end.sent] + c;
             const char* const flag = arena + (arrives ? end.data : end.credit);
             const unsigned long long wanted = number + 1 - (arrives ? 0 : end.count);
-            const bool there = comes(job.control, end.peer, end.row,
+            const bool there = comes(job.control, c + step.level, end.peer, end.row,
                                      [&] { return (long long)(acquired(flag) - wanted) >= 0; });
             if (!there) atomicExch(failed, 1);
             places[e] = (Element*)((arrives ? arena : arenas[end.peer]) + end.slots +
@@ -268,7 +282,7 @@ struct Block {
                 more = true;
                 if (c < 0) continue;
                 if (!run(steps[s], c)) return;
-                if (threadIdx.x == 0) release(job.control.status + BLOCKS + 2 * blockIdx.x, ++done);
+                if (threadIdx.x == 0) progress(job.control, ++done);
             }
         }
 #pragma unroll 1
@@ -354,7 +368,7 @@ struct Exchange {
             return true;
         }
         const Unit* const from = packets(job.control.rank, sender, unit);
-        return comes(job.control, sender, 0, [&] { return received(from, value.raw, seal); });
+        return comes(job.control, 0, sender, 0, [&] { return received(from, value.raw, seal); });
     }
 
     __device__ static void join(Vector<Element>& into, const Vector<Element>& first, const Vector<Element>& second) {

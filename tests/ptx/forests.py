@@ -143,8 +143,8 @@ def outcome(case: Case, seed: int, kernel: Program | None = None) -> str | None:
         run(made, seed, kernel)
     except KernelFault as fault:
         return f"{fault.problem}: {fault} [{case}, seed {seed}]"
-    late = [engine.late() for engine in made.ranks.engines]
-    if any(one is not None for one in late):
+    late = [engine.waiting() for engine in made.ranks.engines if engine.late]
+    if late:
         return f"waits without end: {late} [{case}, seed {seed}]"
     wrong = made.wrong()
     return None if wrong is None else f"result: {wrong} [{case}, seed {seed}]"

@@ -88,7 +88,7 @@ class Ranks:
             engine.queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
         for stream in self.streams:
             stream.synchronize()
-        late = {rank: engine.late() for rank, engine in enumerate(self.engines) if engine.late()}
+        late = {rank: engine.waiting() for rank, engine in enumerate(self.engines) if engine.late}
         assert not late, f"ranks waited {2 * SECONDS:g} s for (peer, row): {late}"
 
 
@@ -182,9 +182,9 @@ def a_rank_is_missing(size: int = 3) -> str:
         for stream in ranks.streams[:-1]:
             stream.synchronize()
         seconds = time.perf_counter() - started
-        late = [engine.late() for engine in ranks.engines[:-1]]
-        assert all(late), late
-        assert any(one is not None and one[0] == size - 1 for one in late), late
+        assert all(engine.late for engine in ranks.engines[:-1])
+        late = [engine.waiting() for engine in ranks.engines[:-1]]
+        assert any(peer == size - 1 for peer, _ in late), late
         assert seconds < 5, f"{seconds:.1f} s for two launches that must each end after 1 s"
         found.append(f"{seconds:.2f} s")
     return f"along trees {found[0]}, all to all {found[1]}: every rank says whom it waits for"

@@ -123,13 +123,13 @@ class Ranks:
         self.size = size
         self.calls = 0
         self.gpus = [Gpu(rank, threads) for rank in range(size)]
-        self.arenas = [np.zeros(2 * arena, dtype=np.uint8) for _ in range(size)]
+        self.arenas = [np.zeros(arena, dtype=np.uint8) for _ in range(size)]
         self.engines = []
         for rank, gpu in enumerate(self.gpus):
             addresses = tuple(
                 gpu.memory.put(f"arena of rank {owner}", arena_) for owner, arena_ in enumerate(self.arenas)
             )
-            region = Region(rank, size, 2 * arena, addresses)
+            region = Region(rank, size, arena, addresses)
             self.engines.append(Engine(gpu, gpu, region, Stream(), timeout=timeout, **settings))  # type: ignore[arg-type]
 
     def queue(

@@ -41,6 +41,7 @@ from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.units import format_size
 
 KEPT = 16
 """Programs whose tables stay in the GPU's memory."""
@@ -49,7 +50,7 @@ MOST_LANES = 1024
 
 ENGINES = ("auto", "windows", "messages")
 
-REGION_BYTES = 256 << 20
+REGION_BYTES = 128 << 20
 """The default for the memory of a GPU that the other GPUs write to."""
 
 DRAIN_SECONDS = 1.0
@@ -253,6 +254,11 @@ class NcclBackend(OneRank):
             self._agree(call.signature, 0)
             if len(call.table):
                 self._run_kernel(self._engine, placed, source, result, self._ready(stream))
+        elif self._engine is not None and self._settings["engine"] == "windows":
+            raise UsageError(
+                f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
+                'give more region_bytes, or use engine="messages"'
+            )
         else:
             self._run_messages(call, source, result, stream)
             if call.op == "avg" and call.dtype in AVERAGED and one.result.size:
@@ -320,9 +326,8 @@ class NcclBackend(OneRank):
             origin.wait_event(ready)
             engine.queue(placed, source, result)
             self._wait()
-        late = engine.late()
-        if late is not None:
-            peer, row = late
+        if engine.late:
+            peer, row = engine.waiting()
             raise BackendError(
                 f"the kernel waited {2 * self._timeout:g} s for rank {peer}",
                 rank=self.rank,

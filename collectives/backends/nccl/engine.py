@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import AVERAGED, Call
-from collectives.backends.nccl.kernel_program import FLAG_BYTES, KernelPlan, order_of
+from collectives.backends.nccl.kernel_program import FLAG_BYTES, MOST_ENDS, KernelPlan, order_of
 from collectives.backends.nccl.regions import Region
 from collectives.kernels.launching import Kernels
 from collectives.kernels.source import forest_kernel
@@ -37,13 +37,10 @@ SMALL_BLOCKS = 8
 SMALL_BYTES = 16 << 10
 """The default for how long small collectives are."""
 
-STAGING_BYTES = 192 << 20
-"""Memory of each GPU for flags and slots."""
-
 KEPT = 16
 """Programs whose tables stay in the GPU's memory."""
 
-STOP, FAILED, PEER, ROW, FIRST_BLOCK = range(5)
+STOP, FAILED, FIRST_BLOCK = range(3)
 """Words of the page that host and kernel share; as in ``forest.cu``."""
 
 LATE = 1
@@ -126,9 +123,9 @@ class Engine:
         self.blocks = blocks
         self._slot_bytes = slot_bytes
         self._small_bytes = small_bytes
-        self._staging = region.array(min(STAGING_BYTES, region.nbytes // 2))
-        self._base = region.offset(self._staging.data.ptr)
-        self._end = self._base + self._staging.nbytes
+        self._room = region.array(region.nbytes)  # for inboxes, flags and slots
+        self._base = region.offset(self._room.data.ptr)
+        self._end = self._base + self._room.nbytes
         self._ran: set[str] = set()
         self._plans: dict[str, tuple[KernelPlan, Any] | None] = {}
         self._programs: OrderedDict[Layout, Placed] = OrderedDict()
@@ -144,7 +141,7 @@ class Engine:
             self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
 
     def place(self, call: Call[Any]) -> Placed | None:
-        """The program of a call; None where the plan finds no room in the region, which is so on all ranks alike."""
+        """The program of a call; None where the plan is too large for region or kernel, on all ranks alike."""
         one = call.memory[0]
         layout = (call.table, call.dtype, call.op, one.given, one.block)
         if layout not in self._programs:
@@ -170,11 +167,9 @@ class Engine:
         return int(self._page[FIRST_BLOCK::2].sum())
 
     def waiting(self) -> tuple[int | None, int | None]:
-        """The peer and the row that some block has waited for last."""
-        for word in self._page[FIRST_BLOCK + 1 :: 2].tolist():
-            if word:
-                return (word >> 32) - 1, word & 0xFFFFFFFF
-        return None, None
+        """The peer and the row for which the block waits that is furthest behind: peers so named lead to one at fault."""
+        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
+        return ((min(words) >> 24 & 0xFFFF) - 1, min(words) & 0xFFFFFF) if words else (None, None)
 
     def begins(self) -> None:
         """Forget what the blocks of an earlier kernel waited for; none may run."""
@@ -184,11 +179,10 @@ class Engine:
         """Tell the kernel to end, and all later ones; from any thread."""
         self._page[STOP] = 1
 
-    def late(self) -> tuple[int, int] | None:
-        """The peer and the row for which the kernel has waited too long, if it has ended so."""
-        if self._page[FAILED] != LATE:
-            return None
-        return int(self._page[PEER]), int(self._page[ROW])
+    @property
+    def late(self) -> bool:
+        """Whether the kernel has ended because it has waited too long."""
+        return bool(self._page[FAILED] == LATE)
 
     def _small(self, call: Call[Any]) -> Placed | None:
         """Everything to everybody; None where that is no way."""
@@ -213,7 +207,7 @@ class Engine:
         if digest not in self._plans:
             key = PlanKey(digest, call.plan)
             plan = KernelPlan(key, base=self._base, stride=self._slot_bytes, blocks=self.blocks)
-            if self._base + plan.nbytes > self._end:
+            if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
                 self._plans[digest] = None
             else:
                 self._base += -(-plan.nbytes // FLAG_BYTES) * FLAG_BYTES

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from collectives.backends.backend import RankArrays
 from collectives.lowering.dependencies import PlanKey, pattern_of
 from collectives.lowering.transfer_table import TransferTable
-from topoplan.errors import UsageError
 from topoplan.plans.tree import ALIGNMENT
 
 GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
@@ -103,11 +102,6 @@ class Steps:
 def steps_of(key: PlanKey) -> Steps:
     """The steps of a plan's ranks; those of the last 64 plans are kept.
 
-    Raises
-    ------
-    UsageError
-        A rank has more children than the kernel takes.
-
     Examples
     --------
     >>> import topoplan
@@ -151,12 +145,6 @@ def steps_of(key: PlanKey) -> Steps:
         takes.level = max(takes.level, sends.level + 1)
         sender.append(sends)
         receiver.append(takes)
-    most = max((len(step.arrivals) + len(step.departures) for step in made), default=0)
-    if most > MOST_ENDS:
-        raise UsageError(
-            f"a rank of this plan has {most} tree edges at once, and the kernel takes {MOST_ENDS}; "
-            'use engine="messages"'
-        )
     skipped = [takes.level - sends.level for sends, takes in zip(sender, receiver, strict=True)]
     slots = np.array(skipped, dtype=np.int64) + SPARE_SLOTS
     return Steps(tuple(made), pattern.source, pattern.destination, pattern.shard, slots, tuple(sender))
@@ -271,6 +259,11 @@ class KernelPlan:
                 self._slots[edge, part] = end[destination]
                 end[destination] += int(self._steps.slots[edge]) * stride
         self.nbytes = int(end.max(initial=base)) - base
+
+    @property
+    def most_ends(self) -> int:
+        """The most ends of a step, of which the kernel takes `MOST_ENDS`."""
+        return max((len(step.arrivals) + len(step.departures) for step in self._steps.steps), default=0)
 
     @property
     def numbers(self) -> int:
