@@ -5,7 +5,8 @@ What loopback gives is right: its order of additions is the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,15 +15,22 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator, lower
-from tests.ptx.machine import KernelFault, Outcome, run_ranks
+from collectives.kernels.compiler import compile_source
+from collectives.kernels.source import forest_source
+from tests.ptx.kernels import ptx
+from tests.ptx.machine import KernelFault, Outcome, read, run_ranks
 from tests.ptx.text import Program
-from tests.support.kernel_data import averaged, bits_type, joined, same_bits, special
+from tests.support.kernel_data import EVERY_CASE, averaged, bits_type, joined, same_bits, special
 from tests.support.ranks_on_machine import Ranks
 from topoplan.plans.plan import Plan
 
 Array = np.ndarray[Any, Any]
 
 REDUCES = ("allreduce", "reduce", "reduce_scatter")
+COLLECTIVES = (*REDUCES, "broadcast", "allgather")
+
+QUAD = (1, 4, 5, 7)
+"""GPUs of a DGX-1V without a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +164,92 @@ def run(made: Prepared, seed: int, kernel: Program | None = None, **options: Any
     if kernel is not None:
         queues = [[replace(one, program=kernel) for one in queue] for queue in queues]
     return run_ranks(queues, seed=seed, **options)
+
+
+def every_case() -> Iterator[Case]:
+    """All collectives on machines of all kinds; all types and operations; sizes around the borders of chunks."""
+    for machine in (
+        "dgx-1v",
+        "dgx-1p",
+        "dgx-2",
+        "dgx-a100",
+        "dgx-h100",
+        "mi250",
+        "mi250x",
+        "nvlink-x4",
+        "v100x4",
+    ):
+        for collective in COLLECTIVES:
+            yield Case(machine, collective, counts=(100, 0, 37), blocks=4)
+        yield Case(machine, counts=(64, 300), small=True)
+    for dtype, op in EVERY_CASE:
+        for small in (False, True):
+            yield Case("dgx-1v", "allreduce", QUAD, (70,), op, dtype, small=small)
+    for dtype in ("float16", "float32", "float64", "complex64", "complex128"):
+        for small in (False, True):
+            yield Case("dgx-1v", "allreduce", QUAD, (70,), "avg", dtype, small=small, in_place=True)
+    for count in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 500, 1000):
+        for chunk in (16, 48, 1 << 20):
+            yield Case("dgx-1v", "allreduce", QUAD, (count, count), chunk=chunk, blocks=6, threads=64)
+
+
+WANTED = r"number \+ 1 - \(arrives \? 0 : end\.count\)"
+"""What a flag must have reached."""
+
+BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "an acquire that is relaxed": ("large", [("ld.acquire.sys", "ld.relaxed.sys")]),
+    "a release that is relaxed": ("large", [("st.release.sys", "st.relaxed.sys")]),
+    "a release for this GPU only": ("large", [("st.release.sys", "st.release.gpu")]),
+    "an acquire from this GPU only": ("large", [("ld.acquire.sys", "ld.acquire.gpu")]),
+    "no barrier before flags": (
+        "large",
+        [(r"(LANES, count\);\n) *__syncthreads\(\);", r"\1")],
+    ),
+    "no barrier behind flags": ("large", [(r"__syncthreads\(\);(\s*if \(\*failed\) return false)", r"\1")]),
+    "one slot too many": ("large", [(r"\? 0 : end\.count\)", "? 0 : end.count + 1)")]),
+    "data before its flag": (
+        "large",
+        [(r"number \+ 1 - \(arrives \? 0 : end\.count\)", "number - (arrives ? 0 : end.count - 1)")],
+    ),
+    "no wait for a free slot": (
+        "large",
+        [(r"number \+ 1 - \(arrives \? 0 : end\.count\)", "(arrives ? number + 1 : 0)")],
+    ),
+    "chunks that are not counted": ("large", [(r"job\.sent\[end\.sent\] \+= chunks\(steps\[s\]\);", "")]),
+    "always the same slot": ("large", [(r"number % \(unsigned long long\)end\.count", "0")]),
+    "the last chunk left out": ("large", [(r"if \(c >= chunks", "if (c + 1 >= chunks")]),
+    "children in another order": ("large", [(r"arriving\[k\]", "arriving[arrivals - 1 - k]")]),
+    "slots through the read-only cache": (
+        "large",
+        [(r"in_global_memory\(arriving\[k\]\)\[i\]", "__ldg(&((const float*)arriving[k])[i])")],
+    ),
+    "a packet known by one of four flags": ("small", [(r" && one\.y.*== number;", ";")]),
+    "a packet's last flag unread": ("small", [(r" && other\.y >> 32 == number;", ";")]),
+    "an inbox of one half": ("small", [("number % 2, number % MOST", "0, number % MOST")]),
+    "collectives that are not counted": ("small", [(r"job\.number\[blockIdx\.x\] = number \+ 1;", ";")]),
+    "packets of weak stores": ("small", [("st.relaxed.sys.global.v2", "st.weak.global.v2")]),
+    "packets whose data follows the flags": ("small", [(r"seal \| data\.w", "seal | 0 * data.w")]),
+    "operands in another order": ("small", [(r"join\(sum, other, sum\);", "join(sum, sum, other);")]),
+}
+"""Planted bugs: in which kernel, and what is changed in its source."""
+
+
+def found(bug: str, seeds: range) -> str | None:
+    """What gives a planted bug away first, or nothing."""
+    kind, changes = BUGS[bug]
+    # operands change places unseen in sums
+    op = "min" if bug == "operands in another order" else "sum"
+    case = Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90), small=kind == "small", op=op)
+    name = f"{'small' if case.small else 'forest'}_{op}_float32"
+    ptx([name])  # skips where there is no compiler
+    kernel = with_bug(name, changes)
+    return next((wrong for seed in seeds if (wrong := outcome(case, seed, kernel))), None)
+
+
+def with_bug(name: str, changes: list[tuple[str, str]]) -> Program:
+    """The kernel with its source changed."""
+    text = forest_source([name])
+    for old, new in changes:
+        text, count = re.subn(old, new, text)
+        assert count, f"{old} is not there"
+    return read(compile_source(text, 80, to="ptx").code.decode())[name]

@@ -406,6 +406,8 @@ def fake_cupy(machine: Machine) -> ModuleType:
         getDevice=lambda: machine.device,
         getDeviceCount=lambda: machine.gpus,
         memcpyAsync=memcpy,
+        memcpy=lambda dst, src, size, kind: ctypes.memmove(dst, src, size) and None,
+        memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         check_status=check_status,
         eventQuery=query_event,

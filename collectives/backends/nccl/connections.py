@@ -187,6 +187,8 @@ class Connections:
         return not self._ended or self._gone.wait(seconds)
 
     def _leave(self, how: Callable[[Link], None]) -> None:
+        if self._ended:
+            return  # they are being left already
         self._ended = True
 
         def one(link: Link) -> None:

@@ -167,7 +167,7 @@ class Engine:
         return int(self._page[FIRST_BLOCK::2].sum())
 
     def waiting(self) -> tuple[int | None, int | None]:
-        """The peer and the row for which the block waits that is furthest behind: peers so named lead to one at fault."""
+        """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault."""
         words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
         return ((min(words) >> 24 & 0xFFFF) - 1, min(words) & 0xFFFFFF) if words else (None, None)
 

@@ -8,6 +8,7 @@ the same of it. Addresses are those of kernels; of its own memory too a rank kno
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 import weakref
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from collectives.arrays.free_room import FreeRoom
 from collectives.backends.nccl.connections import Connections
@@ -188,13 +191,46 @@ def open_region(
             multicast = all(one["support"][1] for one in found)
             opener = _Windows(connections, windows, link, steps, multicast=multicast)
             try:
-                return opener.open(**common)
+                region = opener.open(**common)
+                _find_each_other(steps, region, cupy.cuda.runtime)
+                return region
             except StepFailed as failed:
                 opener.close(together=False)
                 why = f"no windows: {failed}"
-        return _by_cuda(steps, found, why, **common)
+        mapped = _by_cuda(steps, found, why, **common)
+        if isinstance(mapped, Region):
+            try:
+                _find_each_other(steps, mapped, runtime)
+            except StepFailed:
+                mapped.close(together=False)
+                raise
+        return mapped
     except StepFailed as failed:
         return str(failed)
+
+
+def _find_each_other(steps: JointSteps, region: Region, runtime: Any) -> None:
+    """See that every address leads to the arena that it should: each rank looks for the marks of all."""
+    word = np.zeros(1, dtype=np.int64)
+
+    def leave() -> int:
+        word[0] = mark = secrets.randbits(62)
+        runtime.memcpy(region.addresses[region.rank], word.ctypes.data, 8, runtime.memcpyHostToDevice)
+        return mark
+
+    def look() -> None:
+        for peer, address in enumerate(region.addresses):
+            runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
+            if word[0] != marks[peer]:
+                raise UsageError(f"finds other memory where that of rank {peer} should be")
+
+    def clear() -> None:
+        runtime.memset(region.addresses[region.rank], 0, 8)
+        runtime.deviceSynchronize()
+
+    marks = steps.take(leave)
+    steps.take(look)
+    steps.take(clear)
 
 
 # ---- windows

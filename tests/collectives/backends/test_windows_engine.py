@@ -105,6 +105,20 @@ def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     assert "the engine 'threads' is unknown; use auto, windows or messages" in str(found[0])
 
 
+def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 3, True
+    genuine, other = cupy.cuda.runtime.memcpy, np.array([7])
+
+    def wrong(dst: int, src: int, size: int, kind: int) -> None:
+        genuine(dst, other.ctypes.data if machine.device == 2 and kind == 2 else src, size, kind)
+
+    cupy.cuda.runtime.memcpy = wrong
+    said = outcome(run(cupy, 3, about))
+    assert said == ["messages: rank 2: finds other memory where that of rank 0 should be"] * 3
+
+
 def test_ranks_that_want_different_engines_are_told_so(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
     found = run(cupy, 2, about, engine=["messages", "auto"])
