@@ -174,3 +174,17 @@ template <class Integer>
 __device__ inline Integer quotient(Integer a, long long n) {
     return (Integer)((long long)a / n);
 }
+
+// ---- what a thread reads and writes at once
+
+constexpr int VECTOR = 16;  // bytes
+
+template <class Element>
+union Vector {
+    static constexpr int LANES = VECTOR / sizeof(Element);
+    // vectors in flight: small elements need a register each while they are joined
+    static constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;
+    uint4 raw;
+    Element lane[LANES];
+    __device__ Vector() : raw() {}
+};

@@ -5,7 +5,6 @@
 // other ranks' arenas, and to where this rank keeps it. A flag with the chunk's number follows behind a barrier of the
 // block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
 
-constexpr int VECTOR = 16;             // bytes
 constexpr int MOST_ENDS = 256;         // of a step
 constexpr unsigned POLLS = 256;        // of a flag, before the clock is looked at
 
@@ -108,15 +107,6 @@ __device__ bool comes(const Control& control, long long round, long long peer, l
 }
 
 // ---- a chunk
-
-template <class Element>
-union Vector {
-    static constexpr int LANES = VECTOR / sizeof(Element);
-    static constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;
-    uint4 raw;
-    Element lane[LANES];
-    __device__ Vector() : raw() {}
-};
 
 struct AsItIs {
     template <class Element>

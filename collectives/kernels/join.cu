@@ -2,7 +2,6 @@
 // See work.py for the tables.
 
 constexpr int THREADS = 256;
-constexpr int VECTOR = 16;      // bytes
 constexpr int PER_THREAD = 4;   // vectors of a tile
 
 struct Item {
@@ -21,16 +20,6 @@ struct Tile {
 };
 
 // ---- one tile: THREADS x PER_THREAD vectors of one item
-
-template <class Element>
-union Vector {
-    static constexpr int LANES = VECTOR / sizeof(Element);
-    // vectors in flight: small elements need a register each while they are joined
-    static constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;
-    uint4 raw;
-    Element lane[LANES];
-    __device__ Vector() : raw() {}
-};
 
 template <class Element, class Operation>
 struct Join {

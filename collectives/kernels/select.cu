@@ -9,7 +9,6 @@ typedef unsigned long long Word;
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int VECTOR = 16;   // bytes
 constexpr int VECTORS = 4;   // of every thread in a tile
 constexpr int BINS = 2048;
 constexpr int COPIES = 2;    // of a block's bins: neighbours in a warp often meet in one
