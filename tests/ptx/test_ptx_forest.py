@@ -10,7 +10,7 @@ import pytest
 
 from collectives import lower
 from tests.ptx.forests import BUGS, COLLECTIVES, QUAD, Case, every_case, found, outcome, prepared, run
-from tests.ptx.kernels import FORESTS, program
+from tests.ptx.kernels import FORESTS, program, ptx
 from tests.support.kernel_data import same_bits
 
 SAMPLE = (
@@ -142,6 +142,12 @@ def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str) -> None:
     assert found(bug, range(12))
+
+
+@pytest.mark.thorough
+def test_every_kernel_compiles() -> None:
+    text = ptx(FORESTS)
+    assert not [name for name in FORESTS if f".entry {name}(" not in text]
 
 
 @pytest.mark.slow

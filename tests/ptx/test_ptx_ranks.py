@@ -12,7 +12,7 @@ from tests.ptx.kernels import ARCHITECTURE, ptx
 from tests.ptx.machine import KernelFault, Launch, Memory, Outcome, memories, read, run_ranks
 from tests.ptx.text import Program
 
-SEEDS = range(24)
+SEEDS = range(20)
 
 HEAD = """
 typedef unsigned long long Word;
@@ -115,13 +115,13 @@ def test_fences_around_a_relaxed_flag_do_as_well() -> None:
 def test_relaxed_stores_land_in_any_order_and_relaxed_loads_may_be_old() -> None:
     writes = 'STORE("relaxed.sys", a, 42); STORE("relaxed.sys", b, 1);'
     waits = "while (load_relaxed(b) == 0); out[0] = load_relaxed(a);"
-    assert seen((writes, waits)) == {(0, 0), (0, 42)}
+    assert seen((writes, waits), seeds=range(100)) == {(0, 0), (0, 42)}
 
 
 def test_both_may_miss_what_the_other_has_stored_but_not_with_fences() -> None:
     first = 'STORE("relaxed.sys", a, 1); out[0] = load_relaxed(b);'
     second = 'STORE("relaxed.sys", b, 1); out[0] = load_relaxed(a);'
-    assert (0, 0) in seen((first, second))
+    assert (0, 0) in seen((first, second), seeds=range(100))
     fenced = tuple(body.replace("out", 'FENCE("sc"); out') for body in (first, second))
     assert (0, 0) not in seen((fenced[0], fenced[1]))
 

@@ -13,11 +13,13 @@ from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("small", [0, 16384])
 def test_ranks_of_one_gpu_have_the_bits_of_loopback(machine: Machine, cupy: ModuleType, small: int) -> None:
     rows.check(cupy, 2, (1, 700), arena=4 << 20, blocks=1, slot_bytes=4096, small_bytes=small)
 
 
+@pytest.mark.thorough
 def test_the_row_of_a_missing_rank_sees_the_others_end(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,10 @@ REGION = 8 << 20
 """Bytes: what these plans need, so that memory is quickly made."""
 
 
+LONG = 4200
+"""Elements of float32 that are no small collective any more; each takes an interpreter many instructions."""
+
+
 def about(comm: Communicator, rank: int) -> str:
     """What a rank says of its engine."""
     found: str = comm._execution.backend.about_engine
@@ -54,8 +58,9 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
     assert not machine.memory or not peers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
-@pytest.mark.parametrize("length", [24, 9000])
+@pytest.mark.parametrize("length", [24, LONG])
 def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
@@ -77,7 +82,7 @@ def test_results_have_the_bits_of_loopback_with_one_launch_each(
         found = [call(comm, given) for _ in range(3)]
         return [None if one is None else one.get() for one in found]
 
-    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20))
+    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20, timeout=40.0))
     with Communicator(plan, "loopback") as comm:
         wanted = call(comm, arrays)
     for rank, want in enumerate(wanted):
@@ -131,7 +136,7 @@ def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
 ) -> None:
     machine.gpus, machine.peers = 2, True
     assert outcome(run(cupy, 2, about, engine="messages")) == ["messages"] * 2
-    arrays = floats(2, 9000)
+    arrays = floats(2, LONG)
 
     def task(comm: Communicator, rank: int) -> Any:
         return comm.all_reduce(cupy.asarray(arrays[rank])).get()
@@ -144,7 +149,8 @@ def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
     assert not any(name.startswith("forest") for name in machine.compiled)
 
 
-@pytest.mark.parametrize("length", [24, 9000])
+@pytest.mark.sampled
+@pytest.mark.parametrize("length", [24, LONG])
 def test_when_a_rank_does_not_come_the_others_end_and_name_it(
     machine: Machine, cupy: ModuleType, length: int
 ) -> None:
@@ -164,9 +170,10 @@ def test_when_a_rank_does_not_come_the_others_end_and_name_it(
     assert all(one.rank == 1 and "fell off the bus" in str(one) for one in found)
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
-    arrays = floats(2, 9000)
+    arrays = floats(2, LONG)
     gone = threading.Event()
 
     def task(comm: Communicator, rank: int) -> Any:
