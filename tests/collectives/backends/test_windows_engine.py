@@ -165,7 +165,7 @@ def test_when_a_rank_does_not_come_the_others_end_and_name_it(
             backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
         comm.all_reduce(cupy.asarray(arrays[rank]))
 
-    found = run(cupy, 3, task, timeout=3.0)
+    found = run(cupy, 3, task, timeout=15.0)
     assert all(isinstance(one, BackendError) for one in found)
     assert all(one.rank == 1 and "fell off the bus" in str(one) for one in found)
 
@@ -188,9 +188,9 @@ def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, c
         finally:
             gone.set()
 
-    found = run(cupy, 2, task, timeout=1.0)
+    found = run(cupy, 2, task, timeout=4.0)
     assert isinstance(found[0], BackendError)
-    assert "the kernel waited 2 s for rank 1" in str(found[0])
+    assert "the kernel waited 8 s for rank 1" in str(found[0])
 
 
 def test_steps_fail_on_all_ranks_alike() -> None:
