@@ -61,7 +61,7 @@ class Placed:
         What the kernel is told.
     grid, threads : int
     room : CuPy array or None
-        For sums that are needed again; None too where the kernel needs no such room at all.
+        For sums that are needed again.
     small : bool
         Whether everything is sent to everybody.
     tables : CuPy array
@@ -89,7 +89,7 @@ class Engine:
     stream : cupy.cuda.Stream
         Where kernels run.
     timeout : float
-        Seconds until the kernel ends by itself when a chunk does not come; the host should have stopped it before.
+        Seconds; after twice as many without a chunk the kernel ends by itself, if the host has not stopped it before.
     blocks : int
         Of the kernel, at most.
     slot_bytes : int
@@ -122,7 +122,6 @@ class Engine:
         self._timeout = timeout
         self.blocks = blocks
         self._slot_bytes = slot_bytes
-        self._small_bytes = small_bytes
         self._room = region.array(region.nbytes)  # for inboxes, flags and slots
         self._base = region.offset(self._room.data.ptr)
         self._end = self._base + self._room.nbytes
@@ -134,7 +133,9 @@ class Engine:
         self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
         self._page[:] = 0
         self._inbox = self._base
-        self._base += 4 * small_bytes * region.size
+        inboxes = 4 * small_bytes * region.size
+        self._small_bytes = small_bytes if inboxes <= self._room.nbytes else 0
+        self._base += inboxes if self._small_bytes else 0
         with stream:
             self._dead = cupy.zeros(1, dtype=np.uint64)
             self._numbers = cupy.zeros(SMALL_BLOCKS, dtype=np.uint64)

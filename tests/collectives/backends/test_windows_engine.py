@@ -146,6 +146,9 @@ def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
     refused = on_every_rank(cupy, plan, task, region_bytes=1 << 18, engine="windows")
     assert all("too large for a region of 256KB" in str(one) for one in refused)
     assert all(np.array_equal(one, arrays[0] + arrays[1]) for one in found)
+    outcome(
+        on_every_rank(cupy, plan, task, region_bytes=1 << 16)
+    )  # no room for the inbox of small ones either
     assert not any(name.startswith("forest") for name in machine.compiled)
 
 
