@@ -14,63 +14,11 @@
 #include "atomics.h"
 #include "races.h"
 #include "memory.h"
-
-enum Kind { COMPUTE, BRANCH, END, LOAD, STORE, ATOMIC, FENCE, BARRIER, WARP_BARRIER, SHUFFLE, VOTE, PARAMETER,
-            WHERE_SHARED, WHERE_GLOBAL, NOTHING, PROXY_FENCE, CLOCK, SLEEP, TRAP, MULTI_LOAD, MULTI_STORE,
-            MULTI_ATOMIC };
-enum Space { GLOBAL, SHARED, GENERIC };
-enum Problem { NONE, OUTSIDE, READ_ONLY, UNALIGNED, UNWRITTEN, RACE, DIVERGED, LANE_MISSING, NOT_IN_MASK, BARRIER_MISSING,
-               ENDLESS, PROXIES, NOT_MULTIMEM, NOT_MULTICAST, TRAPPED };
+#include "launch.h"
 
 static constexpr Word SHARED_WINDOW = 1ull << 56;  // where generic addresses of shared memory begin
 static constexpr uint32_t LOOKS = 4;  // strong loads after which a thread lets others run
 static constexpr Word POISON = 0xa5a5a5a5a5a5a5a5ull;
-
-struct Range {
-    Word base, size;
-    uint8_t* host;
-    uint8_t* written;  // a byte for each, or null: all are
-    int64_t writable, followed;  // whether any rank may write it
-    Word cells, place;        // whose cells, and from which on: arrays that share bytes share these
-    int64_t proxy;
-    const Range* replicas;    // of a multicast address, on all ranks
-    int64_t replica_count;
-    Word bytes_read, bytes_stored;
-};
-
-struct Special {
-    int32_t place, which;
-};
-
-struct Constant {
-    int64_t place;
-    Word value;
-};
-
-struct Launch {
-    const Instruction* code;
-    const Constant* constants;
-    const Special* specials;
-    const uint8_t* parameters;
-    Range* arrays;
-    Range* variables;  // of shared memory
-    int32_t instructions, registers, constant_count, special_count, array_count, variable_count, shared_bytes;
-    int32_t blocks, block_size, first_place;  // place: of its first instruction among those of all launches
-};
-
-struct Run {
-    const Launch* launches;
-    const int32_t* queues;  // how many launches each rank has
-    Word* rank_steps;
-    int32_t ranks, areas, checked, weak, proxies, stopped;  // stopped: a rank, or -1
-    int64_t seed, most_steps, stop_steps, nanoseconds;      // seed -1, -2: first or last thread and block first
-};
-
-struct Fault {
-    int32_t problem, place, block, thread, writes, bytes, array, other_block, other_thread, other_place;
-    int32_t launch, other_launch;
-    Word address, steps;
-};
 
 // ---- names of what a program may use
 
@@ -365,46 +313,50 @@ struct Machine {
         for (int n = 0; n < i.count; ++n) {
             const int k = n ^ turn;
             if (n && i.strength != WEAK) weak->drift();
-            const Word from = place + k * i.size;
             uint8_t* const at = host + k * i.size;
             switch (i.kind) {
                 case LOAD: r[i.d[k]] = extended(weak->load(access, at, i.size), i); break;
-                case STORE: weak->store(access, at, cut(r[i.s[k]], i), i.size); break;
+                case STORE: weak->store(access, at, cut(r[i.s[k]], i.size), i.size); break;
                 case ATOMIC:
                     r[i.d[0]] = extended(weak->change(access, at, i.size, [&](Word before) {
                         return ATOMICS[i.operation].combine(extended(before, i), r[i.s[1]], r[i.s[2]]);
                     }), i);
                     break;
-                default: {
-                    std::vector<const Range*> replicas;
-                    for (int c = 0; c < range->replica_count; ++c) replicas.push_back(&range->replicas[c]);
-                    for (size_t c = replicas.size(); c > 1; --c)
-                        std::swap(replicas[c - 1], replicas[weak->random.below((uint32_t)c)]);
-                    std::vector<Word> values;
-                    for (const Range* replica : replicas) {
-                        uint8_t* const there = replica->host + from;
-                        if (i.kind == MULTI_LOAD) values.push_back(weak->load(access, there, i.size));
-                        if (i.kind == MULTI_STORE) weak->store(access, there, cut(r[i.s[k]], i), i.size);
-                        if (i.kind == MULTI_ATOMIC)
-                            weak->change(access, there, i.size, [&](Word before) {
-                                const Word both[] = {before, cut(r[i.s[k]], i)};
-                                return REDUCTIONS[i.operation].fold(both, 2);
-                            });
-                    }
-                    if (i.kind == MULTI_LOAD)
-                        r[i.d[k]] = extended(REDUCTIONS[i.operation].fold(values.data(), values.size()), i);
-                }
+                default: everywhere(i, r, k, *range, place + k * i.size);
             }
         }
         return true;
+    }
+
+    // An element of a multimem instruction, on all ranks in any order.
+    void everywhere(const Instruction& i, Word* r, int k, const Range& range, Word place) {
+        std::vector<uint8_t*> replicas;
+        for (int c = 0; c < range.replica_count; ++c) replicas.push_back(range.replicas[c].host + place);
+        for (size_t c = replicas.size(); c > 1; --c)
+            std::swap(replicas[c - 1], replicas[weak->random.below((uint32_t)c)]);
+        std::vector<Word> values;
+        for (uint8_t* const at : replicas) {
+            if (i.kind == MULTI_LOAD) {
+                values.push_back(weak->load(access, at, i.size));
+                continue;
+            }
+            const Word value = cut(r[i.s[k]], i.size);
+            if (i.kind == MULTI_STORE)
+                weak->store(access, at, value, i.size);
+            else
+                weak->change(access, at, i.size, [&](Word before) {
+                    const Word both[] = {before, value};
+                    return REDUCTIONS[i.operation].fold(both, 2);
+                });
+        }
+        if (i.kind == MULTI_LOAD)
+            r[i.d[k]] = extended(REDUCTIONS[i.operation].fold(values.data(), values.size()), i);
     }
 
     // Whether an access goes to memory that ranks share.
     bool shares(const Instruction& i, Word address) const {
         return CHECKED && weak && i.space != SHARED && !(i.space == GENERIC && address - SHARED_WINDOW < SHARED_WINDOW);
     }
-
-    static Word cut(Word value, const Instruction& i) { return i.size < 8 ? value & (((Word)1 << 8 * i.size) - 1) : value; }
 
     static Word extended(Word value, const Instruction& i) {
         if (i.extends && i.size < 8) {
@@ -797,110 +749,15 @@ struct Machine {
         return true;
     }
 
-    // ---- the orders of ranks
-
-    // The next launch of a rank, or its end.
-    void next_launch(Rank& rank, bool first) {
-        released = nullptr;
-        if (!first) {
-            ++rank.launch;
-            causality->begin_again(rank.first_thread, rank.most_threads);
-        }
-        if (rank.launch == rank.launches) {
-            end(rank, false);
-            return;
-        }
-        begin(rank);
-        rank.blocks.resize(rank.running.launch->blocks);
-        for (Block& block : rank.blocks) {
-            start(block, rank, (uint32_t)(&block - rank.blocks.data()));
-            for (Thread& thread : block.threads) {
-                starves[number_of(block, thread)] = false;
-                make_ready(block, thread);
-            }
-        }
-    }
-
-    void end(Rank& rank, bool stopped) {
-        rank.over = true;
-        if (stopped)
-            for (Block& block : rank.blocks)
-                for (Thread& thread : block.threads) {
-                    if (thread.state == READY) unmake_ready(block, thread);
-                    thread.state = STOPPED;
-                }
-        weak->end((uint32_t)(&rank - ranks.data()), stopped);
-    }
-
-    // Let others starve than before: some threads of the block that has passed a barrier just now or of any, a block, or
-    // a rank; returns for how many instructions.
-    Word starve(Random& random, uint32_t way) {
-        for (Rank& rank : ranks)
-            if (!rank.over)
-                for (Block& block : rank.blocks) set_starving(block, 0, (uint32_t)block.threads.size(), false);
-        Rank& rank = ranks[released ? released->rank : random.below((uint32_t)ranks.size())];
-        if (!rank.over && way < 4) {
-            Block& block = released ? *released : rank.blocks[random.below((uint32_t)rank.blocks.size())];
-            const uint32_t size = (uint32_t)block.threads.size(), first = way == 1 ? random.below(size) : 0;
-            set_starving(block, first, way == 1 ? 1 + random.below(size - first) : size, true);
-        } else if (!rank.over) {
-            for (Block& block : rank.blocks) set_starving(block, 0, (uint32_t)block.threads.size(), true);
-        }
-        return 1u << (8 + random.below(9));
-    }
-
-    // All ranks at once. Of five seeds one is fair; in the others some threads starve, or a block, or a rank, some others
-    // after a while; or every thread goes far at once. Who starves goes on only where no other can.
-    bool all_ranks() {
-        Random random = {(Word)all.seed};
-        const uint32_t way = (uint32_t)all.seed % 5;
-        places.resize(thread_count), starves.resize(thread_count), keeps_lists = true;
-        for (Rank& rank : ranks) next_launch(rank, true);
-        Word until = 0;
-        while (true) {
-            if (all.stopped >= 0 && !ranks[all.stopped].over && ranks[all.stopped].steps >= (Word)all.stop_steps)
-                end(ranks[all.stopped], true);
-            if (!wake()) break;
-            if (way % 3 && (fault.steps >= until || (way == 1 && released && random.below(4) == 0)))
-                until = fault.steps + starve(random, way);
-            released = nullptr;
-            auto& list = ready[ready[0].empty()];
-            const auto [block, thread] = list[random.below((uint32_t)list.size())];
-            Rank& rank = ranks[block->rank];
-            Word steps = way == 3 ? 1 << 12 : 1 + (random.next() >> 32) % (1u << random.below(8));
-            if (all.stopped == (int)block->rank) steps = std::min(steps, (Word)all.stop_steps - rank.steps);
-            const Word before = fault.steps;
-            const bool right = run(*block, *thread, steps);
-            rank.steps += fault.steps - before;
-            if (!right) return false;
-            if (fault.steps > (Word)all.most_steps)
-                return fail(ENDLESS, block->launch().code[thread->pc], *block, *thread);
-            if (thread->state == ENDED && has_ended(rank)) next_launch(rank, false);
-            weak->drift();
-        }
-        for (Rank& rank : ranks)
-            if (!rank.over)
-                for (Block& block : rank.blocks)
-                    if (block.ended < block.threads.size()) return stuck(block);
-        return true;
-    }
-
-    static bool has_ended(const Rank& rank) {
-        for (const Block& block : rank.blocks)
-            if (block.ended < block.threads.size()) return false;
-        return true;
-    }
-
     void run_all() {
-        if (all.weak)
-            all_ranks();
-        else if (all.seed < 0)
+        if (all.seed < 0)
             in_turn(all.seed == -2);
         else
             at_random();
-        for (Rank& rank : ranks) all.rank_steps[&rank - ranks.data()] = rank.steps;
     }
 };
+
+#include "ranks.h"
 
 extern "C" {
 
@@ -924,7 +781,9 @@ const char* operation_name(int place) {
 int reduction(const char* name) { return place_of(REDUCTIONS, name); }
 
 void run(const Run* all, Fault* fault) {
-    if (all->checked)
+    if (all->weak)
+        Ranks(*all, *fault).run_all();
+    else if (all->checked)
         Machine<true>(*all, *fault).run_all();
     else
         Machine<false>(*all, *fault).run_all();

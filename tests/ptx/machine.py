@@ -1,4 +1,4 @@
-"""Kernels of PTX text run on this processor: memory that knows its bounds, launches, and what can go wrong in them."""
+"""Kernels of PTX text run on this processor: one alone, or queues of several ranks, and what can go wrong in them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,32 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from tests.ptx.text import ADDRESS, GAP, INSTRUCTION, READ_ONLY_CACHE, Names, Program, programs
+from tests.ptx.memory import NONE, RANGE, Array, Memory, Shared, memories
+from tests.ptx.text import GAP, INSTRUCTION, READ_ONLY_CACHE, Names, Program, programs
 
-Array = NDArray[Any]
+__all__ = [
+    "FIRST",
+    "LAST",
+    "KernelFault",
+    "Launch",
+    "Memory",
+    "Outcome",
+    "Traffic",
+    "library",
+    "memories",
+    "names",
+    "read",
+    "run",
+    "run_ranks",
+]
 
 FIRST, LAST = -1, -2
 """Seeds of the two orders that are not random: the first thread and block first, or the last."""
@@ -54,7 +66,7 @@ PAIRS = (PROBLEMS[5], PROBLEMS[6], PROBLEMS[7], PROBLEMS[9], PROBLEMS[11])
 
 class _Fields(ctypes.Structure):
     def values(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name, _ in self._fields_}
+        return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
 
 class _Fault(_Fields):
@@ -89,30 +101,10 @@ class _Launch(_Fields):
 
 class _Run(_Fields):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("launches", "queues", "rank_steps")),
+        *((name, ctypes.c_void_p) for name in ("launches", "queues", "rank_steps", "rank_ended")),
         *((name, ctypes.c_int32) for name in ("ranks", "areas", "checked", "weak", "proxies", "stopped")),
         *((name, ctypes.c_int64) for name in ("seed", "most_steps", "stop_steps", "nanoseconds")),
     ]
-
-
-RANGE = np.dtype(
-    [
-        ("base", np.uint64),
-        ("size", np.uint64),
-        ("host", np.uint64),
-        ("written", np.uint64),
-        ("writable", np.int64),
-        ("followed", np.int64),
-        ("cells", np.uint64),
-        ("place", np.uint64),
-        ("proxy", np.int64),
-        ("replicas", np.uint64),
-        ("replica_count", np.int64),
-        ("bytes_read", np.uint64),
-        ("bytes_stored", np.uint64),
-    ]
-)
-"""As in ``machine.cc``: an array at its address, and its bytes among those that ranks share."""
 
 
 class KernelFault(Exception):
@@ -121,65 +113,6 @@ class KernelFault(Exception):
     def __init__(self, problem: str, message: str) -> None:
         super().__init__(message)
         self.problem = problem
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """An array of a `Memory`: its address there, and which of its bytes somebody has written, or None for all.
-
-    Of a multicast address the `replicas` are the arrays behind it, one of each rank, the first of them `array`.
-    """
-
-    name: str
-    array: Array
-    address: int
-    writable: bool
-    written: NDArray[np.uint8] | None
-    replicas: tuple[Array, ...] = ()
-
-
-@dataclass(slots=True)
-class Memory:
-    """Arrays that kernels may reach, each at an address of its own, far from the next."""
-
-    arrays: list[Placed] = field(default_factory=list)
-    end: int = 1 << 32
-
-    def put(
-        self, name: str, array: Array, *, writable: bool = True, written: bool = True, shift: int = 0
-    ) -> int:
-        """Make an array known; its address lies `shift` bytes behind a multiple of 512.
-
-        What a kernel stores is in the array at once. Where nothing is `written`, only the kernel's own stores are read.
-        """
-        assert array.flags.c_contiguous
-        address = self.end + shift
-        bytes_ = None if written else np.zeros(max(array.nbytes, 1), dtype=np.uint8)
-        self.arrays.append(Placed(name, array, address, writable, bytes_))
-        self.end = -(-(address + array.nbytes) // 512) * 512 + (1 << 20)
-        return address
-
-    def put_multicast(self, name: str, arrays: Sequence[Array]) -> int:
-        """Make one address of the same bytes of all ranks, for multimem instructions only."""
-        assert len({one.nbytes for one in arrays}) == 1
-        address = self.put(name, arrays[0])
-        self.arrays[-1] = replace(self.arrays[-1], replicas=tuple(arrays))
-        return address
-
-    def table(self) -> Array:
-        """Rows of `RANGE`, each array by itself."""
-        rows = np.zeros(len(self.arrays), dtype=RANGE)
-        for number, (row, one) in enumerate(zip(rows, self.arrays, strict=True)):
-            row["base"], row["size"], row["host"] = one.address, one.array.nbytes, one.array.ctypes.data
-            row["written"] = 0 if one.written is None else one.written.ctypes.data
-            row["writable"] = row["followed"] = one.writable
-            row["cells"], row["proxy"], row["place"] = number, ADDRESS, one.address % 16
-        return rows
-
-
-def memories(count: int) -> list[Memory]:
-    """A memory for each rank, where no address of one is an address of another."""
-    return [Memory(end=(rank + 1) << 40) for rank in range(count)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +136,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run: instructions, of all and of each rank; traffic by rank and array; who has ended."""
+    """Instructions of all ranks and of each; traffic by rank and array; of which ranks all launches have ended."""
 
     steps: int
     rank_steps: tuple[int, ...]
@@ -237,9 +170,9 @@ def library() -> ctypes.CDLL:
                 [compiler, *flags, "-o", str(new), str(here / "machine.cc")], check=True, timeout=120
             )
             new.replace(made)  # whole for whoever else looks at it
-    found = ctypes.CDLL(str(made))
-    found.operation_name.restype = ctypes.c_char_p
-    return found
+    loaded = ctypes.CDLL(str(made))
+    loaded.operation_name.restype = ctypes.c_char_p
+    return loaded
 
 
 @cache
@@ -288,17 +221,12 @@ def run(
     KernelFault
         A check failed; only with `memory`, or where threads wait for what never comes.
     """
-    table = memory.table() if memory is not None else np.zeros(0, dtype=RANGE)
+    table = memory.table() if memory is not None else NONE
     packed = _pack(program, grid, block, arguments, table, 0)
-    launches, queues, rank_steps = (
-        (_Launch * 1)(packed.launch),
-        np.ones(1, dtype=np.int32),
-        np.zeros(1, np.uint64),
-    )
+    queue, outcome = np.ones(1, dtype=np.int32), np.zeros((2, 1), dtype=np.uint64)
     given = _Run(
-        ctypes.addressof(launches),
-        queues.ctypes.data,
-        rank_steps.ctypes.data,
+        ctypes.addressof(packed.launch),
+        *(one.ctypes.data for one in (queue, *outcome)),
         *(1, len(table), memory is not None, False, False, -1),
         *(seed, most_steps, 0, 1),
     )
@@ -343,7 +271,7 @@ def run_ranks(
     """
     memory = [launch.memory for queue in queues for launch in queue]
     distinct = list({id(one): one for one in memory}.values())
-    shared = _Shared.of(distinct)
+    shared = Shared.of(distinct)
     tables = {id(one): shared.table(one) for one in distinct}
     packed, ends = [], [0]
     for queue in queues:
@@ -353,21 +281,20 @@ def run_ranks(
             ends.append(ends[-1] + len(launch.program.code))
     launches = (_Launch * len(packed))(*(one.launch for one in packed))
     lengths = np.array([len(queue) for queue in queues], dtype=np.int32)
-    rank_steps = np.zeros(len(queues), dtype=np.uint64)
+    outcome = np.zeros((2, len(queues)), dtype=np.uint64)
     cached = any(
         (launch.program.code["proxy"] == READ_ONLY_CACHE).any() for queue in queues for launch in queue
     )
-    rank, steps = stop if stop is not None else (-1, 0)
+    stopped, steps = stop if stop is not None else (-1, 0)
     given = _Run(
         ctypes.addressof(launches),
-        lengths.ctypes.data,
-        rank_steps.ctypes.data,
-        *(len(queues), shared.areas, True, True, cached or shared.proxies, rank),
+        *(one.ctypes.data for one in (lengths, *outcome)),
+        *(len(queues), shared.areas, True, True, cached or shared.proxies, stopped),
         *(seed, most_steps, steps, nanoseconds),
     )
     fault = _Fault()
     library().run(ctypes.byref(given), ctypes.byref(fault))
-    shared.keep(distinct)
+    shared.tell(distinct)
     if fault.problem:
         sources = [
             (rank, launch.program, launch.memory) for rank, queue in enumerate(queues) for launch in queue
@@ -384,9 +311,9 @@ def run_ranks(
                 total.written += int(row["bytes_stored"])
     return Outcome(
         int(fault.steps),
-        tuple(rank_steps.tolist()),
+        tuple(outcome[0].tolist()),
         tuple(traffic),
-        tuple(number != rank for number in range(len(queues))),
+        tuple(bool(ended) for ended in outcome[1]),
     )
 
 
@@ -420,112 +347,6 @@ def _pack(
     sizes = (len(code), program.registers, *map(len, (constants, specials, arrays, variables)), shared)
     launch = _Launch(*(table.ctypes.data for table in tables), *sizes, grid, block, first_place)
     return _Packed(launch, tables, arrays)
-
-
-def _bytes_of(array: Array) -> tuple[int, int]:
-    """Where an array begins and ends on the host."""
-    return array.ctypes.data, array.ctypes.data + array.nbytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shared:
-    """The bytes of all ranks' arrays: areas that overlap no other, and in each which bytes somebody has written."""
-
-    starts: list[int]
-    written: list[NDArray[np.uint8]]
-    writable: list[bool]
-    proxies: bool
-
-    @staticmethod
-    def of(memories: Sequence[Memory]) -> _Shared:
-        placed = [one for memory in memories for one in memory.arrays]
-        every = sorted(_bytes_of(array) for one in placed for array in (one.array, *one.replicas))
-        ends: list[list[int]] = []
-        for begin, end in every:
-            if ends and begin < ends[-1][1]:
-                ends[-1][1] = max(ends[-1][1], end)
-            else:
-                ends.append([begin // 8 * 8, end])
-        shared = _Shared(
-            [begin for begin, _ in ends],
-            [np.ones(end - begin + 1, dtype=np.uint8) for begin, end in ends],
-            [False] * len(ends),
-            any(one.replicas for one in placed) or any(_aliases(memory) for memory in memories),
-        )
-        for one in placed:
-            for array in (one.array, *one.replicas):
-                shared.writable[shared.area(array)] |= one.writable
-            if one.written is not None:
-                shared.part(one.array)[:] = 0
-        for one in placed:
-            if one.written is not None:
-                shared.part(one.array)[:] |= one.written[: one.array.nbytes]
-        return shared
-
-    @property
-    def areas(self) -> int:
-        return len(self.starts)
-
-    def area(self, array: Array) -> int:
-        return bisect_right(self.starts, array.ctypes.data) - 1
-
-    def part(self, array: Array) -> NDArray[np.uint8]:
-        """Which bytes of an array are written."""
-        area = self.area(array)
-        first = array.ctypes.data - self.starts[area]
-        return self.written[area][first : first + array.nbytes]
-
-    def row(self, array: Array) -> Array:
-        """An array as a row of `RANGE`, without an address."""
-        row = np.zeros(1, dtype=RANGE)
-        area = self.area(array)
-        row["size"], row["host"], row["written"] = (
-            array.nbytes,
-            array.ctypes.data,
-            self.part(array).ctypes.data,
-        )
-        row["followed"], row["cells"] = self.writable[area], area
-        row["place"] = array.ctypes.data - self.starts[area]
-        return row
-
-    def table(self, memory: Memory) -> Array:
-        rows = []
-        proxies = _aliases(memory)
-        for one in memory.arrays:
-            if (one.address - one.array.ctypes.data) % 8:
-                raise ValueError(
-                    f"{one.name} lies at {one.array.ctypes.data % 8} of 8 bytes and its address at {one.address % 8}: "
-                    "give it a shift"
-                )
-            row = self.row(one.array)
-            row["base"], row["writable"] = one.address, one.writable
-            row["proxy"] = ADDRESS + proxies.get(one.address, 0)
-            if one.replicas:
-                replicas = np.concatenate([self.row(array) for array in one.replicas])
-                replicas["writable"] = 1
-                self.kept.append(replicas)
-                row["replicas"], row["replica_count"] = replicas.ctypes.data, len(replicas)
-            rows.append(row)
-        return np.concatenate([np.zeros(0, dtype=RANGE), *rows])
-
-    def keep(self, memories: Sequence[Memory]) -> None:
-        """Tell the memories what has been written."""
-        for memory in memories:
-            for one in memory.arrays:
-                if one.written is not None:
-                    one.written[: one.array.nbytes] = self.part(one.array)
-
-
-def _aliases(memory: Memory) -> dict[int, int]:
-    """Addresses of arrays that overlap with how many before them on the host."""
-    found = {}
-    own = [one for one in memory.arrays if not one.replicas]
-    for number, one in enumerate(own):
-        begin, end = _bytes_of(one.array)
-        spans = (_bytes_of(other.array) for other in own[:number])
-        if count := sum(begin < last and first < end for first, last in spans):
-            found[one.address] = count
-    return found
 
 
 def _told(sources: Sequence[tuple[int, Program, Memory | None]], fault: _Fault, *, ranks: bool) -> str:

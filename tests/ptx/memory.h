@@ -22,6 +22,9 @@ struct Random {
     uint32_t below(uint32_t end) { return (uint32_t)((next() >> 32) * end >> 32); }
 };
 
+// As many bytes of a register as an element has.
+static inline Word cut(Word value, uint32_t size) { return size < 8 ? value & (((Word)1 << 8 * size) - 1) : value; }
+
 struct Version {
     Word value, number;      // when it landed
     uint32_t thread, clock;  // of its store; clock 0: was there before
@@ -84,7 +87,7 @@ struct Waiting {
 };
 
 struct WeakMemory {
-    static constexpr size_t MOST = 4096;  // stores of a rank that wait
+    static constexpr size_t MOST = 1024;  // stores of a rank that wait
     Causality& causality;
     Random random;
     std::vector<Waiting> ranks;
@@ -173,8 +176,8 @@ struct WeakMemory {
     }
 
     void land_some(Waiting& waiting) {
-        for (uint32_t many = 1 + random.below(4); many && !waiting.all.empty(); --many)
-            land(waiting.take(waiting.all[random.below((uint32_t)waiting.all.size())]));
+        do land(waiting.take(waiting.all[random.below((uint32_t)waiting.all.size())]));
+        while (!waiting.all.empty() && random.below(2));
     }
 
     // Time goes by.
@@ -184,14 +187,17 @@ struct WeakMemory {
             if (!waiting.all.empty() && (rests == 1 || random.below(rests) == 0)) land_some(waiting);
     }
 
-    // A rank runs no more: what waits lands, or of a rank that was stopped some is lost.
-    void end(uint32_t rank, bool stopped) {
-        const uint32_t kept = stopped ? random.below(3) : 2;
+    // A rank was stopped: of what waits all lands, some, or nothing.
+    void lose(uint32_t rank) {
+        const uint32_t way = random.below(3);
         Waiting& waiting = ranks[rank];
-        while (!waiting.all.empty()) {
-            Piece piece = waiting.take(waiting.all[random.below((uint32_t)waiting.all.size())]);
-            if (kept == 2 || (kept == 1 && random.below(2))) land(std::move(piece));
-        }
+        for (size_t k = waiting.all.size(); way && k--;)
+            if (way == 2 || random.below(2)) waiting.take(waiting.all[k]);
+    }
+
+    void land_all() {
+        for (Waiting& waiting : ranks)
+            while (!waiting.all.empty()) land_some(waiting);
     }
 
     // ---- what threads do
@@ -271,7 +277,7 @@ struct WeakMemory {
         if (releases && access.scope == OF_SYSTEM) flush(access.thread);  // also of what it has just learnt
         const uint32_t clock = causality.threads[access.thread].own;
         passed.add(causality.publish(access));
-        land({host, change(before), 0, size, access.thread, clock, 0, 0, true, std::move(passed)});
+        land({host, cut(change(before), size), 0, size, access.thread, clock, 0, 0, true, std::move(passed)});
         return before;
     }
 

@@ -40,7 +40,7 @@ Kind = IntEnum(
     "WHERE_GLOBAL NOTHING PROXY_FENCE CLOCK SLEEP TRAP MULTI_LOAD MULTI_STORE MULTI_ATOMIC",
     start=0,
 )
-"""As in ``machine.cc``."""
+"""As in ``launch.h``."""
 
 SHARED_WINDOW = 1 << 56
 GAP = 64
@@ -211,7 +211,11 @@ class _Reader:
     operations: dict[str, int] = field(default_factory=dict)
 
     def read(self, body: str, line: int) -> Program:
-        rows, texts, lines, labels, branches = [], [], [], {}, []
+        rows: list[dict[str, object]] = []
+        texts: list[str] = []
+        lines: list[int] = []
+        labels: dict[str, int] = {}
+        branches: list[tuple[int, str]] = []
         for at, statement in _statements(body, line):
             if statement in "{}" or statement.startswith(".pragma"):
                 continue
@@ -239,7 +243,7 @@ class _Reader:
         for place, row in enumerate(rows):
             target = code[place]
             for name, value in row.items():
-                if name in "ds":
+                if isinstance(value, list):
                     target[name][: len(value)] = value
                 else:
                     target[name] = value
@@ -368,9 +372,9 @@ class _Reader:
             parts = operands[1].strip("{}").split(",")
             return self.compute(f"join.{len(parts)}.b{rest[0][1:]}", [operands[0], *map(str.strip, parts)])
         if first == "mov" and operands[0].startswith("{"):
-            parts = [self.place(part.strip()) for part in operands[0].strip("{}").split(",")]
-            row = self.compute(f"split.{len(parts)}.b{rest[0][1:]}", ["_", operands[1]])
-            return {**row, "d": parts}
+            places = self.registers_of(operands[0])
+            row = self.compute(f"split.{len(places)}.b{rest[0][1:]}", ["_", operands[1]])
+            return {**row, "d": places}
         return self.compute(mnemonic, operands)
 
     def compute(self, mnemonic: str, operands: list[str]) -> dict[str, object]:
