@@ -86,6 +86,11 @@ __device__ inline void fail(const Control& control, Failure what) {
         tell(control.status + FAILED, (unsigned long long)what);
 }
 
+// Whether something has failed before this kernel, or the host has given up.
+__device__ inline bool ended(const Control& control) {
+    return acquired(control.dead) != 0 || acquired(control.status + STOP) != 0;
+}
+
 // Waits until something is so; false if this collective has failed.
 template <class Condition>
 __device__ bool comes(const Control& control, long long round, long long peer, long long row,
@@ -259,7 +264,7 @@ struct Block {
     __device__ void run_all() const {
         const Step* const steps = job.steps + job.blocks[blockIdx.x];
         const int count = (int)(job.blocks[blockIdx.x + 1] - job.blocks[blockIdx.x]);
-        if (threadIdx.x == 0) *failed = acquired(job.control.dead) != 0;
+        if (threadIdx.x == 0) *failed = ended(job.control);
         __syncthreads();
         const bool dead = *failed;
         __syncthreads();  // from here on a thread may set it
@@ -433,7 +438,7 @@ struct Exchange {
         const unsigned long long number = job.number[blockIdx.x];                                       \
         __syncthreads();                                                                                \
         if (threadIdx.x == 0) job.number[blockIdx.x] = number + 1;                                      \
-        if (acquired(job.control.dead)) return;                                                         \
+        if (ended(job.control)) return;                                                         \
         const Exchange<ELEMENT, OPERATION, LAST> exchange = {job,     given,      result,               \
                                                              waiting, number % 2, number % MOST_SEALS + 1}; \
         exchange.run_all();                                                                             \

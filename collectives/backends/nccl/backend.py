@@ -34,7 +34,7 @@ from collectives.backends.nccl.engine import BLOCKS, SLOT_BYTES, Engine, Placed
 from collectives.backends.nccl.joint_steps import JointSteps
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.library import NcclFailed
-from collectives.backends.nccl.regions import open_region
+from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
@@ -136,6 +136,8 @@ class NcclBackend(OneRank):
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
     ) -> None:
+        if region_bytes < UNIT or region_bytes % UNIT:
+            raise UsageError(f"a region of {region_bytes} bytes: give a multiple of {UNIT}")
         if engine not in ENGINES:
             raise UsageError(
                 f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
@@ -269,12 +271,10 @@ class NcclBackend(OneRank):
     def _open_engine(self, region_bytes: int) -> str:
         """Make the engine, if it can be had and is wanted; all ranks call this, and hear the same."""
         wanted = str(self._settings["engine"])
-        said = self._world.texts(wanted, timeout=self._timeout)
+        said = self._world.texts(f"{wanted!r} and {region_bytes} bytes for it", timeout=self._timeout)
         for peer, theirs in enumerate(said):
             if theirs != said[0]:
-                raise UsageError(
-                    f"rank {peer} has the engine {theirs!r} and rank 0 {said[0]!r}; make it alike"
-                )
+                raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
         if wanted == "messages" or self.size == 1:
             return "messages"
         gpu = partial(self._cupy.cuda.Device, self.arrays.device)
@@ -310,8 +310,8 @@ class NcclBackend(OneRank):
         """End the kernel, which nothing of NCCL can, before the memory goes that it works in; from any thread."""
         assert self._engine is not None, "only then is this called"
         self._engine.stop()
-        self._drain()
-        self._engine.region.close(together=self._guard.error is None)
+        if self._drain():  # else the kernel may still use it
+            self._engine.region.close(together=self._guard.error is None)
 
     def _ready(self, stream: Any) -> Any:
         """An event behind what was queued so far, tables of programs too."""
@@ -463,13 +463,16 @@ class NcclBackend(OneRank):
         self._connections.left(ABORT_SECONDS)
         self._drain()
 
-    def _drain(self) -> None:
-        """Wait until the GPU has ended what was queued, but not for long."""
+    def _drain(self) -> bool:
+        """Wait until the GPU has ended what was queued, but not for long; whether it has."""
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
         with contextlib.suppress(runtime.CUDARuntimeError), self._cupy.cuda.Device(self.arrays.device):
-            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)) and time.monotonic() < end:
+            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)):
+                if time.monotonic() > end:
+                    return False
                 time.sleep(1e-3)
+        return True
 
     def _drop_graphs(self) -> None:
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""

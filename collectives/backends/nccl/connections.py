@@ -199,7 +199,7 @@ class Connections:
         def leave() -> None:
             if self._calls.acquire(timeout=PATIENCE):
                 self._calls.release()  # whoever comes now finds that it has ended
-            with suppress(Exception):  # as above
+            with suppress(Exception), self._cupy.cuda.Device(self._device):  # as above
                 self.before_leaving()
             # side by side: kernels of one communicator may wait for another's
             threads = [

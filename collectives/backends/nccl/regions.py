@@ -201,9 +201,9 @@ def open_region(
         if isinstance(mapped, Region):
             try:
                 _find_each_other(steps, mapped, runtime)
-            except StepFailed:
+            except StepFailed as failed:
                 mapped.close(together=False)
-                raise
+                return f"{why}; and {failed}"
         return mapped
     except StepFailed as failed:
         return str(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from types import ModuleType
 from typing import Any
@@ -121,14 +122,22 @@ def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
 
     cupy.cuda.runtime.memcpy = wrong
     said = outcome(run(cupy, 3, about))
-    assert said == ["messages: rank 2: finds other memory where that of rank 0 should be"] * 3
+    assert len(set(said)) == 1
+    assert said[0].endswith("; and rank 2: finds other memory where that of rank 0 should be")
 
 
 def test_ranks_that_want_different_engines_are_told_so(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
     found = run(cupy, 2, about, engine=["messages", "auto"])
     assert [type(one) for one in found] == [UsageError] * 2
-    assert "rank 1 has the engine 'auto' and rank 0 'messages'" in str(found[0])
+    assert re.search("rank 1 has the engine 'auto' .*, and rank 0 'messages'", str(found[0]))
+    plan = forest_plan(2, "allreduce", "binary")
+    found = on_every_rank(cupy, plan, about, region_bytes=[1 << 20, 1 << 21])
+    assert re.search(
+        "rank 1 has the engine 'auto' and 2097152 bytes for it, and rank 0 'auto'", str(found[1])
+    )
+    found = on_every_rank(cupy, plan, about, region_bytes=1000)
+    assert "give a multiple of 512" in str(found[0])
 
 
 def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
