@@ -1,4 +1,4 @@
-// Elements of all dtypes, and what joins two of them; join.cu follows.
+// Elements of all dtypes, what joins two of them, and vectors of them; what uses them follows.
 //
 // Needs no header. Every rounding is written out with an intrinsic, so no compiler fuses or reorders: results have
 // numpy's bits (of NaN only that it is one). Complex products are those of numpy where the processor has FMA.

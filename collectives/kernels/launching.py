@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -63,9 +64,7 @@ class Kernels:
 
     def forest(self, name: str) -> Any:
         """The kernel of this name (`forest_kernel`), which runs a rank's whole part in a collective."""
-        if name not in self._compiled:
-            self._compiled[name] = load_kernel(self._cupy, forest_source([name]), name)
-        return self._compiled[name]
+        return self._kernel(name, forest_source)
 
     def launch(self, kernel: Any, done: DeviceWork, number: int) -> None:
         """Do one launch of the work."""
@@ -89,7 +88,7 @@ class Kernels:
                 (line, np.int64(line.size), np.int64(ranks), np.int32(tiles)),
             )
 
-    def _kernel(self, name: str) -> Any:
+    def _kernel(self, name: str, source: Callable[[list[str]], str] = kernel_source) -> Any:
         if name not in self._compiled:
-            self._compiled[name] = load_kernel(self._cupy, kernel_source([name]), name)
+            self._compiled[name] = load_kernel(self._cupy, source([name]), name)
         return self._compiled[name]

@@ -1,7 +1,8 @@
 """The nccl back end: one rank in this process with one GPU, NCCL between the ranks.
 
-Before each collective the ranks compare what they mean to run. Then every rank runs its program (`stepped.program`):
-messages grouped by steps that match on all ranks, joins beside them. It returns when the GPU has finished.
+Before each collective the ranks compare what they mean to run. Then every rank runs its program: one kernel that writes
+to the other GPUs' memory (`engine`); or messages grouped by steps that match on all ranks, and joins beside them
+(`stepped.program`). It returns when the GPU has finished.
 
 What no test without GPUs can show: speeds, that NCCL's kernels and the joins really overlap, and several trees with a
 communicator each on a GPU that is too small for all their kernels.
@@ -30,10 +31,9 @@ from collectives.backends.nccl.connections import (
     Guard,
     prepare,
 )
-from collectives.backends.nccl.engine import BLOCKS, SLOT_BYTES, Engine, Placed
-from collectives.backends.nccl.joint_steps import JointSteps
+from collectives.backends.nccl.engine import BLOCKS, KEPT, SLOT_BYTES, Engine, Placed
+from collectives.backends.nccl.joint_steps import JointSteps, in_words
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
-from collectives.backends.nccl.library import NcclFailed
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.peers.over_rendezvous import TcpWorld
@@ -42,9 +42,6 @@ from collectives.peers.place_in_job import number_of, place_in_job
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.units import format_size
-
-KEPT = 16
-"""Programs whose tables stay in the GPU's memory."""
 
 MOST_LANES = 1024
 
@@ -451,7 +448,7 @@ class NcclBackend(OneRank):
         """What a rank has met, as the other ranks are told."""
         if self._guard.error is not None:
             return self._guard.error
-        failure = error if isinstance(error, BackendError) else BackendError(_words(error), rank=self.rank)
+        failure = error if isinstance(error, BackendError) else BackendError(in_words(error), rank=self.rank)
         if self._world.trouble() is None:
             self._world.tell(failure)
         return failure
@@ -495,12 +492,3 @@ def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, 
     local = number_of(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
     processes = number_of(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else 1
     return TcpWorld(place.rendezvous, place.rank, place.size, timeout=timeout), local, processes
-
-
-def _words(error: BaseException) -> str:
-    """What a rank has met that is no failure of another one."""
-    if isinstance(error, TopoplanError):
-        return str(error)
-    if isinstance(error, NcclFailed):
-        return f"NCCL reports {error}; NCCL_DEBUG=WARN tells more"
-    return f"the GPU failed: {error!r}"

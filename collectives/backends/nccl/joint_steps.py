@@ -117,4 +117,4 @@ def in_words(error: BaseException) -> str:
         return str(error)
     if isinstance(error, NcclFailed):
         return f"NCCL reports {error}; NCCL_DEBUG=WARN tells more"
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return f"the GPU failed: {error!r}"

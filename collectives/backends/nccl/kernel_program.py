@@ -7,7 +7,8 @@ Steps have *parts*, which take the chunks of the shard in turns.
 
 Deadlock cannot be: chunk c of a step has its turn in round c + level, and every block of every rank takes its steps in
 the order of rounds. What a step waits for, data of lower levels or a free slot, has an earlier round: an edge has more
-slots than its data skips levels. So steps can be dealt out to blocks in any way.
+slots than its data skips levels. So steps can be dealt out to blocks in any way, as long as the GPUs have all blocks of
+all ranks at once.
 """
 
 from __future__ import annotations
