@@ -14,13 +14,16 @@ struct Step {
     long long part, parts;             // chunk c of the step is number part + parts * c of the shard
     long long own, own_first;          // buffer of the first operand, and the element that it begins with; -1: none
     long long kept, kept_first;        // buffer to write to; -1: none
-    long long final;                   // what is kept is the result
+    long long final;                   // the sum is complete
     long long first, arrivals, departures;  // its ends: those that arrive in the order of joining, then the others
+    long long direct;                  // some of them lead into results
+    long long gathers, spreads;        // the switch adds what arrives; and copies what departs
 };
 
 struct End {
     long long peer;
-    long long slots, count, stride;    // place in the arena that data goes to, number, bytes from one to the next
+    long long home;                    // in whose arena the data lies
+    long long slots, count, stride;    // place in that arena, number, bytes from one to the next; see placed()
     long long data, credit;            // flags: beside the slots; in the arena that data comes from
     long long sent;                    // which of this rank's numbers counts the chunks of earlier collectives
     long long row;                     // of the transfer table, for errors
@@ -28,7 +31,9 @@ struct End {
 
 struct Control {
     char* const* arenas;               // of all ranks, as this one sees them
+    char* multicast;                   // all of them at once, for the switch; or null
     unsigned long long* dead;          // in this GPU's memory: not zero once anything has failed
+    const unsigned long long* others;  // of ranks that send messages: the same word of theirs; or null
     unsigned long long* status;        // in the host's memory, see below
     long long rank, ranks;
     long long patience;                // nanoseconds that this rank waits for a chunk
@@ -40,15 +45,19 @@ struct Job {
     const Step* steps;
     const End* ends;
     unsigned long long* sent;
+    unsigned long long phase;          // which kernel of the collective this is
 };
 
-// What the host says and sees: not zero when it gives up; what has failed; and two words of each block: how many chunks
-// it has done, and since then waited for: round << 40 | (peer + 1) << 24 | row, or 0.
+// What the host says and sees: not zero when it gives up; what has failed; and two words of each block: how far it is,
+// phase << 32 | chunks, or COMPLETE behind the last; and what it has waited for since: round << 40 | (peer + 1) << 24
+// | row, or 0.
 //
 // What a block waits for has an earlier round, there or in a block of the peer that is behind. So where every rank names
 // the block that waits in the earliest round, the ranks that are named lead to the one at fault.
 enum Status { STOP, FAILED, BLOCKS };
-enum Failure { FINE, LATE, STOPPED };
+enum Failure { FINE, LATE, STOPPED, TOLD };
+
+constexpr unsigned long long COMPLETE = 0xffffffffull;
 
 // ---- flags
 
@@ -73,7 +82,7 @@ __device__ inline long long now() {
     return value;
 }
 
-// A block has done so many chunks, and waits for nothing.
+// A block is so far, and waits for nothing.
 __device__ inline void progress(const Control& control, unsigned long long done) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(control.status + BLOCKS + 2 * blockIdx.x),
                  "l"(done), "l"(0ull)
@@ -86,9 +95,27 @@ __device__ inline void fail(const Control& control, Failure what) {
         tell(control.status + FAILED, (unsigned long long)what);
 }
 
-// Whether something has failed before this kernel, or the host has given up.
+// What a block waits for, for the host.
+__device__ inline void waits(const Control& control, long long round, long long peer, long long row) {
+    tell(control.status + BLOCKS + 2 * blockIdx.x + 1, round << 40 | (peer + 1) << 24 | row);
+}
+
+// Whether something has failed before this kernel, here or where messages come from, or the host has given up. Ranks
+// that get messages of this one are to know, so it is put down.
 __device__ inline bool ended(const Control& control) {
-    return acquired(control.dead) != 0 || acquired(control.status + STOP) != 0;
+    if (acquired(control.dead)) return true;
+    if (acquired(control.status + STOP)) {
+        fail(control, STOPPED);
+        return true;
+    }
+    if (!control.others) return false;
+    for (long long peer = 0; peer < control.ranks; ++peer)
+        if (control.others[peer]) {
+            waits(control, 0, peer, 0);
+            fail(control, TOLD);
+            return true;
+        }
+    return false;
 }
 
 // Waits until something is so; false if this collective has failed.
@@ -100,7 +127,7 @@ __device__ bool comes(const Control& control, long long round, long long peer, l
         if (polls % POLLS) continue;
         const long long time = now();
         if (!begun) begun = time;
-        tell(control.status + BLOCKS + 2 * blockIdx.x + 1, round << 40 | (peer + 1) << 24 | row);
+        waits(control, round, peer, row);
         if (acquired(control.dead)) return false;
         const bool stopped = acquired(control.status + STOP) != 0;
         if (stopped || time - begun > control.patience) {
@@ -138,7 +165,7 @@ struct Chunk {
     int arrivals, departures;
     const Element* own;                // null: the first that arrives
     Element* kept;                     // null: nowhere
-    long long divisor;                 // 0: not the result yet
+    long long divisor;                 // 0: not complete yet
 
     __device__ const Element* operand() const { return in_global_memory(own ? own : arriving[0]); }
 
@@ -150,10 +177,20 @@ struct Chunk {
 #pragma unroll 1
             for (int k = own ? 0 : 1; k < arrivals; ++k)
                 value = Operation::join(value, in_global_memory(arriving[k])[i]);
+            if (divisor) value = Last::result(value, divisor);
 #pragma unroll 1
             for (int k = 0; k < departures; ++k) in_global_memory(departing[k])[i] = value;
-            if (kept) in_global_memory(kept)[i] = divisor ? Last::result(value, divisor) : value;
+            if (kept) in_global_memory(kept)[i] = value;
         }
+    }
+
+    __device__ void finish(Vector<Element>* value) const {
+        if (!divisor) return;
+#pragma unroll
+        for (int u = 0; u < Vector<Element>::BATCH; ++u)
+#pragma unroll
+            for (int l = 0; l < Vector<Element>::LANES; ++l)
+                value[u].lane[l] = Last::result(value[u].lane[l], divisor);
     }
 
     __device__ void vectors(long long count) const {
@@ -177,6 +214,7 @@ struct Chunk {
                     for (int l = 0; l < Vector<Element>::LANES; ++l)
                         value[u].lane[l] = Operation::join(value[u].lane[l], other[u].lane[l]);
             }
+            finish(value);
 #pragma unroll 1
             for (int k = 0; k < departures; ++k) {
                 uint4* to = (uint4*)in_global_memory(departing[k]);
@@ -185,12 +223,6 @@ struct Chunk {
                     if (begin + u * blockDim.x < count) to[begin + u * blockDim.x] = value[u].raw;
             }
             if (!kept) continue;
-            if (divisor)
-#pragma unroll
-                for (int u = 0; u < BATCH; ++u)
-#pragma unroll
-                    for (int l = 0; l < Vector<Element>::LANES; ++l)
-                        value[u].lane[l] = Last::result(value[u].lane[l], divisor);
 #pragma unroll
             for (int u = 0; u < BATCH; ++u)
                 if (begin + u * blockDim.x < count)
@@ -199,9 +231,17 @@ struct Chunk {
     }
 };
 
+// Where no switch adds or copies; else see switch.cu.
+struct NoSwitch {
+    static constexpr bool USED = false;
+    __device__ static void both_ways() {}
+    template <class Element, class Operation, class Last>
+    __device__ static void run(const Chunk<Element, Operation, Last>&, long long, bool, bool, bool) {}
+};
+
 // ---- a block
 
-template <class Element, class Operation, class Last>
+template <class Element, class Operation, class Last, class Switch>
 struct Block {
     const Job& job;
     char* given;
@@ -222,22 +262,35 @@ struct Block {
             act(e, job.ends[step.first + e], e < step.arrivals);
     }
 
+    // Where the data of an end lies: in a slot, on all ranks at once where a switch adds or copies it; where results
+    // lie at one place in all arenas, in the result; or where a message has brought it.
+    __device__ char* placed(const Step& step, const End& end, unsigned long long number, long long first,
+                            bool by_switch) const {
+        char* const* const arenas = job.control.arenas;
+        if (end.count < 0) return room + (end.slots + first - step.start) * sizeof(Element);
+        if (end.count == 0)
+            return arenas[end.home] + (result - arenas[job.control.rank]) + first * sizeof(Element);
+        char* const arena = by_switch ? job.control.multicast : arenas[end.home];
+        return arena + end.slots + number % (unsigned long long)end.count * end.stride;
+    }
+
     __device__ bool run(const Step& step, long long c) const {
         char* const* const arenas = job.control.arenas;
         char* const arena = arenas[job.control.rank];
+        const long long first = step.start + (step.part + step.parts * c) * step.chunk;
         each_end(step, [&](int e, const End& end, bool arrives) {
             const unsigned long long number = job.sent[end.sent] + c;
             const char* const flag = arena + (arrives ? end.data : end.credit);
             const unsigned long long wanted = number + 1 - (arrives ? 0 : end.count);
-            const bool there = comes(job.control, c + step.level, end.peer, end.row,
+            const bool there = end.count < 0 ||
+                               comes(job.control, c + step.level, end.peer, end.row,
                                      [&] { return (long long)(acquired(flag) - wanted) >= 0; });
             if (!there) atomicExch(failed, 1);
-            places[e] = (Element*)((arrives ? arena : arenas[end.peer]) + end.slots +
-                                   number % (unsigned long long)end.count * end.stride);
+            places[e] = (Element*)placed(step, end, number, first, arrives ? step.gathers : step.spreads);
         });
         __syncthreads();
         if (*failed) return false;
-        const long long first = step.start + (step.part + step.parts * c) * step.chunk;
+        Switch::both_ways();
         const long long left = step.stop - first, count = left < step.chunk ? left : step.chunk;
         const Element* const own =
             step.own < 0 ? nullptr : buffer(step.own) + (first - step.own_first);
@@ -245,15 +298,33 @@ struct Block {
         const Chunk<Element, Operation, Last> chunk = {
             places, places + step.arrivals, (int)step.arrivals, (int)step.departures, own, kept,
             step.final ? job.control.ranks : 0};
-        const bool whole = ((unsigned long long)own | (unsigned long long)kept) % VECTOR == 0;
-        const long long vectors = whole ? count / Vector<Element>::LANES : 0;
-        chunk.vectors(vectors);
-        chunk.elements(vectors * Vector<Element>::LANES, count);
+        const Element* const direct = step.direct ? (const Element*)result + first : nullptr;
+        const bool whole =
+            ((unsigned long long)own | (unsigned long long)kept | (unsigned long long)direct) % VECTOR == 0;
+        if (Switch::USED && (step.gathers || step.spreads)) {
+            Switch::run(chunk, count, step.gathers, step.spreads, whole);
+        } else {
+            const long long vectors = whole ? count / Vector<Element>::LANES : 0;
+            chunk.vectors(vectors);
+            chunk.elements(vectors * Vector<Element>::LANES, count);
+        }
+        Switch::both_ways();
         __syncthreads();
         each_end(step, [&](int, const End& end, bool arrives) {
+            // whoever writes to a result was let in once for all
+            if (end.count < 0 || (end.count == 0 && arrives)) return;
             release(arenas[end.peer] + (arrives ? end.credit : end.data), job.sent[end.sent] + c + 1);
         });
         return true;
+    }
+
+    // Lets others write to this rank's result: from now on until this collective ends it is nothing else.
+    __device__ void let_in(const Step& step) const {
+        if (!step.direct) return;
+        each_end(step, [&](int, const End& end, bool arrives) {
+            if (arrives && end.count == 0)
+                release(job.control.arenas[end.peer] + end.credit, job.sent[end.sent] + chunks(step));
+        });
     }
 
     __device__ static long long chunks(const Step& step) {
@@ -270,7 +341,9 @@ struct Block {
         __syncthreads();  // from here on a thread may set it
         if (dead) return;
         bool more = true;
-        unsigned long long done = 0;
+        unsigned long long done = job.phase << 32;
+#pragma unroll 1
+        for (int s = 0; s < count; ++s) let_in(steps[s]);
 #pragma unroll 1
         for (long long round = 0; more; ++round) {
             more = false;
@@ -287,6 +360,7 @@ struct Block {
 #pragma unroll 1
         for (int s = 0; s < count; ++s)
             each_end(steps[s], [&](int, const End& end, bool) { job.sent[end.sent] += chunks(steps[s]); });
+        if (threadIdx.x == 0) progress(job.control, job.phase << 32 | COMPLETE);
     }
 };
 
@@ -419,15 +493,17 @@ struct Exchange {
     }
 };
 
-#define FOREST(NAME, ELEMENT, OPERATION, LAST)                                                     \
+#define ALONG_TREES(NAME, ELEMENT, OPERATION, LAST, SWITCH)                                        \
     extern "C" __global__ void __launch_bounds__(512, 1)                                           \
         NAME(const Job* wanted, char* given, char* result, char* room) {                           \
         __shared__ ELEMENT* places[MOST_ENDS];                                                     \
         __shared__ int failed;                                                                     \
         const Job job = *wanted;                                                                   \
-        const Block<ELEMENT, OPERATION, LAST> block = {job, given, result, room, places, &failed}; \
+        const Block<ELEMENT, OPERATION, LAST, SWITCH> block = {job, given, result, room, places, &failed}; \
         block.run_all();                                                                           \
     }
+
+#define FOREST(NAME, ELEMENT, OPERATION, LAST) ALONG_TREES(NAME, ELEMENT, OPERATION, LAST, NoSwitch)
 
 // Every block counts the collectives, whether it has a unit of them or not.
 #define SMALL(NAME, ELEMENT, OPERATION, LAST)                                                           \

@@ -39,6 +39,12 @@ BYTES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigne
 
 OPERATIONS = {"sum": "Sum", "avg": "Sum", "prod": "Prod", "min": "Min", "max": "Max"}
 
+SWITCH_INTEGERS = ("int32", "int64", "uint32", "uint64")
+"""Integers that a switch adds, and takes the smallest and largest of."""
+
+SWITCH_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+"""Types that it only adds, in an order of its own."""
+
 
 def join_kernel(op: str | None, dtype: str, itemsize: int) -> str:
     """The name of the kernel that joins with an operation and copies; None only copies.
@@ -95,17 +101,42 @@ def kernel_source(names: Iterable[str]) -> str:
     return "\n".join([_template("join.cu"), *(_line(name) for name in names), ""])
 
 
+def switch_adds(op: str | None, dtype: str, *, exact: bool) -> bool:
+    """Whether a switch can do a reduction; an exact one only where its order does not show.
+
+    Examples
+    --------
+    >>> switch_adds("max", "int64", exact=True), switch_adds("sum", "float32", exact=True)
+    (True, False)
+    >>> switch_adds("avg", "float32", exact=False), switch_adds("max", "float32", exact=False)
+    (True, False)
+    """
+    if op is None or op == "prod":
+        return False
+    return dtype in SWITCH_INTEGERS or (not exact and dtype in SWITCH_FLOATS and op in ("sum", "avg"))
+
+
 def forest_kernel(
-    op: str | None, dtype: str, itemsize: int, *, averages: bool = False, small: bool = False
+    op: str | None, dtype: str, itemsize: int, *, averages: bool = False, kind: str = "forest"
 ) -> str:
-    """The name of the kernel that runs a rank's whole part in a collective, or in a small one; it divides averages too.
+    """The name of the kernel that runs a rank's whole part in a collective; it divides averages too.
+
+    Parameters
+    ----------
+    op : str or None
+        None only copies.
+    dtype : str
+    itemsize : int
+    averages : bool
+        Whether there are averages of this type.
+    kind : str
+        "forest" along trees, "switch" where a switch takes part, "small" from everybody to everybody.
 
     Examples
     --------
     >>> forest_kernel("avg", "float16", 2, averages=True), forest_kernel(None, "complex64", 8)
     ('forest_avg_float16', 'forest_copy_8')
     """
-    kind = "small" if small else "forest"
     if averages and op == "avg":
         return f"{kind}_avg_{dtype}"
     return f"{kind}_{join_kernel(op, dtype, itemsize).removeprefix('join_')}"
@@ -118,17 +149,21 @@ def forest_kernel_names() -> tuple[str, ...]:
     --------
     >>> names = forest_kernel_names()
     >>> len(names), names[0], names[-1]
-    (107, 'forest_max_bfloat16', 'small_avg_complex128')
+    (163, 'forest_max_bfloat16', 'switch_avg_complex128')
     """
     kernels = [name.removeprefix("join_") for name in kernel_names() if not name.startswith("divide_")]
     averages = [f"avg_{dtype}" for dtype in ELEMENTS if dtype in ("float16", "float32", "float64")]
     averages += [f"avg_{dtype}" for dtype in ELEMENTS if dtype.startswith("complex")]
-    forest = [f"forest_{rest}" for rest in (*kernels, *averages)]
-    return (*forest, *(f"small_{rest}" for rest in (*kernels, *averages) if not rest.startswith("copy")))
+    return tuple(
+        f"{kind}_{rest}"
+        for kind in ("forest", "small", "switch")
+        for rest in (*kernels, *averages)
+        if kind != "small" or not rest.startswith("copy")
+    )
 
 
 def forest_source(names: Iterable[str]) -> str:
-    """CUDA source with these kernels.
+    """CUDA source with these kernels; with one in which a switch takes part it asks for compute capability 9.0.
 
     Raises
     ------
@@ -140,7 +175,7 @@ def forest_source(names: Iterable[str]) -> str:
     >>> forest_source(["forest_avg_float32"]).splitlines()[-1]
     'FOREST(forest_avg_float32, float, Sum, Average)'
     """
-    lines = []
+    lines, templates = [], ["forest.cu"]
     for name in names:
         kind, _, rest = name.partition("_")
         op, _, dtype = rest.partition("_")
@@ -149,7 +184,9 @@ def forest_source(names: Iterable[str]) -> str:
         lines.append(
             f"{kind.upper()}({name}, {element}, {operation}, {'Average' if op == 'avg' else 'AsItIs'})"
         )
-    return "\n".join([_template("forest.cu"), *lines, ""])
+        if kind == "switch":
+            templates = ["forest.cu", "switch.cu"]
+    return "\n".join([_template(*templates), *lines, ""])
 
 
 def _line(name: str) -> str:
@@ -164,7 +201,7 @@ def _line(name: str) -> str:
     raise UsageError(f"there is no kernel {name!r}; use one of {', '.join(kernel_names())}")
 
 
-@lru_cache(maxsize=2)
-def _template(kernels: str) -> str:
+@lru_cache(maxsize=3)
+def _template(*parts: str) -> str:
     folder = files("collectives.kernels")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", kernels))
+    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", *parts))

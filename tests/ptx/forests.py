@@ -5,6 +5,7 @@ What loopback gives is right: its order of additions is the plan's.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,11 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.kernels.compiler import compile_source
 from collectives.kernels.source import forest_source
-from tests.ptx.kernels import ptx
+from tests.ptx.kernels import ARCHITECTURE, SWITCHING, ptx
 from tests.ptx.machine import KernelFault, Outcome, read, run_ranks
 from tests.ptx.text import Program
 from tests.support.kernel_data import EVERY_CASE, averaged, bits_type, joined, same_bits, special
-from tests.support.ranks_on_machine import Ranks
+from tests.support.ranks_on_machine import ARENA, Ranks
 from topoplan.plans.plan import Plan
 
 Array = np.ndarray[Any, Any]
@@ -40,10 +41,10 @@ class Case:
     Parameters
     ----------
     machine : str
-        Of the library; or a plan of `hand`.
+        Of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy.
     collective : str
     gpus : tuple of int
-        Empty for all.
+        Of each server; empty for all.
     counts : tuple of int
         Elements that each rank gives, or gets in reduce_scatter, for each call.
     op, dtype : str
@@ -53,6 +54,12 @@ class Case:
         Everything to everybody.
     in_place : bool
     blocks, threads : int
+    direct : bool
+        Results lie in the arenas.
+    exact : bool
+        Sums have the plan's order.
+    again : bool
+        All calls put their results at the same place, so that those of the last are left.
     """
 
     machine: str
@@ -66,11 +73,33 @@ class Case:
     in_place: bool = False
     blocks: int = 2
     threads: int = 32
+    direct: bool = False
+    exact: bool = True
+    again: bool = False
+
+    @property
+    def switched(self) -> bool:
+        return self.machine.endswith(" switch")
 
 
 @cache
 def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
-    return topoplan.plan(topoplan.load(machine), collective, gpus=list(gpus) or None)
+    servers, name = 2 if machine.startswith("2 x ") else 1, machine.removeprefix("2 x ")
+    text = json.loads(topoplan.load(name.removesuffix(" switch")).to_json())
+    for device in text["devices"] if name.endswith(" switch") else ():
+        if device["kind"] == "nvswitch":
+            device["multicast"] = device["reduce"] = True
+    topology = topoplan.load(json.dumps(text))
+    if servers == 1:
+        return topoplan.plan(topology, collective, gpus=list(gpus) or None)
+    each = topoplan.Server(topology, list(gpus) or None, count=servers)
+    return topoplan.plan(topoplan.cluster([each], nic_gbps=100, nics=2), collective)
+
+
+def domains_of(plan: Plan) -> tuple[int, ...]:
+    """The server of each rank."""
+    servers = [name.rpartition(".")[0] for name in plan.ranks]
+    return tuple(sorted(set(servers)).index(one) for one in servers)
 
 
 @dataclass(slots=True)
@@ -98,20 +127,55 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2) -> Prepared:
     plan = plan_of(case.machine, case.collective, case.gpus)
     size = len(plan.ranks)
     small = 16384 if case.small else 0
-    settings = {"blocks": case.blocks, "slot_bytes": 512, "small_bytes": small}
-    made = Prepared(case, plan, Ranks(size, threads=case.threads, timeout=timeout, **settings))
+    longest = 16 * max(case.counts) * (size if case.collective == "allgather" else 1) + 512
+    calls = range(len(case.counts))
+    direct = [longest * (1 if case.again else call + 1) if case.direct else None for call in calls]
+    made = Prepared(
+        case,
+        plan,
+        Ranks(
+            size,
+            threads=case.threads,
+            timeout=timeout,
+            domains=domains_of(plan),
+            switched=case.switched,
+            blocks=case.blocks,
+            slot_bytes=512,
+            small_bytes=small,
+            room_bytes=ARENA - longest * len(case.counts) if case.direct else ARENA,
+            exact=case.exact,
+        ),
+    )
     generator = np.random.default_rng(seed)
-    for count in case.counts:
+    for count, place in zip(case.counts, direct, strict=True):
         length = count * size if case.collective == "reduce_scatter" else count
-        inputs = [special(case.dtype, length, generator) for _ in range(size)]
+        inputs = [given(case, length, generator) for _ in range(size)]
         made.wanted.append(expected(plan, case, inputs))
         copies = [array.copy() for array in inputs]
         made.got.append(
             made.ranks.queue(
-                plan, copies, op=case.op, dtype=case.dtype, chunk=case.chunk, in_place=case.in_place
+                plan,
+                copies,
+                op=case.op,
+                dtype=case.dtype,
+                chunk=case.chunk,
+                in_place=case.in_place,
+                direct=place,
             )
         )
+    if case.again:
+        made.got, made.wanted = made.got[-1:], made.wanted[-1:]
     return made
+
+
+def given(case: Case, length: int, generator: np.random.Generator) -> Array:
+    """What a rank gives; whole numbers where the order of additions must not show."""
+    if case.exact or not case.dtype.startswith(("float", "complex", "bfloat")):
+        return special(case.dtype, length, generator)
+    numbers = generator.integers(-8, 8, length)
+    if case.dtype == "bfloat16":
+        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(case.dtype)
 
 
 def expected(plan: Plan, case: Case, inputs: Sequence[Array]) -> list[Array]:
@@ -188,6 +252,19 @@ def every_case() -> Iterator[Case]:
     for dtype in ("float16", "float32", "float64", "complex64", "complex128"):
         for small in (False, True):
             yield Case("dgx-1v", "allreduce", QUAD, (70,), "avg", dtype, small=small, in_place=True)
+    for collective in COLLECTIVES:
+        for machine in ("2 x dgx-1v", "2 x dgx-a100", "2 x mi250", "2 x dgx-h100 switch"):
+            for direct in (False, True):
+                yield Case(machine, collective, (0, 1, 2, 3), (100, 0, 37), blocks=4, direct=direct)
+        for machine in ("dgx-1v", "dgx-2", "dgx-h100 switch"):
+            yield Case(machine, collective, counts=(100, 0, 37), blocks=4, direct=True, in_place=True)
+        yield Case("dgx-h100 switch", collective, counts=(100, 0, 37), blocks=4)
+    for dtype, op in EVERY_CASE:
+        for exact in (True, False):
+            yield Case("dgx-h100 switch", "allreduce", QUAD, (70,), op, dtype, exact=exact)
+    for dtype in ("float16", "float32", "float64", "complex64", "complex128"):
+        yield Case("dgx-h100 switch", "allreduce", QUAD, (70, 33), "avg", dtype, exact=False, direct=True)
+        yield Case("2 x dgx-1v", "allreduce", QUAD, (70, 33), "avg", dtype, direct=True)
     for count in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 500, 1000):
         for chunk in (16, 48, 1 << 20):
             yield Case("dgx-1v", "allreduce", QUAD, (count, count), chunk=chunk, blocks=6, threads=64)
@@ -203,7 +280,7 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "an acquire from this GPU only": ("large", [("ld.acquire.sys", "ld.acquire.gpu")]),
     "no barrier before flags": (
         "large",
-        [(r"(LANES, count\);\n) *__syncthreads\(\);", r"\1")],
+        [(r"(Switch::both_ways\(\);\n) *__syncthreads\(\);", r"\1")],
     ),
     "no barrier behind flags": ("large", [(r"__syncthreads\(\);(\s*if \(\*failed\) return false)", r"\1")]),
     "one slot too many": ("large", [(r"\? 0 : end\.count\)", "? 0 : end.count + 1)")]),
@@ -230,26 +307,57 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "packets of weak stores": ("small", [("st.relaxed.sys.global.v2", "st.weak.global.v2")]),
     "packets whose data follows the flags": ("small", [(r"seal \| data\.w", "seal | 0 * data.w")]),
     "operands in another order": ("small", [(r"join\(sum, other, sum\);", "join(sum, sum, other);")]),
+    "a result written before its rank has come": (
+        "direct",
+        [(WANTED, "(!arrives && end.count == 0 ? 0 : number + 1 - (arrives ? 0 : end.count))")],
+    ),
+    "results whose last chunks are not waited for": (
+        "direct",
+        [
+            (
+                r"bool there = end\.count < 0",
+                "bool there = end.count < 0 || (end.count == 0 && arrives && c > 0)",
+            )
+        ],
+    ),
+    "no fence between the two ways to memory": ("switch", [(r"fence\.proxy\.alias;", "")]),
+    "no wait for a free slot of a switch": ("switch", [(WANTED, "(arrives ? number + 1 : 0)")]),
+    "one that does not add its own": ("switch", [(r"step\.gathers : step", "false : step")]),
 }
 """Planted bugs: in which kernel, and what is changed in its source."""
+
+
+BUGGY = {
+    "large": (Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90)), "forest_sum_float32"),
+    "small": (Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90), small=True), "small_sum_float32"),
+    "direct": (
+        Case("dgx-1v", "broadcast", QUAD, (150, 150, 150), direct=True, again=True),
+        "forest_copy_4",
+    ),
+    "switch": (
+        Case("dgx-h100 switch", gpus=QUAD, counts=(600, 60, 90), dtype="int32"),
+        "switch_sum_uint32",
+    ),
+}
+"""On what bugs of each kind are looked for, and the kernel that has them."""
 
 
 def found(bug: str, seeds: range) -> str | None:
     """What gives a planted bug away first, or nothing."""
     kind, changes = BUGS[bug]
-    # operands change places unseen in sums
-    op = "min" if bug == "operands in another order" else "sum"
-    case = Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90), small=kind == "small", op=op)
-    name = f"{'small' if case.small else 'forest'}_{op}_float32"
-    ptx([name])  # skips where there is no compiler
-    kernel = with_bug(name, changes)
+    case, name = BUGGY[kind]
+    if bug == "operands in another order":  # which is not seen in sums
+        case, name = replace(case, op="min"), name.replace("sum", "min")
+    architecture = SWITCHING if case.switched else ARCHITECTURE
+    ptx([name], architecture)  # skips where there is no compiler
+    kernel = with_bug(name, changes, architecture)
     return next((wrong for seed in seeds if (wrong := outcome(case, seed, kernel))), None)
 
 
-def with_bug(name: str, changes: list[tuple[str, str]]) -> Program:
+def with_bug(name: str, changes: list[tuple[str, str]], architecture: int) -> Program:
     """The kernel with its source changed."""
     text = forest_source([name])
     for old, new in changes:
         text, count = re.subn(old, new, text)
         assert count, f"{old} is not there"
-    return read(compile_source(text, 80, to="ptx").code.decode())[name]
+    return read(compile_source(text, architecture, to="ptx").code.decode())[name]

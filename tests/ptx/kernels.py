@@ -18,11 +18,18 @@ from topoplan.errors import UsageError
 
 JOINS = kernel_names()
 SELECTIONS = (*selection_kernel_names(), *FEEDBACK_LINES)
-FORESTS = forest_kernel_names()
-SOURCES = {JOINS: kernel_source, SELECTIONS: selection_source, FORESTS: forest_source}
+FORESTS = tuple(name for name in forest_kernel_names() if not name.startswith("switch"))
+SWITCHES = tuple(name for name in forest_kernel_names() if name.startswith("switch"))
+SOURCES = {
+    JOINS: kernel_source,
+    SELECTIONS: selection_source,
+    FORESTS: forest_source,
+    SWITCHES: forest_source,
+}
 """What makes the source of the kernels of each family."""
 
-ARCHITECTURE = 80
+ARCHITECTURE, SWITCHING = 80, 90
+"""Compute capabilities: of most kernels, and of those in which a switch takes part."""
 
 
 def ptx(names: Iterable[str], architecture: int = ARCHITECTURE) -> str:

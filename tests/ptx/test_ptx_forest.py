@@ -10,7 +10,7 @@ import pytest
 
 from collectives import lower
 from tests.ptx.forests import BUGS, COLLECTIVES, QUAD, Case, every_case, found, outcome, prepared, run
-from tests.ptx.kernels import FORESTS, program, ptx
+from tests.ptx.kernels import ARCHITECTURE, FORESTS, SWITCHES, SWITCHING, program, ptx
 from tests.support.kernel_data import same_bits
 
 SAMPLE = (
@@ -24,6 +24,18 @@ SAMPLE = (
     Case("dgx-1v", gpus=QUAD, counts=(100, 1, 300), small=True),
     Case("dgx-2", counts=(90,), dtype="float64", op="avg", small=True),
     Case("dgx-1v", counts=(77,), dtype="uint8", op="min", small=True, in_place=True),
+    *(Case("dgx-1v", collective, QUAD, (100, 33), direct=True) for collective in COLLECTIVES),
+    Case("dgx-1v", gpus=QUAD, counts=(100, 33), op="avg", direct=True, in_place=True),
+    *(Case("2 x dgx-1v", collective, (0, 1, 2), (100, 33)) for collective in COLLECTIVES),
+    Case("2 x mi250", gpus=(0, 1, 2), counts=(100, 0, 1), op="avg", direct=True, blocks=5),
+    *(Case("dgx-h100 switch", collective, QUAD, (100, 33), dtype="int32") for collective in COLLECTIVES),
+    Case("dgx-h100 switch", gpus=QUAD, counts=(100,), dtype="int64", op="max"),
+    Case("dgx-h100 switch", gpus=QUAD, counts=(100,)),
+    Case("dgx-h100 switch", gpus=QUAD, counts=(100, 33), op="avg", exact=False),
+    Case("dgx-h100 switch", gpus=QUAD, counts=(100,), dtype="bfloat16", exact=False),
+    Case(
+        "2 x dgx-h100 switch", gpus=(0, 1, 2), counts=(100, 33), dtype="complex64", exact=False, direct=True
+    ),
 )
 
 
@@ -148,15 +160,18 @@ def test_planted_bugs_are_found(bug: str) -> None:
 def test_every_kernel_compiles() -> None:
     text = ptx(FORESTS)
     assert not [name for name in FORESTS if f".entry {name}(" not in text]
+    text = ptx(SWITCHES, SWITCHING)
+    assert not [name for name in SWITCHES if f".entry {name}(" not in text]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [FORESTS[:54], FORESTS[54:]], ids=["large", "small"])
+@pytest.mark.parametrize("names", [FORESTS[:54], FORESTS[54:], SWITCHES], ids=["large", "small", "switch"])
 def test_no_instruction_flushes_denormals_or_reads_what_others_write_past_the_caches(
     names: tuple[str, ...],
 ) -> None:
     for name in names:
-        assert not [text for text in program(name).texts if ".ftz" in text or ".nc" in text]
+        architecture = SWITCHING if name in SWITCHES else ARCHITECTURE
+        assert not [text for text in program(name, architecture).texts if ".ftz" in text or ".nc" in text]
 
 
 @pytest.mark.slow

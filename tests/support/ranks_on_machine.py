@@ -6,8 +6,10 @@ Every rank sees the arenas of all at addresses of its own. The engine is the gen
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +17,71 @@ import numpy as np
 
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.nccl.engine import Engine
+from collectives.kernels.compiler import compile_source
 from collectives.lowering.lower import lower
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.signature import Signature
-from tests.ptx.kernels import program
-from tests.ptx.machine import Launch, Memory
+from tests.ptx.kernels import ARCHITECTURE, SWITCHING, program
+from tests.ptx.machine import Launch, Memory, read
+from tests.ptx.text import Program
 from topoplan.plans.plan import Plan
 
 Array = np.ndarray[Any, Any]
+
+
+MESSAGES = """
+struct Item { long long sends, nbytes, ready, taken; char *local, *remote, *word; };
+
+__device__ unsigned long long seen(long long flag) {
+    unsigned long long value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ void put(long long flag) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(1ull) : "memory");
+}
+
+__device__ bool comes(long long flag, long long patience) {
+    long long begun, time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+    while (!seen(flag)) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+        if (time - begun > patience) return false;
+    }
+    return true;
+}
+
+extern "C" __global__ void messages(const Item* items, long long count, long long patience) {
+    if (threadIdx.x) return;
+    for (long long k = 0; k < count; ++k)
+        if (items[k].sends) put(items[k].ready);
+    for (long long k = 0; k < count; ++k) {
+        if (items[k].sends) continue;
+        if (!comes(items[k].ready, patience)) {
+            *(unsigned long long*)items[k].word = 1;
+            continue;
+        }
+        for (long long i = 0; i < items[k].nbytes; ++i) items[k].local[i] = items[k].remote[i];
+        put(items[k].taken);
+    }
+    for (long long k = 0; k < count; ++k)
+        if (items[k].sends) comes(items[k].taken, patience);
+}
+"""
+"""Sends and receives that belong together, as NCCL runs them behind a kernel: all begin before any ends. Whose message
+does not come is taken for failed, as by a host that gives up; the word says so."""
+
+ITEM = 7
+"""Numbers of an item."""
+
+ARENA = 4 << 20
+"""Bytes."""
+
+
+@cache
+def messages_program() -> Program:
+    return read(compile_source(MESSAGES, ARCHITECTURE, to="ptx").code.decode())["messages"]
 
 
 class Gpu:
@@ -62,9 +121,18 @@ class Gpu:
     def forest(self, name: str) -> Any:
         def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
             values = [int(one) if isinstance(one, np.generic) else one.data.ptr for one in arguments]
-            self.launches.append(Launch(program(name), grid[0], self.threads, values, self.memory))
+            made = program(name, SWITCHING if name.startswith("switch") else ARCHITECTURE)
+            self.launches.append(Launch(made, grid[0], self.threads, values, self.memory))
 
         return launch
+
+    def part(self, address: int, nbytes: int) -> Array:
+        """Bytes of this memory."""
+        for one in self.memory.arrays:
+            if one.address <= address and address + nbytes <= one.address + max(one.array.nbytes, 1):
+                line = one.array.view(np.uint8).reshape(-1)
+                return line[address - one.address : address - one.address + nbytes]
+        raise AssertionError(f"nothing is at {address:#x}")
 
     def _pinned(self, nbytes: int) -> Any:
         made = type("Pinned", (ctypes.c_char * nbytes,), {})()
@@ -87,6 +155,8 @@ class Region:
     size: int
     nbytes: int
     addresses: tuple[int, ...]
+    domains: tuple[int, ...]
+    multicast: int
 
     def array(self, nbytes: int) -> Any:
         return SimpleNamespace(data=SimpleNamespace(ptr=self.addresses[self.rank]), nbytes=nbytes)
@@ -107,6 +177,10 @@ class Ranks:
         Seconds of the machine's clock.
     arena : int
         Bytes.
+    domains : tuple of int
+        Of each rank; empty for one.
+    switched : bool
+        Whether there is a multicast address.
     **settings : int
         Of the engine.
     """
@@ -117,19 +191,29 @@ class Ranks:
         *,
         threads: int = 32,
         timeout: float = 1e-2,
-        arena: int = 4 << 20,
-        **settings: int,
+        arena: int = ARENA,
+        domains: tuple[int, ...] = (),
+        switched: bool = False,
+        **settings: Any,
     ) -> None:
         self.size = size
+        self.domains = domains or (0,) * size
+        self.patience = int(4e9 * timeout)
+        self._sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
+        self._received: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.calls = 0
         self.gpus = [Gpu(rank, threads) for rank in range(size)]
         self.arenas = [np.zeros(arena, dtype=np.uint8) for _ in range(size)]
         self.engines = []
         for rank, gpu in enumerate(self.gpus):
+            near = [owner for owner in range(size) if self.domains[owner] == self.domains[rank]]
             addresses = tuple(
-                gpu.memory.put(f"arena of rank {owner}", arena_) for owner, arena_ in enumerate(self.arenas)
+                gpu.memory.put(f"arena of rank {owner}", arena_) if owner in near else 0
+                for owner, arena_ in enumerate(self.arenas)
             )
-            region = Region(rank, size, arena, addresses)
+            all_ = [self.arenas[owner] for owner in near]
+            multicast = gpu.memory.put_multicast("all arenas", all_) if switched else 0
+            region = Region(rank, size, arena, addresses, self.domains, multicast)
             self.engines.append(Engine(gpu, gpu, region, Stream(), timeout=timeout, **settings))  # type: ignore[arg-type]
 
     def queue(
@@ -141,8 +225,12 @@ class Ranks:
         dtype: str | None = None,
         chunk: int = 64,
         in_place: bool = False,
+        direct: int | None = None,
     ) -> list[Array]:
-        """Queue a collective on all ranks; inputs are what each gives, and the results are filled when it is run."""
+        """Queue a collective on all ranks; inputs are what each gives, and the results are filled when it is run.
+
+        With `direct` results lie there in all arenas.
+        """
         kind = inputs[0].dtype
         dtype = dtype or kind.name
         gathers = plan.collective == "allgather"
@@ -160,22 +248,68 @@ class Ranks:
             given = (rank * count // self.size, (rank + 1) * count // self.size) if gathers else (0, count)
             length = blocks[rank][1] - blocks[rank][0]
             source = inputs[rank]
-            result = source if in_place and length == source.size else np.zeros(length, dtype=kind)
+            at = 0 if direct is None else self.arenas[rank].nbytes - direct
+            if direct is not None:
+                result = self.arenas[rank][at : at + length * kind.itemsize].view(kind)
+                if in_place and length == source.size:
+                    result[:] = source
+                    source = result
+            else:
+                result = source if in_place and length == source.size else np.zeros(length, dtype=kind)
             for owner, start, stop in table.kept():
                 if owner == rank and blocks[rank][0] <= start and stop <= blocks[rank][1]:
                     kept = source[start - given[0] : stop - given[0]]
                     result[start - blocks[rank][0] : stop - blocks[rank][0]] = kept
             results.append(result)
             one = RankArrays(rank, given, source, blocks[rank], result)
-            placed = engine.place(Call(plan, table, signature, what, dtype, kind.itemsize, (one,)))
+            call = Call(plan, table, signature, what, dtype, kind.itemsize, (one,))
+            placed = engine.place(call, direct=direct is not None)
             assert placed is not None
-            before = gpu.put("input", source, writable=result is source)
-            after = before if result is source else gpu.put("result", result)
-            engine.queue(placed, before.data.ptr, after.data.ptr)
+            engine.begins(placed)
+            if direct is not None:
+                after = engine.region.addresses[rank] + at
+            elif result is not source:
+                after = gpu.put("result", result).data.ptr
+            if result is not source:
+                before = gpu.put("input", source, writable=False).data.ptr
+            elif direct is None:
+                before = after = gpu.put("input", source).data.ptr
+            else:
+                before = after
+            engine.queue(placed, before, after, partial(self._move, rank))
         return results
+
+    def _move(self, rank: int, messages: Any) -> None:
+        """Queue messages of a rank."""
+        gpu = self.gpus[rank]
+        items = np.zeros((len(messages), ITEM), dtype=np.int64)
+        for item, (sends, peer, address, nbytes) in zip(items, messages, strict=True):
+            item[:2], item[4] = (sends, nbytes), address
+            item[6] = self.engines[rank]._others.data.ptr + 8 * peer
+            box = self._sent[rank, peer] if sends else self._received[peer, rank]
+            box.append((item, gpu.part(address, nbytes)))
+        table = gpu.put("messages", items, writable=False).data.ptr
+        values = [table, len(items), self.patience]
+        gpu.launches.append(Launch(messages_program(), 1, 1, values, gpu.memory))
+
+    def _post(self) -> None:
+        """Let each message that is received know the one that was sent."""
+        for (source, target), sent in self._sent.items():
+            received = self._received[source, target]
+            for (one, array), (other, into) in zip(sent, received, strict=True):
+                assert array.size == into.size
+                flags = np.zeros(2, dtype=np.uint64)
+                for item, rank in ((one, source), (other, target)):
+                    item[2] = self.gpus[rank].memory.put("flags of a message", flags)
+                    item[3] = item[2] + 8
+                memory, shift = self.gpus[target].memory, int(array.ctypes.data) % 16
+                other[5] = memory.put("a message", array, writable=False, shift=shift)
+            received.clear()
+            sent.clear()
 
     def take(self) -> list[list[Launch]]:
         """What each rank has queued."""
+        self._post()
         queues = [gpu.launches for gpu in self.gpus]
         for gpu in self.gpus:
             gpu.launches = []

@@ -2,11 +2,15 @@
 
 What the kernel works through is in `kernel_program`; here its tables are put into the GPU's memory, and a page of the
 host's memory lets both look at each other: how far the kernel is and what it waits for, and that it has to end.
+
+Between domains messages move behind each kernel but the last. Whoever sends one also sends its word for "something has
+failed here", which the next kernel looks at: so nobody ends with what a kernel that gave up has left behind.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import AVERAGED, Call
-from collectives.backends.nccl.kernel_program import FLAG_BYTES, MOST_ENDS, KernelPlan, order_of
+from collectives.backends.nccl.kernel_program import FLAG_BYTES, MOST_ENDS, KernelPlan, Message, Phase
 from collectives.backends.nccl.regions import Region
+from collectives.backends.nccl.tree_steps import order_of
 from collectives.kernels.launching import Kernels
-from collectives.kernels.source import forest_kernel
+from collectives.kernels.source import forest_kernel, switch_adds
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.transfer_table import TransferTable
 
@@ -37,17 +42,44 @@ SMALL_BLOCKS = 8
 SMALL_BYTES = 16 << 10
 """The default for how long small collectives are."""
 
+MOST_PATIENCE = 1 << 62
+"""Nanoseconds that a kernel waits at most."""
+
 KEPT = 16
 """Programs whose tables stay in the GPU's memory."""
 
 STOP, FAILED, FIRST_BLOCK = range(3)
 """Words of the page that host and kernel share; as in ``forest.cu``."""
 
-LATE = 1
-"""What the kernel says when a peer did not come in time."""
+LATE, TOLD = 1, 3
+"""What the kernel says has failed: a peer did not come in time; a rank of another domain gave up."""
 
-Layout = tuple[TransferTable, str, str | None, tuple[int, int], tuple[int, int]]
-"""What a program depends on: table, dtype, operation, and which elements the rank gives and gets."""
+COMPLETE = 0xFFFFFFFF
+"""In the word of a block: it has ended; as in ``forest.cu``."""
+
+Layout = tuple[TransferTable, str, str | None, tuple[int, int], tuple[int, int], bool]
+"""What a program depends on: table, dtype, operation, which elements the rank gives and gets, and whether others write
+to its result."""
+
+Move = Callable[[Sequence[tuple[bool, int, int, int]]], None]
+"""Queues messages that belong together: whether it sends, the peer, an address and bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """A kernel of a program, and the messages behind it.
+
+    Parameters
+    ----------
+    job : CuPy array or None
+        What the kernel is told; None where there is none.
+    grid : int
+    messages : tuple of Message
+    """
+
+    job: Any
+    grid: int
+    messages: tuple[Message, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,24 +89,23 @@ class Placed:
     Parameters
     ----------
     kernel : callable
-    job : CuPy array
-        What the kernel is told.
-    grid, threads : int
+    launches : tuple of Launch
+    threads, itemsize : int
     room : CuPy array or None
-        For sums that are needed again.
+        For sums that are needed again, and for messages.
     small : bool
         Whether everything is sent to everybody.
-    tables : CuPy array
-        What `job` leads to.
+    kept : list
+        CuPy arrays that the jobs lead to.
     """
 
     kernel: Any
-    job: Any
-    grid: int
+    launches: tuple[Launch, ...]
     threads: int
+    itemsize: int
     room: Any
     small: bool
-    tables: Any
+    kept: list[Any]
 
 
 class Engine:
@@ -96,6 +127,10 @@ class Engine:
         The longest chunk; a multiple of 256.
     small_bytes : int
         Up to here ranks send all they have to all others, instead of along trees; a multiple of 16.
+    room_bytes : int, optional
+        Of each arena for slots and flags, the same on all ranks; all of it by default.
+    exact : bool
+        Sums have the plan's bits; else the switch may add, where there is one that can, in any order.
 
     Attributes
     ----------
@@ -114,6 +149,8 @@ class Engine:
         blocks: int = BLOCKS,
         slot_bytes: int = SLOT_BYTES,
         small_bytes: int = SMALL_BYTES,
+        room_bytes: int | None = None,
+        exact: bool = True,
     ) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
@@ -122,32 +159,44 @@ class Engine:
         self._timeout = timeout
         self.blocks = blocks
         self._slot_bytes = slot_bytes
-        self._room = region.array(region.nbytes)  # for inboxes, flags and slots
+        self._exact = exact
+        self._room = region.array(room_bytes or region.nbytes)  # for inboxes, flags and slots
         self._base = region.offset(self._room.data.ptr)
         self._end = self._base + self._room.nbytes
         self._ran: set[str] = set()
-        self._plans: dict[str, tuple[KernelPlan, Any] | None] = {}
+        self._plans: dict[tuple[str, bool], tuple[KernelPlan, Any] | None] = {}
         self._programs: OrderedDict[Layout, Placed] = OrderedDict()
+        self._captured: list[Placed] = []
+        self._running: Placed | None = None
         words = FIRST_BLOCK + 2 * max(blocks, SMALL_BLOCKS)
         self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * words)
         self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
         self._page[:] = 0
         self._inbox = self._base
         inboxes = 4 * small_bytes * region.size
-        self._small_bytes = small_bytes if inboxes <= self._room.nbytes else 0
+        self._several = len(set(region.domains)) > 1
+        self._small_bytes = small_bytes if inboxes <= self._room.nbytes and not self._several else 0
         self._base += inboxes if self._small_bytes else 0
         with stream:
             self._dead = cupy.zeros(1, dtype=np.uint64)
+            self._others = cupy.zeros(region.size, dtype=np.uint64)
             self._numbers = cupy.zeros(SMALL_BLOCKS, dtype=np.uint64)
             self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
 
-    def place(self, call: Call[Any]) -> Placed | None:
-        """The program of a call; None where the plan is too large for region or kernel, on all ranks alike."""
+    def place(self, call: Call[Any], *, direct: bool = False) -> Placed | None:
+        """The program of a call; None where the plan is too large for region or kernel, on all ranks alike.
+
+        Parameters
+        ----------
+        call : Call
+        direct : bool
+            Whether the results of all ranks begin at the same place of their arenas.
+        """
         one = call.memory[0]
-        layout = (call.table, call.dtype, call.op, one.given, one.block)
+        layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
         if layout not in self._programs:
             with self._stream:  # tables are there before the kernel
-                placed = self._small(call) or self._large(call)
+                placed = self._small(call) or self._large(call, direct)
             if placed is None:
                 return None
             self._programs[layout] = placed
@@ -156,25 +205,58 @@ class Engine:
         self._programs.move_to_end(layout)
         return self._programs[layout]
 
-    def queue(self, placed: Placed, source: int, result: int) -> None:
-        """Queue a program on arrays at these addresses; also into a graph, if the stream is capturing."""
+    def queue(
+        self, placed: Placed, source: int, result: int, move: Move | None = None, stream: Any = None
+    ) -> None:
+        """Queue a program on arrays at these addresses.
+
+        Parameters
+        ----------
+        placed : Placed
+        source, result : int
+        move : callable, optional
+            Where there are several domains: queues their messages.
+        stream : cupy.cuda.Stream, optional
+            Of a graph that is captured, which may be launched as long as the engine lives.
+        """
+        if stream is not None:
+            self._captured.append(placed)
         room = 0 if placed.room is None else placed.room.data.ptr
         places = (source, result) if placed.small else (source, result, room)
-        with self._stream:
-            placed.kernel((placed.grid,), (placed.threads,), (placed.job, *map(np.int64, places)))
+        with stream or self._stream:
+            for one in placed.launches:
+                if one.job is not None:
+                    placed.kernel((one.grid,), (placed.threads,), (one.job, *map(np.int64, places)))
+                if one.messages:
+                    assert move is not None, "there are several domains"
+                    move(self._addressed(one.messages, (source, result, room), placed.itemsize))
+
+    def begins(self, placed: Placed) -> None:
+        """Forget what the blocks of an earlier kernel waited for; none may run."""
+        self._running = placed
+        self._page[FIRST_BLOCK:] = 0
 
     def progress(self) -> int:
         """A number that changes whenever a chunk is done."""
         return int(self._page[FIRST_BLOCK::2].sum())
 
     def waiting(self) -> tuple[int | None, int | None]:
-        """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault."""
-        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
-        return ((min(words) >> 24 & 0xFFFF) - 1, min(words) & 0xFFFFFF) if words else (None, None)
+        """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault.
 
-    def begins(self) -> None:
-        """Forget what the blocks of an earlier kernel waited for; none may run."""
-        self._page[FIRST_BLOCK:] = 0
+        Between two kernels it is a peer whose message has not come.
+        """
+        running = self._running
+        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
+        if words:
+            small = running is not None and running.small
+            return (min(words) >> 24 & 0xFFFF) - 1, None if small else min(words) & 0xFFFFFF
+        blocks = self._page[FIRST_BLOCK::2].tolist()
+        for phase, one in enumerate(() if running is None else running.launches):
+            done = one.job is None or set(blocks[: one.grid]) == {phase << 32 | COMPLETE}
+            later = any(block >> 32 > phase for block in blocks)
+            if done and not later and one.messages:
+                return min((message.sends, message.peer) for message in one.messages)[1], None
+        return None, None
 
     def stop(self) -> None:
         """Tell the kernel to end, and all later ones; from any thread."""
@@ -185,90 +267,117 @@ class Engine:
         """Whether the kernel has ended because it has waited too long."""
         return bool(self._page[FAILED] == LATE)
 
+    @property
+    def told(self) -> bool:
+        """Whether the kernel has ended because a rank of another domain gave up."""
+        return bool(self._page[FAILED] == TOLD)
+
+    def _addressed(
+        self, messages: Sequence[Message], places: tuple[int, int, int], itemsize: int
+    ) -> list[tuple[bool, int, int, int]]:
+        """Messages with their addresses, and behind them for each peer the word for failures."""
+        moved = [
+            (one.sends, one.peer, places[one.buffer] + one.first * itemsize, one.count * itemsize)
+            for one in messages
+        ]
+        for sends, peer in sorted({(one.sends, one.peer) for one in messages}):
+            word = self._dead.data.ptr if sends else self._others.data.ptr + 8 * peer
+            moved.append((sends, peer, word, 8))
+        return moved
+
     def _small(self, call: Call[Any]) -> Placed | None:
         """Everything to everybody; None where that is no way."""
+        if call.table.count * call.itemsize > self._small_bytes:
+            return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))
-        if orders is None or call.table.count * call.itemsize > self._small_bytes:
+        if orders is None:
             return None
         codes = [rank << 2 | action for order in orders for rank, action in order]
         firsts = np.cumsum([0, *(len(order) for order in orders)])
         half = 2 * self._small_bytes * self.region.size
-        return self._placed(
-            call,
-            (call.table.bounds, firsts, np.array(codes, dtype=np.int64)),
-            [call.table.count, self._inbox, half],
-            [self._numbers.data.ptr],
-            grid=SMALL_BLOCKS,
-            threads=SMALL_THREADS,
-        )
+        tables, places = self._put((call.table.bounds, firsts, np.array(codes, dtype=np.int64)))
+        numbers = [call.table.count, self._inbox, half, *places, self._numbers.data.ptr]
+        kernel = self._ready(call, "small")
+        launch = Launch(self._job(numbers), SMALL_BLOCKS, ())
+        return Placed(kernel, (launch,), SMALL_THREADS, call.itemsize, None, True, [tables])
 
-    def _large(self, call: Call[Any]) -> Placed | None:
+    def _large(self, call: Call[Any], direct: bool) -> Placed | None:
         """Along the trees; None where the plan finds no room."""
-        digest = call.plan.digest
-        if digest not in self._plans:
-            key = PlanKey(digest, call.plan)
-            plan = KernelPlan(key, base=self._base, stride=self._slot_bytes, blocks=self.blocks)
-            if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
-                self._plans[digest] = None
-            else:
-                self._base += -(-plan.nbytes // FLAG_BYTES) * FLAG_BYTES
-                self._plans[digest] = plan, self._cupy.zeros(max(plan.numbers, 1), dtype=np.uint64)
-        found = self._plans[digest]
+        switched = bool(self.region.multicast)
+        able = switched and any(device.reduce for device in call.plan.topology.devices)
+        adds = able and switch_adds(call.op, call.dtype, exact=self._exact)
+        found = self._plan(call, adds=adds, copies=switched)
         if found is None:
             return None
-        tables = found[0].tables(call.table, call.memory[0], call.itemsize)
-        return self._placed(
-            call,
-            (tables.blocks, tables.steps, tables.ends),
-            [],
-            [found[1].data.ptr],
-            grid=len(tables.blocks) - 1,
-            threads=THREADS,
-            room=tables.kept * call.itemsize,
-        )
+        plan, counts = found
+        tables = plan.tables(call.table, call.memory[0], call.itemsize, direct=direct)
+        kernel = self._ready(call, "switch" if plan.stars else "forest")
+        kept: list[Any] = []
+        launches = [self._launch(number, phase, counts, kept) for number, phase in enumerate(tables.phases)]
+        nbytes = tables.room * call.itemsize
+        room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
+        return Placed(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
 
-    def _placed(
-        self,
-        call: Call[Any],
-        parts: tuple[NDArray[Any], ...],
-        before: list[int],
-        after: list[int],
-        *,
-        grid: int,
-        threads: int,
-        room: int = 0,
-    ) -> Placed:
-        """Put tables into the GPU's memory, and what a kernel is told: numbers, addresses of the tables, numbers."""
-        small = threads == SMALL_THREADS
-        averages = call.dtype in AVERAGED
-        name = forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, small=small)
+    def _plan(self, call: Call[Any], *, adds: bool, copies: bool) -> tuple[KernelPlan, Any] | None:
+        """A plan with its place in the arenas, and where this rank counts its chunks."""
+        digest = call.plan.digest
+        if (digest, adds) not in self._plans:
+            plan = KernelPlan(
+                PlanKey(digest, call.plan),
+                base=self._base,
+                stride=self._slot_bytes,
+                blocks=self.blocks,
+                domains=self.region.domains,
+                adds=adds,
+                copies=copies,
+            )
+            if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
+                self._plans[digest, adds] = None
+            else:
+                self._base += -(-plan.nbytes // FLAG_BYTES) * FLAG_BYTES
+                counts = self._cupy.zeros(max(plan.numbers, 1), dtype=np.uint64)
+                self._plans[digest, adds] = plan, counts
+        return self._plans[digest, adds]
+
+    def _launch(self, number: int, phase: Phase, counts: Any, kept: list[Any]) -> Launch:
+        if not len(phase.steps):
+            return Launch(None, 0, phase.messages)
+        tables, places = self._put((phase.blocks, phase.steps, phase.ends))
+        kept.append(tables)
+        job = self._job([*places, counts.data.ptr, number])
+        return Launch(job, len(phase.blocks) - 1, phase.messages)
+
+    def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
+        """Put tables into the GPU's memory; where each lies."""
         flat = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in parts]
         made = self._cupy.asarray(np.concatenate(flat))
         places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
+        return made, [int(place) for place in places]
+
+    def _job(self, numbers: list[int]) -> Any:
+        """What a kernel is told: what all have in common, and these numbers."""
         control = [
-            *(self._arenas.data.ptr, self._dead.data.ptr, self._memory.ptr),
-            *(self.region.rank, self.region.size, int(2e9 * self._timeout)),
+            *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
+            *(self._others.data.ptr if self._several else 0, self._memory.ptr),
+            *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, MOST_PATIENCE))),
         ]
-        job = self._cupy.asarray(np.array([*control, *before, *places.tolist(), *after], dtype=np.int64))
+        return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
+
+    def _ready(self, call: Call[Any], kind: str) -> Any:
+        """The kernel for a call, which has run once on nothing before any rank waits for it.
+
+        Its first launch may load it, and wait for the GPU.
+        """
+        averages = call.dtype in AVERAGED
+        name = forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, kind=kind)
         kernel = self._kernels.forest(name)
         if name not in self._ran:
             self._ran.add(name)
-            self._run_empty(kernel, control, threads)
-        return Placed(
-            kernel,
-            job,
-            grid,
-            threads,
-            self._cupy.empty(room, dtype=np.uint8) if room else None,
-            small,
-            made,
-        )
-
-    def _run_empty(self, kernel: Any, control: list[int], threads: int) -> None:
-        """Run a kernel on nothing, before any rank waits for it: its first launch may load it, and wait for the GPU."""
-        zeros = self._cupy.zeros(4, dtype=np.uint64)
-        places = 2 if threads == SMALL_THREADS else 3
-        nothing = [0, 0, 0] if threads == SMALL_THREADS else []
-        job = self._cupy.asarray(np.array([*control, *nothing, *[zeros.data.ptr] * 4], dtype=np.int64))
-        kernel((1,), (threads,), (job, *map(np.int64, [0] * places)))
-        self._stream.synchronize()
+            zeros = self._cupy.zeros(4, dtype=np.uint64).data.ptr
+            small = kind == "small"
+            job = self._job([0, 0, 0, *[zeros] * 4] if small else [*[zeros] * 4, 0])
+            places = [0] * (2 if small else 3)
+            threads = SMALL_THREADS if small else THREADS
+            kernel((1,), (threads,), (job, *map(np.int64, places)))
+            self._stream.synchronize()
+        return kernel

@@ -1,219 +1,119 @@
 """A rank's part in the collectives of a plan as tables for the one kernel that runs it (`kernels/forest.cu`).
 
-A *step* of a rank joins what arrives over some tree edges of a shard, and writes the sum on over others: a leaf of a
-tree has one that sends what the rank gives, an inner rank one that adds its children and sends on, and so on. An *end*
-is a tree edge seen from one of its ranks. Data crosses an edge through slots in the arena of the rank that it leads to.
-Steps have *parts*, which take the chunks of the shard in turns.
+The steps are those of `tree_steps`. An *end* is a tree edge seen from one of its ranks. Data crosses an edge through
+slots in the arena of the rank that it leads to; straight into that rank's result, where all results lie at one place
+in the arenas; or, between domains, as a message that moves when the kernel of its phase has ended. Steps have *parts*,
+which take the chunks of the shard in turns.
 
 Deadlock cannot be: chunk c of a step has its turn in round c + level, and every block of every rank takes its steps in
 the order of rounds. What a step waits for, data of lower levels or a free slot, has an earlier round: an edge has more
 slots than its data skips levels. So steps can be dealt out to blocks in any way, as long as the GPUs have all blocks of
-all ranks at once.
+all ranks at once. Kernels of a phase wait for no later one, and messages for those of earlier phases alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
-from collectives.lowering.dependencies import PlanKey, pattern_of
+from collectives.backends.nccl.tree_steps import GIVEN, KEPT, NOWHERE, RESULT, Step, steps_of
+from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.tree import ALIGNMENT
-
-GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
-"""Buffers of a rank, as the kernel numbers them: what it gives, its result, and room for sums that it needs again."""
 
 FLAG_BYTES = 128
 """From flag to flag: each has a line of the cache to itself."""
 
-SPARE_SLOTS = 2
-"""Slots of an edge besides one for each level that its data skips."""
-
 PIECES, LEAST_CHUNK = 8, 8 << 10
 """A part of a shard has this many chunks, for a pipeline, but shorter ones than so many bytes leave threads idle."""
 
-MOST_ENDS, DEPTH = 256, 4
-"""Ends of a step, and sums that wait for another one in a small collective; as in ``forest.cu``."""
+MOST_ENDS = 256
+"""Ends of a step; as in ``forest.cu``."""
 
-TAKE, JOIN_ONE, JOIN_BOTH = range(3)
-"""What a small collective does next with a rank's contribution: go on from it, with the sum so far set aside; join it
-to the sum; or join the sum to the one that was set aside last."""
+DIRECT, STAGED = 0, -1
+"""In place of a number of slots: data goes to the result, or has come into this rank's room as a message."""
+
+NO_BUFFER = (NOWHERE, 0)
+
+WHOLE = ("allreduce", "allgather", "broadcast")
+"""Collectives whose ranks all end with the whole buffer."""
 
 STEP = np.dtype(
     [
         (name, np.int64)
         for name in (
             *("level", "start", "stop", "chunk", "part", "parts", "own", "own_first", "kept", "kept_first"),
-            *("final", "first", "arrivals", "departures"),
+            *("final", "first", "arrivals", "departures", "direct", "gathers", "spreads"),
         )
     ]
 )
 END = np.dtype(
-    [(name, np.int64) for name in ("peer", "slots", "count", "stride", "data", "credit", "sent", "row")]
+    [
+        (name, np.int64)
+        for name in ("peer", "home", "slots", "count", "stride", "data", "credit", "sent", "row")
+    ]
 )
 """Rows of the tables; what they mean stands in ``forest.cu``."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step of a rank; edges by their number in the plan's pattern."""
-
-    rank: int
-    shard: int
-    own: int
-    level: int = 0
-    arrivals: list[int] = field(default_factory=list)
-    departures: list[int] = field(default_factory=list)
-    stage: int = NOWHERE  # in which it adds
-    behind: _Step | None = None  # whose sum it goes on from
-    keeps: bool = False  # another step goes on from its sum
-    last: bool = True  # of its rank and shard
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Steps:
-    """What all ranks do in a plan.
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements that a rank sends or receives between two kernels.
 
     Parameters
     ----------
-    steps : tuple of _Step
-        In an order in which data can run through them.
-    source, destination, shard : (E,) array
-        Ranks and shards of the plan's edges.
-    slots : (E,) array
-        How many each edge has.
-    senders : tuple of _Step
-        The step from which the data of each edge comes.
+    sends : bool
+    peer : int
+    buffer : int
+        `GIVEN`, `RESULT` or `KEPT`.
+    first, count : int
+        Elements of the buffer.
     """
 
-    steps: tuple[_Step, ...]
-    source: NDArray[np.int32]
-    destination: NDArray[np.int32]
-    shard: NDArray[np.int32]
-    slots: NDArray[np.int64]
-    senders: tuple[_Step, ...]
-
-
-@lru_cache(maxsize=64)
-def steps_of(key: PlanKey) -> Steps:
-    """The steps of a plan's ranks; those of the last 64 plans are kept.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
-    >>> steps = steps_of(PlanKey(plan.digest, plan)).steps
-    >>> [(step.shard, step.level, len(step.arrivals), len(step.departures)) for step in steps if step.rank == 1]
-    [(0, 2, 2, 2), (1, 0, 0, 1), (1, 4, 1, 0)]
-    """
-    pattern = pattern_of(key)
-    made: list[_Step] = []
-    latest: dict[tuple[int, int], _Step] = {}
-    sender: list[_Step] = []
-    receiver: list[_Step] = []
-
-    def new(rank: int, shard: int, own: int) -> _Step:
-        step = _Step(rank, shard, own)
-        earlier = latest.get((rank, shard))
-        if earlier is not None:
-            earlier.last = False
-        made.append(step)
-        latest[rank, shard] = step
-        return step
-
-    columns = (pattern.source, pattern.destination, pattern.shard, pattern.stage, pattern.add)
-    for edge, (source, destination, shard, stage, add) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
-    ):
-        sends = latest.get((source, shard)) or new(source, shard, GIVEN)
-        sends.departures.append(edge)
-        before = latest.get((destination, shard))
-        if before is not None and add and before.stage == stage:
-            takes = before
-        else:
-            takes = new(destination, shard, GIVEN if add else NOWHERE)
-            if add:
-                takes.stage = stage
-                if before is not None and before.arrivals:
-                    before.keeps, takes.behind, takes.own = True, before, KEPT
-                    takes.level = before.level + 1
-        takes.arrivals.append(edge)
-        takes.level = max(takes.level, sends.level + 1)
-        sender.append(sends)
-        receiver.append(takes)
-    skipped = [takes.level - sends.level for sends, takes in zip(sender, receiver, strict=True)]
-    slots = np.array(skipped, dtype=np.int64) + SPARE_SLOTS
-    return Steps(tuple(made), pattern.source, pattern.destination, pattern.shard, slots, tuple(sender))
-
-
-@lru_cache(maxsize=64)
-def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """For each shard of an allreduce in which order contributions are joined: ranks, and what is done with each.
-
-    None for other collectives, and where more sums than `DEPTH` would have to wait.
-
-    Examples
-    --------
-    Of gpu1, gpu4, gpu5, gpu7 the second adds to its own what the third has with the first, and then the fourth:
-
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
-    >>> order_of(PlanKey(plan.digest, plan))[0]
-    ((1, 0), (2, 0), (0, 1), (1, 2), (3, 1))
-    """
-    if key.plan.collective != "allreduce":
-        return None
-    steps = steps_of(key)
-    orders = []
-    for shard in range(len(key.plan.shards)):
-        order: list[tuple[int, int]] = []
-        _join(steps, next(step for step in steps.steps if step.shard == shard and step.last), order)
-        aside = np.cumsum([{TAKE: 1, JOIN_ONE: 0, JOIN_BOTH: -1}[action] for _, action in order]) - 1
-        if aside.max() > DEPTH:
-            return None
-        orders.append(tuple(order))
-    return tuple(orders)
-
-
-def _join(steps: Steps, step: _Step, order: list[tuple[int, int]]) -> None:
-    """Write down in which order the sum of a step comes about."""
-    if step.behind is not None:
-        _join(steps, step.behind, order)
-    elif step.own == GIVEN:
-        order.append((step.rank, TAKE))
-    for edge in step.arrivals:
-        sender = steps.senders[edge]
-        if step.own == NOWHERE:
-            _join(steps, sender, order)
-        elif sender.arrivals:
-            _join(steps, sender, order)
-            order.append((step.rank, JOIN_BOTH))
-        else:
-            order.append((sender.rank, JOIN_ONE))
+    sends: bool
+    peer: int
+    buffer: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """What a rank's kernel is told.
+class Phase:
+    """What a rank does in one kernel, and the messages behind it.
 
     Parameters
     ----------
     blocks : (B + 1,) int64
+        No kernel if there is no block.
     steps : (S,) array of `STEP`
     ends : (E,) array of `END`
-    kept : int
-        Elements of the room for sums that are needed again.
+    messages : tuple of Message
     """
 
     blocks: NDArray[np.int64]
     steps: NDArray[np.void]
     ends: NDArray[np.void]
-    kept: int
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """What a rank does in a collective.
+
+    Parameters
+    ----------
+    phases : tuple of Phase
+    room : int
+        Elements of the room for sums that are needed again, and for messages.
+    """
+
+    phases: tuple[Phase, ...]
+    room: int
 
 
 class KernelPlan:
@@ -230,48 +130,75 @@ class KernelPlan:
         Bytes of a slot, a multiple of `FLAG_BYTES`, and of `ALIGNMENT` elements of 16 bytes at least.
     blocks : int
         Of the kernel, at most.
+    domains : tuple of int
+        Of each rank; empty where all are in one.
+    adds, copies : bool
+        Whether switches that can are to add, and to copy.
 
     Attributes
     ----------
     nbytes : int
         That it takes in every arena. They must be zero where it has never run.
+    stars : int
+        What switches add or copy.
     """
 
-    def __init__(self, key: PlanKey, *, base: int, stride: int, blocks: int) -> None:
-        self._steps = steps_of(key)
-        self._stride = stride
-        self._blocks = blocks
-        count = np.zeros(len(key.plan.ranks), dtype=np.int64)
-        for step in self._steps.steps:
-            count[step.rank] += 1
-        self._parts = max(1, blocks // max(int(count.max(initial=1)), 1))
-        edges = len(self._steps.slots)
-        end = np.full(len(count), base, dtype=np.int64)
-        self._data, self._credit, self._slots = np.zeros((3, edges, self._parts), dtype=np.int64)
-        for edge, (source, destination) in enumerate(
-            zip(self._steps.source.tolist(), self._steps.destination.tolist(), strict=True)
-        ):
-            for part in range(self._parts):
-                self._data[edge, part], self._credit[edge, part] = end[destination], end[source]
-                end[destination] += FLAG_BYTES
-                end[source] += FLAG_BYTES
-        for edge, destination in enumerate(self._steps.destination.tolist()):
-            for part in range(self._parts):
-                self._slots[edge, part] = end[destination]
-                end[destination] += int(self._steps.slots[edge]) * stride
+    def __init__(
+        self,
+        key: PlanKey,
+        *,
+        base: int,
+        stride: int,
+        blocks: int,
+        domains: tuple[int, ...] = (),
+        adds: bool = False,
+        copies: bool = False,
+    ) -> None:
+        size = len(key.plan.ranks)
+        self.steps = found = steps_of(key, domains, adds=adds, copies=copies)
+        self.stride = stride
+        self.blocks = blocks
+        self.whole = key.plan.collective in WHOLE
+        self.stars = int(found.star.max(initial=-1)) + 1
+        count = np.zeros((size, 1 + max((step.phase for step in found.steps), default=0)), dtype=np.int64)
+        for step in found.steps:
+            count[step.rank, step.phase] += 1
+        self.phases = count.shape[1]
+        self.parts = parts = max(1, blocks // max(int(count.max(initial=1)), 1))
+        self.data, self.credit, self.slots = np.zeros((3, len(found.slots), parts), dtype=np.int64)
+        end = np.full(size, base, dtype=np.int64)
+        inside = np.flatnonzero(~found.crosses).tolist()
+        for edge in inside:
+            source, destination = found.source[edge], found.destination[edge]
+            for part in range(parts):
+                for place, rank in ((self.data, destination), (self.credit, source)):
+                    place[edge, part] = end[rank]
+                    end[rank] += FLAG_BYTES
+        for edge in inside:
+            if found.star[edge] < 0:
+                length, rank = int(found.slots[edge]) * stride, found.destination[edge]
+                self.slots[edge] = end[rank] + length * np.arange(parts)
+                end[rank] += length * parts
+        for star in range(self.stars):
+            edges = np.flatnonzero(found.star == star)
+            length = int(found.slots[edges[0]]) * stride
+            self.slots[edges] = end.max() + length * np.arange(parts)
+            end[:] = end.max() + length * parts
         self.nbytes = int(end.max(initial=base)) - base
 
     @property
     def most_ends(self) -> int:
         """The most ends of a step, of which the kernel takes `MOST_ENDS`."""
-        return max((len(step.arrivals) + len(step.departures) for step in self._steps.steps), default=0)
+        return max((len(step.arrivals) + len(step.departures) for step in self.steps.steps), default=0)
 
     @property
     def numbers(self) -> int:
         """How many numbers each rank keeps, zero at first: the chunks that each of its ends has seen."""
-        return self._data.size
+        return 2 * self.data.size
 
-    def tables(self, table: TransferTable, memory: RankArrays[object], itemsize: int) -> Tables:
+    def tables(
+        self, table: TransferTable, memory: RankArrays[Any], itemsize: int, *, direct: bool = False
+    ) -> Tables:
         """The tables of one rank.
 
         Parameters
@@ -282,69 +209,165 @@ class KernelPlan:
             The arrays themselves are not looked at.
         itemsize : int
             Bytes of an element.
+        direct : bool
+            Whether the results of all ranks begin at the same place of their arenas.
         """
-        mine = [step for step in self._steps.steps if step.rank == memory.rank]
-        bounds = table.bounds.tolist()
-        most = min(table.chunk_elements, self._stride // itemsize // ALIGNMENT * ALIGNMENT)
-        # the rows of chunk 0, from which empty shards are left out
-        row_of = np.cumsum(np.diff(table.bounds)[self._steps.shard] > 0) - 1
-        room: dict[int, int] = {}
-        kept = 0
-        for step in mine:
-            if (
-                step.keeps
-                and not memory.holds(*bounds[step.shard : step.shard + 2])
-                and step.shard not in room
-            ):
-                room[step.shard] = kept
-                kept += bounds[step.shard + 1] - bounds[step.shard]
-        pieces = [(step, part) for step in mine for part in range(self._parts)]
-        rows: list[tuple[int, ...]] = []
-        ends: list[tuple[int, ...]] = []
-        for step, part in pieces:
-            start, stop = bounds[step.shard : step.shard + 2]
-            pieces_long = -(-(stop - start) // (PIECES * self._parts * ALIGNMENT)) * ALIGNMENT
-            chunk = min(max(pieces_long, LEAST_CHUNK // itemsize), most)
-            holds = memory.holds(start, stop)
-            places = {
-                GIVEN: (GIVEN, memory.given[0]),
-                KEPT: (RESULT, memory.block[0]) if holds else (KEPT, start - room.get(step.shard, 0)),
-                NOWHERE: (NOWHERE, 0),
-            }
-            final = step.last and holds and bool(step.arrivals)
-            own, kept_at = places[step.own], places[KEPT if final or step.keeps else NOWHERE]
-            counts = (len(step.arrivals), len(step.departures))
-            size = (step.level, start, stop, chunk, part, self._parts)
-            rows.append((*size, *own, *kept_at, final, len(ends), *counts))
-            for edges, peers in (
-                (step.arrivals, self._steps.source),
-                (step.departures, self._steps.destination),
-            ):
-                ends += [self._end(edge, part, int(peers[edge]), int(row_of[edge])) for edge in edges]
-        blocks, steps = _dealt(pieces, np.array(rows, dtype=STEP), self._blocks)
-        return Tables(blocks, steps, np.array(ends, dtype=END), kept)
+        return _Tables(self, table, memory, itemsize, direct=direct and self.whole).build()
 
-    def _end(self, edge: int, part: int, peer: int, row: int) -> tuple[int, ...]:
-        return (
-            peer,
-            int(self._slots[edge, part]),
-            int(self._steps.slots[edge]),
-            self._stride,
-            int(self._data[edge, part]),
-            int(self._credit[edge, part]),
-            edge * self._parts + part,
-            row,
+
+Buffer = tuple[int, int]
+"""A buffer of a rank, and which element of the collective it begins with."""
+
+
+class _Tables:
+    """The tables of one rank in the making."""
+
+    def __init__(
+        self, plan: KernelPlan, table: TransferTable, memory: RankArrays[Any], itemsize: int, *, direct: bool
+    ) -> None:
+        self._plan = plan
+        self._found = plan.steps
+        self._memory = memory
+        self._direct = direct
+        self._bounds: list[int] = table.bounds.tolist()
+        self._longest = min(table.chunk_elements, plan.stride // itemsize // ALIGNMENT * ALIGNMENT)
+        self._shortest = LEAST_CHUNK // itemsize
+        # the rows of chunk 0, from which empty shards are left out
+        _, firsts = np.unique(self._found.row, return_index=True)
+        rows = np.cumsum(np.diff(table.bounds)[self._found.shard[firsts]] > 0) - 1
+        self._row = rows[self._found.row]
+        self._room: dict[tuple[str, int], Buffer] = {}
+        self._length = 0
+        self._values: dict[int, Buffer] = {}  # where the value of a step is after it
+        self._messages: list[list[tuple[int, Message]]] = [[] for _ in range(plan.phases)]
+
+    def build(self) -> Tables:
+        pieces: list[list[tuple[Step, int]]] = [[] for _ in self._messages]
+        rows: list[list[tuple[int, ...]]] = [[] for _ in self._messages]
+        ends: list[list[tuple[int, ...]]] = [[] for _ in self._messages]
+        for step in self._found.steps:
+            if step.rank != self._memory.rank or self._bounds[step.shard] == self._bounds[step.shard + 1]:
+                continue
+            fixed, arrivals, departures = self._step(step)
+            if not arrivals and not departures:
+                continue
+            here = ends[step.phase]
+            for part in range(self._plan.parts):
+                size, (own, kept, *rest) = self._size(step, part), fixed
+                counts = (len(here), len(arrivals), len(departures))
+                rows[step.phase].append((*size, *own, *kept, rest[0], *counts, *rest[1:]))
+                pieces[step.phase].append((step, part))
+                here += [self._end(edge, part, arrives=True) for edge in arrivals]
+                here += [self._end(edge, part, arrives=False) for edge in departures]
+        phases = []
+        for mine, steps, of_steps, messages in zip(pieces, rows, ends, self._messages, strict=True):
+            blocks, dealt = _dealt(mine, np.array(steps, dtype=STEP), self._plan.blocks)
+            moved = tuple(message for _, message in sorted(messages, key=lambda one: one[0]))
+            phases.append(Phase(blocks, dealt, np.array(of_steps, dtype=END), moved))
+        return Tables(tuple(phases), self._length)
+
+    def _step(self, step: Step) -> tuple[tuple[Any, ...], list[int], list[int]]:
+        """What all parts of a step have in common, and its ends in the kernel."""
+        found, crosses = self._found, self._found.crosses
+        start, stop = self._bounds[step.shard : step.shard + 2]
+        result = (RESULT, self._memory.block[0]) if self._memory.holds(start, stop) else None
+        final = step.last and result is not None and bool(step.arrivals)
+        arrivals, departures = step.arrivals, [edge for edge in step.departures if not crosses[edge]]
+        own = {
+            GIVEN: (GIVEN, self._memory.given[0]),
+            KEPT: self._values.get(id(step.behind), NO_BUFFER),
+            NOWHERE: NO_BUFFER,
+        }[step.own]
+        kept = NO_BUFFER
+        if step.own == NOWHERE and crosses[arrivals[0]]:
+            # it only passes on what a message has brought
+            own = (
+                result if final and result is not None else self._placed("message", arrivals[0], start, stop)
+            )
+            self._receives(arrivals[0], own)
+            arrivals, value = [], own
+        elif not arrivals:
+            value = own
+        elif self._is_direct(step):
+            value = (RESULT, self._memory.block[0])
+        else:
+            if final or (step.keeps and result is not None):
+                assert result is not None, "only then is it final"
+                kept = result
+            elif step.keeps or len(departures) < len(step.departures):
+                kept = self._placed("sum", step.shard, start, stop)
+            for edge in arrivals:
+                if crosses[edge]:
+                    self._receives(edge, self._placed("message", edge, start, stop))
+            value = kept
+        self._values[id(step)] = value
+        for edge in step.departures:
+            if crosses[edge]:
+                self._message(edge, value, sends=True)
+        direct = self._direct and any(
+            self._is_direct(found.receivers[edge]) for edge in (*arrivals, *departures)
         )
+        divides = final and step.stage != NOWHERE
+        return (own, kept, divides, direct, step.gathers, step.spreads), arrivals, departures
+
+    def _is_direct(self, step: Step) -> bool:
+        """Whether what arrives at a step is its rank's result already."""
+        return (
+            self._direct
+            and step.own == NOWHERE
+            and step.last
+            and not step.gathers
+            and not self._found.crosses[step.arrivals[0]]
+            and self._found.star[step.arrivals[0]] < 0
+        )
+
+    def _placed(self, what: str, number: int, start: int, stop: int) -> Buffer:
+        """Where in the room the elements of a shard lie."""
+        if (what, number) not in self._room:
+            self._room[what, number] = (KEPT, start - self._length)
+            self._length += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
+        return self._room[what, number]
+
+    def _receives(self, edge: int, place: Buffer) -> None:
+        self._message(edge, place, sends=False)
+
+    def _message(self, edge: int, place: Buffer, *, sends: bool) -> None:
+        peer = int((self._found.destination if sends else self._found.source)[edge])
+        shard = int(self._found.shard[edge])
+        start, stop = self._bounds[shard : shard + 2]
+        message = Message(sends, peer, place[0], start - place[1], stop - start)
+        self._messages[self._found.senders[edge].phase].append((edge, message))
+
+    def _size(self, step: Step, part: int) -> tuple[int, ...]:
+        start, stop = self._bounds[step.shard : step.shard + 2]
+        piece = -(-(stop - start) // (PIECES * self._plan.parts * ALIGNMENT)) * ALIGNMENT
+        chunk = min(max(piece, self._shortest), self._longest)
+        return step.level, start, stop, chunk, part, self._plan.parts
+
+    def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
+        plan, found = self._plan, self._found
+        source, destination = int(found.source[edge]), int(found.destination[edge])
+        peer, home = (source if arrives else destination), destination
+        slots, count = int(plan.slots[edge, part]), int(found.slots[edge])
+        if found.receivers[edge].gathers:
+            home = source
+        elif found.crosses[edge]:
+            slots, count = self._bounds[int(found.shard[edge])] - self._room["message", edge][1], STAGED
+        elif self._is_direct(found.receivers[edge]):
+            slots, count = 0, DIRECT
+        number = (2 * edge + arrives) * plan.parts + part
+        data, credit = int(plan.data[edge, part]), int(plan.credit[edge, part])
+        return peer, home, slots, count, plan.stride, data, credit, number, int(self._row[edge])
 
 
 def _dealt(
-    pieces: list[tuple[_Step, int]], rows: NDArray[np.void], blocks: int
+    pieces: list[tuple[Step, int]], rows: NDArray[np.void], blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.void]]:
     """Deal steps out to blocks, most work first to the block that has least; who goes on from a sum stays with it."""
     chains: dict[tuple[int, int], list[int]] = {}
     head: dict[int, int] = {}
     for number, (step, part) in enumerate(pieces):
-        first = head[id(step.behind)] if step.behind is not None else id(step)
+        first = head.get(id(step.behind), id(step))
         head[id(step)] = first
         chains.setdefault((first, part), []).append(number)
     work = {

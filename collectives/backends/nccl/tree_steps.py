@@ -1,0 +1,328 @@
+"""What every rank does in a plan, when one kernel runs all of it (`kernel_program`): its steps, and how they depend.
+
+A *step* of a rank joins what arrives over some tree edges of a shard, and writes the sum on over others: a leaf of a
+tree has one that sends what the rank gives, an inner rank one that adds its children and sends on, and so on.
+
+Ranks whose GPUs reach each other's memory are a *domain*, as those of a server. Edges between domains are messages, and
+kernels cannot wait for these; so steps have *phases*: a kernel runs those of the first, then messages move, then a
+kernel runs those of the second, and so on. Data that skips a phase inside its domain is kept by its sender, where a
+step of the later phase, a *relay*, sends it.
+
+Where a switch adds or copies, a star that spans its domain is one step of its root: it reads the sum of what lies at
+one place in all arenas, its own included, which it has sent to itself like the others; or it writes to all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.lowering.dependencies import PlanKey, pattern_of
+from topoplan.plans.plan import Plan
+
+GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
+"""Buffers of a rank, as the kernel numbers them: what it gives, its result, and room for sums that it needs again."""
+
+SPARE_SLOTS = 2
+"""Slots of an edge besides one for each level that its data skips."""
+
+DEPTH = 4
+"""Sums that wait for another one in a small collective; as in ``forest.cu``."""
+
+TAKE, JOIN_ONE, JOIN_BOTH = range(3)
+"""What a small collective does next with a rank's contribution: go on from it, with the sum so far set aside; join it
+to the sum; or join the sum to the one that was set aside last."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step of a rank; edges by their number in `Steps`.
+
+    Parameters
+    ----------
+    rank, shard : int
+    own : int
+        Buffer of the first operand, or `NOWHERE`: what arrives first.
+    phase, level : int
+        The kernel that runs it, and how many steps of that one must be ahead of it.
+    arrivals, departures : list of int
+    stage : int
+        In which it adds, else `NOWHERE`.
+    behind : Step or None
+        Whose sum it goes on from.
+    keeps : bool
+        Another step goes on from its sum.
+    last : bool
+        Of its rank and shard, relays aside.
+    gathers, spreads : bool
+        The switch adds what arrives, and copies what departs.
+    """
+
+    rank: int
+    shard: int
+    own: int
+    phase: int = 0
+    level: int = 0
+    arrivals: list[int] = field(default_factory=list)
+    departures: list[int] = field(default_factory=list)
+    stage: int = NOWHERE
+    behind: Step | None = None
+    keeps: bool = False
+    last: bool = True
+    gathers: bool = False
+    spreads: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps:
+    """What all ranks do in a plan.
+
+    Parameters
+    ----------
+    steps : tuple of Step
+    source, destination, shard : (E,) array
+        Of the edges: those of the plan's pattern, and of ranks to themselves where a switch adds.
+    row : (E,) array
+        Which edge of the pattern it is.
+    slots : (E,) array
+        How many an edge inside a domain has.
+    crosses : (E,) array of bool
+        Whether it leads to another domain.
+    star : (E,) array
+        Which star of a switch it belongs to, whose edges have their slots at one place in all arenas; else -1.
+    senders, receivers : tuple of Step
+        The steps of each edge.
+    """
+
+    steps: tuple[Step, ...]
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    shard: NDArray[np.int64]
+    row: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    crosses: NDArray[np.bool_]
+    star: NDArray[np.int64]
+    senders: tuple[Step, ...]
+    receivers: tuple[Step, ...]
+
+
+@lru_cache(maxsize=64)
+def steps_of(
+    key: PlanKey, domains: tuple[int, ...] = (), *, adds: bool = False, copies: bool = False
+) -> Steps:
+    """The steps of a plan's ranks; those of the last 64 plans are kept.
+
+    Parameters
+    ----------
+    key : PlanKey
+    domains : tuple of int
+        Of each rank; empty where all are in one.
+    adds, copies : bool
+        Whether switches that can are to add, and to copy.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+    >>> steps = steps_of(PlanKey(plan.digest, plan)).steps
+    >>> [(step.shard, step.level, len(step.arrivals), len(step.departures)) for step in steps if step.rank == 1]
+    [(0, 2, 2, 2), (1, 0, 0, 1), (1, 4, 1, 0)]
+    """
+    return _Builder(key, domains or (0,) * len(key.plan.ranks), adds, copies).build()
+
+
+class _Builder:
+    def __init__(self, key: PlanKey, domains: tuple[int, ...], adds: bool, copies: bool) -> None:
+        self._key = key
+        self._domains = domains
+        self._stars = _stars(key.plan, domains, {"reduce": adds, "broadcast": copies})
+        self._made: list[Step] = []
+        self._latest: dict[tuple[int, int], Step] = {}
+        self._edges: list[tuple[int, int, int, int, int]] = []
+        self._senders: list[Step] = []
+        self._receivers: list[Step] = []
+
+    def build(self) -> Steps:
+        pattern = pattern_of(self._key)
+        columns = (pattern.source, pattern.destination, pattern.shard, pattern.stage, pattern.add)
+        begun: set[tuple[int, int]] = set()
+        for row, (source, destination, shard, stage, add) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            if add and (shard, stage) in self._stars and (shard, stage) not in begun:
+                begun.add((shard, stage))
+                self._edge(destination, destination, shard, stage, add, row)
+            self._edge(source, destination, shard, stage, add, row)
+        self._relay()
+        star = self._found_stars()
+        skipped = self._skipped_levels()
+        slots = np.array(skipped, dtype=np.int64) + SPARE_SLOTS
+        for number in range(int(star.max(initial=-1)) + 1):
+            slots[star == number] = slots[star == number].max()
+        source, destination, shard, _, row = np.array(self._edges, dtype=np.int64).reshape(-1, 5).T
+        domain = np.array(self._domains, dtype=np.int64)
+        return Steps(
+            tuple(self._made),
+            source,
+            destination,
+            shard,
+            row,
+            slots,
+            domain[source] != domain[destination],
+            star,
+            tuple(self._senders),
+            tuple(self._receivers),
+        )
+
+    def _new(self, rank: int, shard: int, own: int) -> Step:
+        step = Step(rank, shard, own)
+        earlier = self._latest.get((rank, shard))
+        if earlier is not None:
+            earlier.last = False
+            step.phase = earlier.phase
+        self._made.append(step)
+        self._latest[rank, shard] = step
+        return step
+
+    def _edge(self, source: int, destination: int, shard: int, stage: int, add: bool, row: int) -> None:
+        """One more edge, in an order in which data can run over them."""
+        edge = len(self._edges)
+        self._edges.append((source, destination, shard, stage, row))
+        sends = self._latest.get((source, shard)) or self._new(source, shard, GIVEN)
+        sends.departures.append(edge)
+        before = self._latest.get((destination, shard))
+        if before is not None and add and before.stage == stage:
+            takes = before
+        else:
+            gathers = add and (shard, stage) in self._stars
+            takes = self._new(destination, shard, GIVEN if add and not gathers else NOWHERE)
+            takes.gathers = gathers
+            if add:
+                takes.stage = stage
+                if before is not None and before.arrivals and not gathers:
+                    before.keeps, takes.behind, takes.own = True, before, KEPT
+        takes.arrivals.append(edge)
+        crosses = self._domains[source] != self._domains[destination]
+        takes.phase = max(takes.phase, sends.phase + crosses)
+        self._senders.append(sends)
+        self._receivers.append(takes)
+
+    def _relay(self) -> None:
+        """Let senders keep what is taken in a later phase, where another step sends it."""
+        relays: dict[tuple[int, int], Step] = {}
+        for edge, (sends, takes) in enumerate(zip(self._senders, self._receivers, strict=True)):
+            if sends.phase == takes.phase or self._domains[sends.rank] != self._domains[takes.rank]:
+                continue
+            relay = relays.get((id(sends), takes.phase))
+            if relay is None:
+                relay = Step(sends.rank, sends.shard, GIVEN, takes.phase, last=False)
+                if sends.arrivals:
+                    sends.keeps, relay.behind, relay.own = True, sends, KEPT
+                relays[id(sends), takes.phase] = relay
+                self._made.append(relay)
+            sends.departures.remove(edge)
+            relay.departures.append(edge)
+            self._senders[edge] = relay
+
+    def _found_stars(self) -> NDArray[np.int64]:
+        """The star of each edge, without those whose root also writes to others."""
+        edges: dict[tuple[int, int], list[int]] = {}
+        for edge, (_, _, shard, stage, _) in enumerate(self._edges):
+            if (shard, stage) in self._stars:
+                edges.setdefault((shard, stage), []).append(edge)
+        star = np.full(len(self._edges), -1, dtype=np.int64)
+        number = 0
+        for members in edges.values():
+            sends = self._senders[members[0]]
+            if not self._receivers[members[0]].gathers:
+                if sends.departures != members:
+                    continue
+                sends.spreads = True
+            star[members] = number
+            number += 1
+        return star
+
+    def _skipped_levels(self) -> list[int]:
+        """Set the levels of all steps; how many each edge skips."""
+        for sends, takes in zip(self._senders, self._receivers, strict=True):
+            if takes.behind is not None and takes.behind.phase == takes.phase:
+                takes.level = max(takes.level, takes.behind.level + 1)
+            if sends.phase == takes.phase:
+                takes.level = max(takes.level, sends.level + 1)
+        return [
+            max(takes.level - sends.level, 1)
+            for sends, takes in zip(self._senders, self._receivers, strict=True)
+        ]
+
+
+def _stars(plan: Plan, domains: tuple[int, ...], wanted: dict[str, bool]) -> Collection[tuple[int, int]]:
+    """Shards and stages that a switch adds or copies for: one parent with all others of its domain."""
+    if not any(wanted.values()):
+        return ()
+    able = {
+        "reduce": {device.name for device in plan.topology.devices if device.reduce},
+        "broadcast": {device.name for device in plan.topology.devices if device.multicast},
+    }
+    return {
+        (number, position)
+        for number, shard in enumerate(plan.shards)
+        for position, stage in enumerate(shard.stages)
+        if wanted[stage.op]
+        and len(stage.edges) + 1 == domains.count(domains[stage.root])
+        and all(
+            edge.parent == stage.root
+            and domains[edge.child] == domains[stage.root]
+            and not able[stage.op].isdisjoint(edge.route[1:-1])
+            for edge in stage.edges
+        )
+    }
+
+
+@lru_cache(maxsize=64)
+def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    """For each shard of an allreduce in which order contributions are joined: ranks, and what is done with each.
+
+    None for other collectives, and where more sums than `DEPTH` would have to wait.
+
+    Examples
+    --------
+    Of gpu1, gpu4, gpu5, gpu7 the second adds to its own what the third has with the first, and then the fourth:
+
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+    >>> order_of(PlanKey(plan.digest, plan))[0]
+    ((1, 0), (2, 0), (0, 1), (1, 2), (3, 1))
+    """
+    if key.plan.collective != "allreduce":
+        return None
+    steps = steps_of(key)
+    orders = []
+    for shard in range(len(key.plan.shards)):
+        order: list[tuple[int, int]] = []
+        _join(steps, next(step for step in steps.steps if step.shard == shard and step.last), order)
+        aside = np.cumsum([{TAKE: 1, JOIN_ONE: 0, JOIN_BOTH: -1}[action] for _, action in order]) - 1
+        if aside.max() > DEPTH:
+            return None
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def _join(steps: Steps, step: Step, order: list[tuple[int, int]]) -> None:
+    """Write down in which order the sum of a step comes about."""
+    if step.behind is not None:
+        _join(steps, step.behind, order)
+    elif step.own == GIVEN:
+        order.append((step.rank, TAKE))
+    for edge in step.arrivals:
+        sender = steps.senders[edge]
+        if step.own == NOWHERE:
+            _join(steps, sender, order)
+        elif sender.arrivals:
+            _join(steps, sender, order)
+            order.append((step.rank, JOIN_BOTH))
+        else:
+            order.append((sender.rank, JOIN_ONE))
