@@ -212,6 +212,9 @@ class GivesMemory(Protocol):
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """A new contiguous array of the same dtype, contents undefined: of that memory where there is some left."""
 
+    def writes(self, array: Any) -> bool:
+        """Whether results may be written to this contiguous array at once, also where that is not so of all arrays."""
+
 
 class OneRank:
     """What back ends of one rank that have a `World` tell the other ranks through it, between collectives.

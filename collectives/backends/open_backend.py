@@ -32,11 +32,14 @@ class Settings:
         Let every link run at its bandwidth in the plan's machine times this scale.
     engine : str
         How the nccl back end moves data: see `collectives.backends.nccl.backend.NcclBackend`.
+    exact : bool
+        Whether sums must have the plan's bits; all other back ends than nccl give these in any case.
     """
 
     timeout: float
     pace: float | None = None
     engine: str = "auto"
+    exact: bool = True
 
 
 DEFAULT = Settings(timeout=30.0)
@@ -68,7 +71,9 @@ def _mpi(plan: Plans | None, settings: Settings) -> Backend[Any]:
 def _nccl(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.nccl.backend import NcclBackend
 
-    return NcclBackend.from_environment(timeout=settings.timeout, engine=settings.engine)
+    return NcclBackend.from_environment(
+        timeout=settings.timeout, engine=settings.engine, exact=settings.exact
+    )
 
 
 def _shared(plan: Plans | None, settings: Settings) -> Backend[Any]:

@@ -79,6 +79,9 @@ class Communicator:
     engine : str
         How the nccl back end moves data: "windows" (one kernel for each collective, which writes to the other GPUs'
         memory), "messages" (NCCL's sends and receives), or "auto" for the first where all ranks have it.
+    exact : bool
+        False lets a switch between GPUs add floating-point numbers, where plan and machine have one that can: in an
+        order of its own, so that sums need not have the same bits as elsewhere or in the next call.
 
     Attributes
     ----------
@@ -123,6 +126,7 @@ class Communicator:
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
+        exact: bool = True,
     ) -> None:
         if not timeout > 0:
             raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
@@ -130,7 +134,7 @@ class Communicator:
             raise UsageError(
                 f"the {backend.name} back end is made already; give it the engine, or name it here"
             )
-        settings = Settings(timeout, engine=engine)
+        settings = Settings(timeout, engine=engine, exact=exact)
         opened = None if isinstance(backend, str) else backend
         if plan is None:  # for which ranks would plan where they run
             raise UsageError(
@@ -464,9 +468,11 @@ class Communicator:
 
         Where ranks share memory (``shared``, and ``mpi`` on one host) it is memory that all of them see: a collective
         whose inputs and results lie there on every rank adds up straight from one to the other, which takes a third
-        to a half of the time. Everywhere else they are arrays like any other. Sums have the same bits. If such a
-        collective fails, its results may be half written, in place its inputs too, and they may change until all ranks
-        have noticed. Arrays outlive the communicator.
+        to a half of the time. On GPUs whose kernels write to each other's memory (``nccl`` with windows) results are
+        written there at once, and where those of all ranks lie alike, as when all have made the same arrays in the same
+        order, by the GPU that has them first. Everywhere else they are arrays like any other. Sums have the same bits.
+        If such a collective fails, its results may be half written, in place its inputs too, and they may change until
+        all ranks have noticed. Arrays outlive the communicator.
 
         Parameters
         ----------

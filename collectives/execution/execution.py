@@ -22,7 +22,16 @@ from types import NoneType
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.backends.backend import AVERAGED, Backend, Call, GathersTexts, RankArrays, Repeat, Repeats
+from collectives.backends.backend import (
+    AVERAGED,
+    Backend,
+    Call,
+    GathersTexts,
+    GivesMemory,
+    RankArrays,
+    Repeat,
+    Repeats,
+)
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.plan_store import PlanStore, made_here
 from collectives.execution.request import Kind, Request
@@ -141,6 +150,7 @@ class Execution(Generic[Array]):
         self._staging: dict[tuple[int, str], Array] = {}
         self._lowered: dict[Kind, tuple[PlanKey, TransferTable, Signature]] = {}
         self._repeats = isinstance(backend, Repeats) and not self._tells
+        self._gives = backend if isinstance(backend, GivesMemory) else None
         self._repeated: dict[Asked, RepeatedCall] = {}
 
     def run(self, request: Request[Array]) -> Any:
@@ -155,7 +165,7 @@ class Execution(Generic[Array]):
         library, kind = self.backend.arrays, request.kind
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
-        if self.backend.direct:
+        if self.backend.direct or self._gives:
             memory = set_apart(memory, library)
         agreed = signature.of_call(self._calls)
         if request.about is not None:
@@ -443,7 +453,9 @@ class Execution(Generic[Array]):
 
     def _into(self, output: Array) -> bool:
         """Whether the back end may write a result to the caller's array itself."""
-        return self.backend.direct and self.backend.arrays.contiguous(output)
+        if not self.backend.arrays.contiguous(output):
+            return False
+        return self.backend.direct or (self._gives is not None and self._gives.writes(output))
 
     def _room(self, rank: int, elements: int, like: Array) -> Array:
         """Memory for a result that is copied to the caller's array when it is complete; kept between calls."""

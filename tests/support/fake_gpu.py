@@ -272,7 +272,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
                 made = empty(key.shape, self.dtype)
                 current().do(lambda: np.copyto(made.host, self.host[key.host]))
                 return made
-            return array_of(self.host[key], self.device.id)
+            return array_of(self.host[key], self.device.id, self.base_memory)
 
         def __setitem__(self, key: Any, value: Any) -> None:
             source = value.host if isinstance(value, ndarray) else np.array(value)
@@ -280,11 +280,11 @@ def fake_cupy(machine: Machine) -> ModuleType:
             current().do(lambda: np.copyto(target, source))
 
         def view(self, dtype: Any) -> ndarray:
-            return array_of(self.host.view(dtype), self.device.id)
+            return array_of(self.host.view(dtype), self.device.id, self.base_memory)
 
         def reshape(self, *shape: Any) -> ndarray:
             assert self.host.flags.c_contiguous
-            return array_of(self.host.reshape(*shape), self.device.id)
+            return array_of(self.host.reshape(*shape), self.device.id, self.base_memory)
 
         def set(self, array: np.ndarray) -> None:
             if current().capture is not None:
@@ -305,8 +305,8 @@ def fake_cupy(machine: Machine) -> ModuleType:
             current().synchronize()
             return self.host.copy()
 
-    def array_of(host: np.ndarray, device: int) -> ndarray:
-        return ndarray(None, host=host, device=device)
+    def array_of(host: np.ndarray, device: int, memory: Any = None) -> ndarray:
+        return ndarray(None, memptr=memory, host=host, device=device)
 
     def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
         kind = np.dtype(dtype)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ MOST_LANES = 1024
 
 ENGINES = ("auto", "windows", "messages")
 
-REGION_BYTES = 128 << 20
+REGION_BYTES = 256 << 20
 """The default for the memory of a GPU that the other GPUs write to."""
 
 DRAIN_SECONDS = 1.0
@@ -96,7 +97,9 @@ class NcclBackend(OneRank):
         "windows": one kernel for each collective, which writes to the other GPUs' memory. "messages": NCCL's sends and
         receives, and kernels that join. "auto": windows where all ranks have them and a plan fits.
     region_bytes : int
-        Of each GPU's memory for windows.
+        Of each GPU's memory for windows: half of it for slots and flags, the other half for arrays of `empty`.
+    exact : bool
+        Sums have the plan's bits. Else a switch adds floating-point numbers where it can, in an order of its own.
 
     Attributes
     ----------
@@ -132,9 +135,12 @@ class NcclBackend(OneRank):
         bindings: str = "auto",
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
+        exact: bool = True,
     ) -> None:
-        if region_bytes < UNIT or region_bytes % UNIT:
-            raise UsageError(f"a region of {region_bytes} bytes: give a multiple of {UNIT}")
+        if region_bytes < 2 * UNIT or region_bytes % UNIT:
+            raise UsageError(
+                f"a region of {region_bytes} bytes: give a multiple of {UNIT}, {2 * UNIT} at least"
+            )
         if engine not in ENGINES:
             raise UsageError(
                 f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
@@ -157,7 +163,13 @@ class NcclBackend(OneRank):
         self._step_bytes = step_bytes
         self._by_tree = lanes == "trees"
         self._overlap = overlap
-        self._settings = {"step_bytes": step_bytes, "lanes": lanes, "overlap": overlap, "engine": engine}
+        self._settings = {
+            "step_bytes": step_bytes,
+            "lanes": lanes,
+            "overlap": overlap,
+            "engine": engine,
+            "exact": exact,
+        }
         self._graphs = graphs and lanes == "steps"
         self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
         self._captures = 0
@@ -231,6 +243,16 @@ class NcclBackend(OneRank):
         with self._telling():
             self._agree(signature, 0)
 
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """See `GivesMemory.empty`: of the region, where there is one."""
+        nbytes = math.prod(shape) * self.arrays.itemsize(like)
+        memory = None if self._engine is None else self._engine.region.array(nbytes)
+        return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
+
+    def writes(self, array: Any) -> bool:
+        """See `GivesMemory.writes`: to those of `empty`."""
+        return self._engine is not None and self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
+
     def close(self) -> None:
         """See `Backend.close`."""
         if self._closed:
@@ -248,11 +270,16 @@ class NcclBackend(OneRank):
         one = call.memory[0]
         buffers = (one.source, one.result)
         source, result = (0 if not array.size else int(array.data.ptr) for array in buffers)
-        placed = None if self._engine is None else self._engine.place(call)
-        if self._engine is not None and placed is not None:
-            self._agree(call.signature, 0)
+        engine = self._engine
+        placed = None if engine is None else engine.place(call)
+        if engine is not None and placed is not None:
+            place = engine.place_of_result(result, one.result.nbytes)
+            direct = engine.place(call, direct=True) if place and not placed.small else None
+            offers = self._agree(call.signature, place)
+            if direct is not None and min(offers) == max(offers):
+                placed = direct
             if len(call.table):
-                self._run_kernel(self._engine, placed, source, result, self._ready(stream))
+                self._run_kernel(engine, placed, source, result, self._ready(stream))
         elif self._engine is not None and self._settings["engine"] == "windows":
             raise UsageError(
                 f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
@@ -296,7 +323,14 @@ class NcclBackend(OneRank):
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._lanes.origin
             self._engine = Engine(
-                self._cupy, kernels, found, origin, timeout=self._timeout, blocks=int(blocks)
+                self._cupy,
+                kernels,
+                found,
+                origin,
+                timeout=self._timeout,
+                blocks=int(blocks),
+                room_bytes=region_bytes // 2 // UNIT * UNIT,
+                exact=bool(self._settings["exact"]),
             )
             origin.synchronize()
         self._connections.before_leaving = self._leave_engine
@@ -318,26 +352,32 @@ class NcclBackend(OneRank):
 
     def _run_kernel(self, engine: Engine, placed: Placed, source: int, result: int, ready: Any) -> None:
         origin = self._lanes.origin
-        engine.begins()
+        engine.begins(placed)
         with self._guard.watch(engine.progress, engine.waiting):
             origin.wait_event(ready)
-            engine.queue(placed, source, result)
+            engine.queue(placed, source, result, self._move)
             self._wait()
-        if engine.late:
+        if engine.late or engine.told:
             peer, row = engine.waiting()
+            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
             raise BackendError(
-                f"the kernel waited {2 * self._timeout:g} s for rank {peer}",
-                rank=self.rank,
-                peer=peer,
-                step=row,
+                what if engine.late else f"rank {peer} gave up", rank=self.rank, peer=peer, step=row
             )
+
+    def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
+        """Queue messages behind a kernel (`engine.Move`)."""
+        (link, *_), stream = self._connections.have(1), self._lanes.origin.ptr
+        with self._connections.group():
+            for sends, peer, address, nbytes in messages:
+                (link.send if sends else link.receive)(address, nbytes, peer, stream)
+        self._connections.settle(link, self._guard.check)
 
     def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
         placed, replays = self._placed(call)
         scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
         addresses = np.array([source, result, scratch], dtype=np.int64)
         key = (call.op, call.dtype, *addresses.tolist())
-        what = self._agree(call.signature, replays.offer(key) if self._graphs else 0)
+        what = decision(self._agree(call.signature, replays.offer(key) if self._graphs else 0))
         if not len(call.table):
             return
         program = placed.program
@@ -391,8 +431,8 @@ class NcclBackend(OneRank):
             self._cupy.cuda.runtime.check_status(status)
         return status == NOT_READY
 
-    def _agree(self, signature: Signature, offer: int) -> str:
-        """Compare with all ranks what they mean to run; says how it is run."""
+    def _agree(self, signature: Signature, offer: int) -> list[int]:
+        """Compare with all ranks what they mean to run; what each of them offers for it."""
         offers = []
         said = self._world.compare(signature, self._about(offer), timeout=self._timeout)
         for peer, text in enumerate(said):
@@ -405,7 +445,7 @@ class NcclBackend(OneRank):
                     rank=self.rank,
                     peer=peer,
                 )
-        return decision(offers)
+        return offers
 
     def _about(self, offer: int) -> str:
         return json.dumps({**self._settings, "offer": offer})

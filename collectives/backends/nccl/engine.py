@@ -205,6 +205,11 @@ class Engine:
         self._programs.move_to_end(layout)
         return self._programs[layout]
 
+    def place_of_result(self, address: int, nbytes: int) -> int:
+        """A number, the same on ranks whose results lie at the same place of their arenas; 0 where they do not."""
+        offset = self.region.offset(address)
+        return offset if self._end <= offset <= self.region.nbytes - nbytes else 0
+
     def queue(
         self, placed: Placed, source: int, result: int, move: Move | None = None, stream: Any = None
     ) -> None:

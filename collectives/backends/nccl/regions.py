@@ -75,6 +75,11 @@ class Region:
     def __post_init__(self) -> None:
         self._free = FreeRoom(self.nbytes, unit=UNIT)
 
+    @property
+    def domains(self) -> tuple[int, ...]:
+        """Of each rank: ranks of one reach each other's memory."""
+        return (0,) * self.size
+
     def array(self, nbytes: int) -> Any:
         """A new array of bytes in this rank's arena, contents undefined; None where there is no more room."""
         start = self._free.take(nbytes)

@@ -163,16 +163,17 @@ class _Builder:
         slots = np.array(skipped, dtype=np.int64) + SPARE_SLOTS
         for number in range(int(star.max(initial=-1)) + 1):
             slots[star == number] = slots[star == number].max()
-        source, destination, shard, _, row = np.array(self._edges, dtype=np.int64).reshape(-1, 5).T
+        edges = np.array(self._edges, dtype=np.int64).reshape(-1, 5)
+        sources, destinations = edges[:, 0], edges[:, 1]
         domain = np.array(self._domains, dtype=np.int64)
         return Steps(
             tuple(self._made),
-            source,
-            destination,
-            shard,
-            row,
+            sources,
+            destinations,
+            edges[:, 2],
+            edges[:, 4],
             slots,
-            domain[source] != domain[destination],
+            domain[sources] != domain[destinations],
             star,
             tuple(self._senders),
             tuple(self._receivers),

@@ -189,6 +189,10 @@ class SharedBackend(OneRank):
 
         return torch.from_numpy(memory).view(like.dtype).view(shape)
 
+    def writes(self, array: Any) -> bool:
+        """See `GivesMemory.writes`: to all arrays."""
+        return self.direct
+
     def repeated(self, call: Call[Any]) -> Repeat | None:
         """See `Repeats.repeated`."""
         (memory,) = call.memory

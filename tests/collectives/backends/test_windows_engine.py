@@ -95,6 +95,45 @@ def test_results_have_the_bits_of_loopback_with_one_launch_each(
     assert machine.graph_launches == 0
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather"])
+def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
+    machine: Machine, cupy: ModuleType, collective: str
+) -> None:
+    machine.gpus, machine.peers = 3, True
+    arrays = floats(3, LONG)
+    plan = forest_plan(3, collective, "binary")
+
+    def call(comm: Communicator, given: Any, out: Any = None) -> Any:
+        if collective == "broadcast":
+            return comm.broadcast(given, root=plan.root, out=out)
+        return (comm.all_gather if collective == "allgather" else comm.all_reduce)(given, out=out)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        backend: Any = comm._execution.backend
+        shape = (3, LONG) if collective == "allgather" else LONG
+        given, out = comm.empty(LONG), comm.empty(shape)
+        given[:] = cupy.asarray(arrays[rank])
+        assert call(comm, given, out) is out
+        kinds = [layout[-1] for layout in backend._engine._programs]
+        found = [out.get()]
+        if rank == 1:
+            out = comm.empty(1)  # from here on its arrays lie elsewhere
+        other = comm.empty(shape)
+        found.append(call(comm, given, other).get())
+        if collective != "allgather":
+            found.append(call(comm, given, given).get())  # in place
+        return kinds, found
+
+    found = outcome(run(cupy, 3, task, collective, chunk_bytes=1 << 20, timeout=40.0))
+    with Communicator(plan, "loopback") as comm:
+        wanted = call(comm, arrays)
+    for rank, (kinds, results) in enumerate(found):
+        assert kinds == [False, True]
+        for one in results:
+            assert one.tobytes() == np.asarray(wanted[rank]).tobytes()
+
+
 def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     machine: Machine, cupy: ModuleType
 ) -> None:
