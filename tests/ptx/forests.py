@@ -122,8 +122,8 @@ class Prepared:
         return None
 
 
-def prepared(case: Case, seed: int = 0, timeout: float = 1e-2) -> Prepared:
-    """Queue the calls of a case."""
+def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool = False) -> Prepared:
+    """Queue the calls of a case; see `Ranks`."""
     plan = plan_of(case.machine, case.collective, case.gpus)
     size = len(plan.ranks)
     small = 16384 if case.small else 0
@@ -139,6 +139,7 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2) -> Prepared:
             timeout=timeout,
             domains=domains_of(plan),
             switched=case.switched,
+            filled=filled,
             blocks=case.blocks,
             slot_bytes=512,
             small_bytes=small,

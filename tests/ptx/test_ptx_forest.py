@@ -98,6 +98,28 @@ def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("victim", range(6))
+def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(victim: int) -> None:
+    case = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
+    for seed, steps in enumerate((1, 2000, 10_000, 20_000, 30_000, 40_000)):
+        made = prepared(case, seed, timeout=5e-4, filled=True)
+        found = run(made, seed, stop=(victim, steps))
+        engines = made.ranks.engines
+        failed = [rank for rank in range(6) if engines[rank].late or engines[rank].told]
+        for rank in set(range(6)) - {victim, *failed}:
+            assert found.finished[rank]
+            assert same_bits(made.got[0][rank], made.wanted[0][rank])
+        for rank in failed:
+            assert found.finished[rank] or rank == victim
+            at, earlier = rank, set()
+            while at in failed and at != victim:
+                assert at not in earlier
+                earlier.add(at)
+                at = engines[at].waiting()[0]
+            assert at == victim
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("small", [False, True])
 def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: bool) -> None:
     made = prepared(Case("dgx-1v", gpus=QUAD, counts=(200, 100), small=small), timeout=10.0)

@@ -145,6 +145,9 @@ def fake_cupy(machine: Machine) -> ModuleType:
         def done(self) -> bool:
             return query_stream(self.ptr) == 0
 
+        def is_capturing(self) -> bool:
+            return self.capture is not None
+
         def begin_capture(self, mode: int | None = None) -> None:
             assert self.capture is None
             self.capture = Capture(self)

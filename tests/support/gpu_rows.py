@@ -200,6 +200,8 @@ ROWS: tuple[Row, ...] = (
     Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 100, ON_EACH),
     Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 100, ON_EACH),
     *(Row(f"windows-1/{size}-ranks", partial(windows.one_gpu, size), 60, CUPY) for size in (2, 4, 8)),
+    Row("windows-1/results", windows.results_in_arenas, 40, CUPY),
+    Row("windows-1/graphs", windows.graphs, 40, CUPY),
     Row("windows-1/missing", windows.a_rank_is_missing, 40, CUPY),
     Row("windows-1/sweep", windows.settings_swept, 60, CUPY),
     Row("windows-each/check", partial(EACH, "check,allreduce,close", engine="windows"), 100, ON_EACH),

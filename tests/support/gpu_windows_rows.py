@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,17 @@ class Ranks:
             for rank in range(self.size)
         ]  # fmt: skip
 
-    def run(self, calls: list[Call[Any]]) -> None:
+    def run(self, calls: list[Call[Any]], *, direct: bool = False) -> None:
         """Run a collective to its end; raises where a rank was late."""
-        placed = [engine.place(call) for engine, call in zip(self.engines, calls, strict=True)]
+        placed = [engine.place(call, direct=direct) for engine, call in zip(self.engines, calls, strict=True)]
         for one, engine, call in zip(placed, self.engines, calls, strict=True):
             assert one is not None, "the arena is too small for the plan"
             memory = call.memory[0]
             engine.queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for all ranks; raises where one was late."""
         for stream in self.streams:
             stream.synchronize()
         late = {rank: engine.waiting() for rank, engine in enumerate(self.engines) if engine.late}
@@ -112,6 +117,68 @@ def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 
                     wanted = reference.all_reduce(arrays, op=op)
                 for rank in range(size):
                     assert out[rank].get().tobytes() == wanted[rank].tobytes(), (dtype, op, length, rank)
+
+
+def results_in_arenas(size: int = 4, length: int = 1 << 22, **settings: int) -> str:
+    """Results that the rank which has them first writes for all: right to the bit, and the time beside slots."""
+    cupy = cupy_here()
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    ranks = Ranks(cupy, size, arena=(64 << 20) + 8 * length, room_bytes=64 << 20, small_bytes=0, **settings)
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal(length).astype(np.float32) for _ in range(size)]
+    given = [cupy.asarray(one) for one in arrays]
+    out = [engine.region.array(4 * length).view(np.float32) for engine in ranks.engines]
+    places = [
+        engine.place_of_result(one.data.ptr, one.nbytes)
+        for engine, one in zip(ranks.engines, out, strict=True)
+    ]
+    assert min(places) == max(places) > 0
+    cupy.cuda.get_current_stream().synchronize()
+    calls = ranks.calls(plan, given, out, "sum", 1 << 20)
+    with Communicator(plan) as reference:
+        wanted = reference.all_reduce(arrays)
+    seconds = []
+    for direct in (False, True):
+        for one in out:
+            one[:] = 0
+        cupy.cuda.get_current_stream().synchronize()
+        seconds.append(_seconds(partial(ranks.run, calls, direct=direct), runs=5))
+        assert all(one.get().tobytes() == wanted[rank].tobytes() for rank, one in enumerate(out)), direct
+    return (
+        f"{4 * length} B: {seconds[0] * 1e6:.0f} us by slots, {seconds[1] * 1e6:.0f} us straight into results"
+    )
+
+
+def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settings: int) -> str:
+    """A graph of one kernel for each rank, replayed on new data."""
+    cupy = cupy_here()
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    for length in lengths:
+        ranks = Ranks(cupy, size, arena=64 << 20, **settings)
+        given, out = ([cupy.zeros(length, dtype=np.float32) for _ in range(size)] for _ in range(2))
+        cupy.cuda.get_current_stream().synchronize()
+        calls = ranks.calls(plan, given, out, "avg", 1 << 20)
+        ranks.run(calls)
+        made = []
+        for engine, call, stream in zip(ranks.engines, calls, ranks.streams, strict=True):
+            placed, memory = engine.place(call), call.memory[0]
+            assert placed is not None, "it has run"
+            stream.begin_capture()
+            engine.queue(placed, int(memory.source.data.ptr), int(memory.result.data.ptr), captured=True)
+            made.append(stream.end_capture())
+        for seed in range(3):
+            generator = np.random.default_rng(seed)
+            arrays = [generator.standard_normal(length).astype(np.float32) for _ in range(size)]
+            for one, array in zip(given, arrays, strict=True):
+                one.set(array)
+            cupy.cuda.get_current_stream().synchronize()
+            for graph, stream in zip(made, ranks.streams, strict=True):
+                graph.launch(stream)
+            ranks.wait()
+            with Communicator(plan) as reference:
+                wanted = reference.all_reduce(arrays, op="avg")
+            assert all(one.get().tobytes() == wanted[rank].tobytes() for rank, one in enumerate(out)), length
+    return f"{len(lengths)} lengths, 3 replays each, right to the bit"
 
 
 def one_gpu(size: int) -> str:

@@ -94,9 +94,12 @@ class Gpu:
         What was queued since they were taken last.
     threads : int
         Of a block, in place of those that the engine asks for: fewer are run sooner.
+    filled : bool
+        Whether new memory may be read before it is written.
     """
 
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, threads: int, *, filled: bool = False) -> None:
+        self.filled = filled
         # no rank sees anything where another one does
         self.memory = Memory(end=(rank + 1) << 40)
         self.launches: list[Launch] = []
@@ -116,7 +119,7 @@ class Gpu:
         return self.put("numbers", np.zeros(count, dtype=dtype))
 
     def empty(self, count: int, dtype: Any) -> Any:
-        return self.put("room", np.zeros(count, dtype=dtype), written=False)
+        return self.put("room", np.zeros(count, dtype=dtype), written=self.filled)
 
     def forest(self, name: str) -> Any:
         def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
@@ -181,6 +184,8 @@ class Ranks:
         Of each rank; empty for one.
     switched : bool
         Whether there is a multicast address.
+    filled : bool
+        Whether new memory may be read before it is written, as by messages of a rank that has given up.
     **settings : int
         Of the engine.
     """
@@ -194,6 +199,7 @@ class Ranks:
         arena: int = ARENA,
         domains: tuple[int, ...] = (),
         switched: bool = False,
+        filled: bool = False,
         **settings: Any,
     ) -> None:
         self.size = size
@@ -202,7 +208,7 @@ class Ranks:
         self._sent: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self._received: dict[tuple[int, int], list[Any]] = defaultdict(list)
         self.calls = 0
-        self.gpus = [Gpu(rank, threads) for rank in range(size)]
+        self.gpus = [Gpu(rank, threads, filled=filled) for rank in range(size)]
         self.arenas = [np.zeros(arena, dtype=np.uint8) for _ in range(size)]
         self.engines = []
         for rank, gpu in enumerate(self.gpus):

@@ -20,6 +20,15 @@ def test_ranks_of_one_gpu_have_the_bits_of_loopback(machine: Machine, cupy: Modu
 
 
 @pytest.mark.thorough
+def test_results_in_arenas_and_graphs_are_checked(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "cupy_here", lambda: cupy)
+    assert "straight into results" in rows.results_in_arenas(2, 3000, blocks=1, slot_bytes=4096)
+    assert "right to the bit" in rows.graphs(2, (10, 5000), blocks=1, slot_bytes=4096)
+
+
+@pytest.mark.thorough
 def test_the_row_of_a_missing_rank_sees_the_others_end(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

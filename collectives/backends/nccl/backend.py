@@ -16,8 +16,9 @@ import math
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -158,6 +159,7 @@ class NcclBackend(OneRank):
         self.ranks: tuple[int, ...] = (world.rank,)
         self.arrays = CupyArrays(cupy, device)
         self._cupy: Any = cupy
+        self._named = _ranges()
         self._world = world
         self._timeout = timeout
         self._step_bytes = step_bytes
@@ -228,8 +230,12 @@ class NcclBackend(OneRank):
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
-        with self._telling(), self.arrays.here() as stream:
-            self._run(call, stream)
+        user, name = self._users_stream(), f"topoplan {call.signature.collective}"
+        with self._telling(), self.arrays.here() as stream, self._named(name):
+            if user.is_capturing():
+                self._capture_for(call, user, stream)
+            else:
+                self._run(call, stream)
 
     def refuse(self, signature: Signature) -> None:
         """See `Backend.refuse`."""
@@ -250,8 +256,11 @@ class NcclBackend(OneRank):
         return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
 
     def writes(self, array: Any) -> bool:
-        """See `GivesMemory.writes`: to those of `empty`."""
-        return self._engine is not None and self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
+        """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
+        if self._engine is None:
+            return False
+        inside = self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
+        return inside or bool(self._users_stream().is_capturing())
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -291,6 +300,32 @@ class NcclBackend(OneRank):
                 with self._lanes.origin:
                     self.arrays.kernels.divide(one.result, call.dtype, self.size)
                 self._wait()
+
+    def _capture_for(self, call: Call[Any], user: Any, stream: Any) -> None:
+        """Put a collective into the graph that the caller captures; all ranks do."""
+        engine, one = self._engine, call.memory[0]
+        if engine is None or not engine.alone:
+            raise UsageError(
+                "a collective can be captured in a graph with the windows engine on one server; this communicator "
+                f"has {self.about_engine}"
+            )
+        placed = engine.kept(call)
+        if placed is None or call.op is None or (call.op == "avg" and call.dtype not in AVERAGED):
+            raise UsageError(
+                "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers; "
+                "run it before on arrays of this type and length"
+            )
+        self._agree(call.signature, 0)
+        source, result = (0 if not array.size else int(array.data.ptr) for array in (one.source, one.result))
+        origin = self._lanes.origin
+        origin.wait_event(self._ready(stream))
+        engine.queue(placed, source, result, captured=True)
+        user.wait_event(self._ready(origin))
+
+    def _users_stream(self) -> Any:
+        """Where the caller queues what it tells the GPU."""
+        with self._cupy.cuda.Device(self.arrays.device):
+            return self._cupy.cuda.get_current_stream()
 
     def _open_engine(self, region_bytes: int) -> str:
         """Make the engine, if it can be had and is wanted; all ranks call this, and hear the same."""
@@ -515,6 +550,15 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
+    """What gives a stretch of time a name in NVIDIA's profilers, where the nvtx package is installed."""
+    try:
+        annotate: Callable[[str], contextlib.AbstractContextManager[Any]] = import_module("nvtx").annotate
+    except ImportError:
+        return lambda name: contextlib.nullcontext()
+    return annotate
 
 
 def _world(environment: Mapping[str, str], timeout: float) -> tuple[World, int, int]:

@@ -136,6 +136,8 @@ class Engine:
     ----------
     region : Region
     blocks : int
+    alone : bool
+        There is one domain.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class Engine:
         self._page[:] = 0
         self._inbox = self._base
         inboxes = 4 * small_bytes * region.size
-        self._several = len(set(region.domains)) > 1
-        self._small_bytes = small_bytes if inboxes <= self._room.nbytes and not self._several else 0
+        self.alone = len(set(region.domains)) == 1
+        self._small_bytes = small_bytes if inboxes <= self._room.nbytes and self.alone else 0
         self._base += inboxes if self._small_bytes else 0
         with stream:
             self._dead = cupy.zeros(1, dtype=np.uint64)
@@ -210,8 +212,13 @@ class Engine:
         offset = self.region.offset(address)
         return offset if self._end <= offset <= self.region.nbytes - nbytes else 0
 
+    def kept(self, call: Call[Any]) -> Placed | None:
+        """The program of a call like one before, in whose results others do not write."""
+        one = call.memory[0]
+        return self._programs.get((call.table, call.dtype, call.op, one.given, one.block, False))
+
     def queue(
-        self, placed: Placed, source: int, result: int, move: Move | None = None, stream: Any = None
+        self, placed: Placed, source: int, result: int, move: Move | None = None, *, captured: bool = False
     ) -> None:
         """Queue a program on arrays at these addresses.
 
@@ -221,14 +228,14 @@ class Engine:
         source, result : int
         move : callable, optional
             Where there are several domains: queues their messages.
-        stream : cupy.cuda.Stream, optional
-            Of a graph that is captured, which may be launched as long as the engine lives.
+        captured : bool
+            Into a graph, which may be launched as long as the engine lives.
         """
-        if stream is not None:
+        if captured:
             self._captured.append(placed)
         room = 0 if placed.room is None else placed.room.data.ptr
         places = (source, result) if placed.small else (source, result, room)
-        with stream or self._stream:
+        with self._stream:
             for one in placed.launches:
                 if one.job is not None:
                     placed.kernel((one.grid,), (placed.threads,), (one.job, *map(np.int64, places)))
@@ -363,7 +370,7 @@ class Engine:
         """What a kernel is told: what all have in common, and these numbers."""
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
-            *(self._others.data.ptr if self._several else 0, self._memory.ptr),
+            *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
             *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, MOST_PATIENCE))),
         ]
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))

@@ -134,6 +134,56 @@ def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
             assert one.tobytes() == np.asarray(wanted[rank]).tobytes()
 
 
+@pytest.mark.parametrize("length", [24, LONG])
+def test_a_collective_is_captured_in_a_graph_of_the_caller_and_replayed_on_new_data(
+    machine: Machine, cupy: ModuleType, length: int
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    arrays = floats(2, length)
+    together = threading.Barrier(2)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(length, dtype=np.float32)
+        refused = []
+        comm.all_reduce(given, op="avg")
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(recorded(cupy))
+        with stream:
+            stream.begin_capture()
+            assert comm.all_reduce(given, op="avg", out=out) is out
+            graph = stream.end_capture()
+        found = []
+        for factor in (1, 2):
+            given[:] = cupy.asarray(arrays[rank] * factor)
+            stream.wait_event(recorded(cupy))
+            together.wait()
+            graph.launch(stream)
+            stream.synchronize()
+            found.append(out.get())
+        found.append(comm.all_reduce(given, op="avg").get())
+        with stream:
+            stream.begin_capture()
+            try:
+                comm.all_gather(given)
+            except UsageError as error:
+                refused.append(str(error))
+        return found, refused
+
+    found = outcome(run(cupy, 2, task, timeout=40.0))
+    with Communicator(forest_plan(2, "allreduce", "binary")) as comm:
+        wanted = [comm.all_reduce([one * factor for one in arrays], op="avg")[0] for factor in (1, 2, 2)]
+    for results, refused in found:
+        assert [one.tobytes() for one in results] == [one.tobytes() for one in wanted]
+        assert "only an allreduce, reduce or reduce_scatter can be captured" in refused[0]
+
+
+def recorded(cupy: Any) -> Any:
+    """An event behind what the current stream was told."""
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record()
+    return event
+
+
 def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     machine: Machine, cupy: ModuleType
 ) -> None:
