@@ -227,7 +227,10 @@ def run(made: Prepared, seed: int, kernel: Program | None = None, **options: Any
     """Run what was queued; with another kernel in place of the engine's, if given."""
     queues = made.ranks.take()
     if kernel is not None:
-        queues = [[replace(one, program=kernel) for one in queue] for queue in queues]
+        queues = [
+            [one if one.program.name == "messages" else replace(one, program=kernel) for one in queue]
+            for queue in queues
+        ]
     return run_ranks(queues, seed=seed, **options)
 
 

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from collectives import lower
-from tests.ptx.forests import BUGS, COLLECTIVES, QUAD, Case, every_case, found, outcome, prepared, run
+from tests.ptx.forests import (
+    BUGS,
+    COLLECTIVES,
+    QUAD,
+    Case,
+    every_case,
+    found,
+    outcome,
+    prepared,
+    run,
+    with_bug,
+)
 from tests.ptx.kernels import ARCHITECTURE, FORESTS, SWITCHES, SWITCHING, program, ptx
 from tests.support.kernel_data import same_bits
 
@@ -37,6 +48,9 @@ SAMPLE = (
         "2 x dgx-h100 switch", gpus=(0, 1, 2), counts=(100, 33), dtype="complex64", exact=False, direct=True
     ),
 )
+
+
+PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
 
 
 @pytest.mark.sampled
@@ -100,9 +114,8 @@ def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -
 @pytest.mark.sampled
 @pytest.mark.parametrize("victim", range(6))
 def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(victim: int) -> None:
-    case = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
     for seed, steps in enumerate((1, 2000, 10_000, 20_000, 30_000, 40_000)):
-        made = prepared(case, seed, timeout=5e-4, filled=True)
+        made = prepared(PAIR, seed, timeout=5e-4, filled=True)
         found = run(made, seed, stop=(victim, steps))
         engines = made.ranks.engines
         failed = [rank for rank in range(6) if engines[rank].late or engines[rank].told]
@@ -117,6 +130,24 @@ def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(victi
                 earlier.add(at)
                 at = engines[at].waiting()[0]
             assert at == victim
+
+
+def test_without_the_word_of_other_servers_such_an_end_is_noticed() -> None:
+    careless = with_bug(
+        "forest_sum_float32", [(r"if \(control\.others\[peer\]\)", "if (false)")], ARCHITECTURE
+    )
+    wrong = []
+    for seed in range(6):
+        made = prepared(PAIR, seed, timeout=5e-4, filled=True)
+        run(made, seed, careless, stop=(seed, 2000))
+        wrong += [
+            rank
+            for rank, engine in enumerate(made.ranks.engines)
+            if rank != seed
+            and not (engine.late or engine.told)
+            and not same_bits(made.got[0][rank], made.wanted[0][rank])
+        ]
+    assert wrong
 
 
 @pytest.mark.sampled
