@@ -396,7 +396,22 @@ def fake_cupy(machine: Machine) -> ModuleType:
         if not can_access(machine.device, peer):
             raise CUDARuntimeError("cudaErrorPeerAccessUnsupported")
 
+    def ipc_handle(ptr: int) -> bytes:
+        return ptr.to_bytes(8, "little") + bytes(56)
+
+    def ipc_open(handle: bytes) -> int:
+        if not machine.ipc:
+            raise CUDARuntimeError("cudaErrorMapBufferObjectFailed")
+        address = int.from_bytes(handle[:8], "little")
+        assert len(handle) == 64
+        assert address in machine.memory
+        machine.opened.append(address)
+        return address
+
     vars(runtime).update(
+        ipcGetMemHandle=ipc_handle,
+        ipcOpenMemHandle=ipc_open,
+        ipcCloseMemHandle=machine.opened.remove,
         memGetInfo=lambda: (machine.room, 1 << 34),
         malloc=machine.allocate,
         free=machine.free,

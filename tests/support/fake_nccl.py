@@ -318,6 +318,10 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
             return bool(machine.windows[0])
 
         @property
+        def n_lsa_teams(self) -> int:
+            return int(machine.teams)
+
+        @property
         def multimem_support(self) -> bool:
             return bool(machine.windows[1])
 

@@ -122,6 +122,12 @@ class Machine:
         Whether GPUs reach each other's memory.
     windows : (bool, bool)
         Whether NCCL has windows among them, and multicast addresses of these.
+    teams : int
+        Into how many sets NCCL takes GPUs to fall that reach each other's memory.
+    ipc : bool
+        Whether handles of memory open in other processes.
+    opened : list of int
+        What is open of other processes' memory.
     room : int
         Free bytes of a GPU.
     memory : dict of int to array
@@ -146,6 +152,9 @@ class Machine:
         self.message_bytes = {True: 0, False: 0}
         self.peers = False
         self.windows = (False, False)
+        self.teams = 1
+        self.ipc = True
+        self.opened: list[int] = []
         self.room = 1 << 34
         self.memory: dict[int, np.ndarray] = {}
 

@@ -58,9 +58,8 @@ class Ranks:
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(size)]
         self.engines = []
         for rank, stream in enumerate(self.streams):
-            region = Region(
-                rank, size, arena, addresses, 0, size, "one GPU", "", cupy, device, lambda _: None
-            )
+            domains = (0,) * size
+            region = Region(rank, size, arena, addresses, domains, 0, size, "one GPU", "", cupy, device, None)
             self.engines.append(Engine(cupy, kernels, region, stream, timeout=timeout, **settings))
 
     def calls(

@@ -159,6 +159,7 @@ class NcclBackend(OneRank):
         self.ranks: tuple[int, ...] = (world.rank,)
         self.arrays = CupyArrays(cupy, device)
         self._cupy: Any = cupy
+        self._gpu = partial(cupy.cuda.Device, self.arrays.device)
         self._named = _ranges()
         self._world = world
         self._timeout = timeout
@@ -269,6 +270,7 @@ class NcclBackend(OneRank):
         self._closed = True
         self._guard.close()
         if self._guard.error is None:
+            self._leave_engine(together=True)
             self._connections.give_up()
             self._drop_graphs()
             self._connections.left(DESTROY_SECONDS)
@@ -336,10 +338,9 @@ class NcclBackend(OneRank):
                 raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
         if wanted == "messages" or self.size == 1:
             return "messages"
-        gpu = partial(self._cupy.cuda.Device, self.arrays.device)
         processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
-        steps = JointSteps(self._world, timeout=self._timeout, here=gpu)
-        with gpu():
+        steps = JointSteps(self._world, timeout=self._timeout, here=self._gpu)
+        with self._gpu():
             found = open_region(
                 self._cupy,
                 self.library,
@@ -368,16 +369,21 @@ class NcclBackend(OneRank):
                 exact=bool(self._settings["exact"]),
             )
             origin.synchronize()
-        self._connections.before_leaving = self._leave_engine
         self.chunk_bytes = SLOT_BYTES
-        return f"windows over {found.kind}" + (f" ({found.why})" if found.why else "")
+        count = max(found.domains) + 1
+        between = f", messages between {count} domains" if count > 1 else ""
+        return f"windows over {found.kind}{between}" + (f" ({found.why})" if found.why else "")
 
-    def _leave_engine(self) -> None:
-        """End the kernel, which nothing of NCCL can, before the memory goes that it works in; from any thread."""
-        assert self._engine is not None, "only then is this called"
+    def _leave_engine(self, *, together: bool) -> None:
+        """End the kernel, which nothing of NCCL can, and give up the memory that it works in."""
+        if self._engine is None:
+            return
         self._engine.stop()
-        if self._drain():  # else the kernel may still use it
-            self._engine.region.close(together=self._guard.error is None)
+        ended = self._drain()
+        steps = (
+            JointSteps(self._world, timeout=DESTROY_SECONDS, here=self._gpu) if together and ended else None
+        )
+        self._engine.region.close(steps, lent=1)  # what the engine itself has of it
 
     def _ready(self, stream: Any) -> Any:
         """An event behind what was queued so far, tables of programs too."""
@@ -531,6 +537,7 @@ class NcclBackend(OneRank):
     def _end(self, failure: BackendError) -> None:
         """Abort the communicators, and give the GPU time to end what was queued: its memory is about to be given up."""
         self._guard.stop(failure)
+        self._leave_engine(together=False)
         self._drop_graphs()
         self._connections.left(ABORT_SECONDS)
         self._drain()

@@ -59,6 +59,7 @@ def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str)
     if ranks_per_gpu > 1:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
 
 
@@ -74,11 +75,6 @@ class Connections:
         Number of this rank's GPU.
     timeout : float
         Seconds to wait for the other ranks.
-
-    Attributes
-    ----------
-    before_leaving : callable
-        Called before communicators go, in the thread that lets go of them.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class Connections:
         self._world = world
         self._device = device
         self._timeout = timeout
-        self.before_leaving: Callable[[], None] = _nothing
         self._made: list[Link] = []
         self._calls = threading.Lock()
         self._ended = False
@@ -120,11 +115,10 @@ class Connections:
             yield
 
     @contextmanager
-    def call(self, *, leaving: bool = False) -> Iterator[None]:
-        """What is called inside has the communicators for itself; raises as `group`, unless they are being left."""
+    def call(self) -> Iterator[None]:
+        """What is called inside has the communicators for itself; raises as `group`."""
         with self._calls:
-            if not leaving:
-                self._check()
+            self._check()
             yield
 
     def settle(self, link: Link, check: Callable[[], None]) -> None:
@@ -199,8 +193,6 @@ class Connections:
         def leave() -> None:
             if self._calls.acquire(timeout=PATIENCE):
                 self._calls.release()  # whoever comes now finds that it has ended
-            with suppress(Exception), self._cupy.cuda.Device(self._device):  # as above
-                self.before_leaving()
             # side by side: kernels of one communicator may wait for another's
             threads = [
                 threading.Thread(target=one, args=[link], name="nccl farewell", daemon=True)
@@ -276,10 +268,6 @@ class Connections:
         error = BackendError(f"NCCL {what} ({described(self._library)})", rank=self._world.rank)
         self._world.tell(error)
         return self._world.trouble() or error
-
-
-def _nothing() -> None:
-    pass
 
 
 class Guard:

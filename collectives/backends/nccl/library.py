@@ -95,6 +95,9 @@ class Windows(Protocol):
     def support(self, link: Link) -> tuple[bool, bool]:
         """Whether the ranks of a communicator that is ready can have windows, and multicast addresses of them."""
 
+    def teams(self, link: Link) -> int:
+        """Into how many teams its ranks fall, in each of which all GPUs reach each other's memory."""
+
     def allocate(self, nbytes: int) -> int:
         """The address of new memory; contents undefined."""
 
@@ -263,6 +266,9 @@ class _Nccl4pyLink:
     def support(self) -> tuple[bool, bool]:
         return bool(self._made.device_api_support), bool(self._made.multimem_support)
 
+    def teams(self) -> int:
+        return int(self._made.n_lsa_teams)
+
     def abort(self) -> None:
         self._made.abort()
 
@@ -277,6 +283,10 @@ class _Nccl4pyWindows:
     def support(self, link: Link) -> tuple[bool, bool]:
         with _failures(self._core, self._bindings):
             return cast(_Nccl4pyLink, link).support()
+
+    def teams(self, link: Link) -> int:
+        with _failures(self._core, self._bindings):
+            return cast(_Nccl4pyLink, link).teams()
 
     def allocate(self, nbytes: int) -> int:
         with _failures(self._core, self._bindings):

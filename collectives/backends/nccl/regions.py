@@ -1,8 +1,11 @@
-"""Memory of every rank's GPU that the GPUs of all ranks address: NCCL's windows, or else CUDA's own means.
+"""Memory of the ranks' GPUs that the other GPUs of a domain address: NCCL's windows, or else CUDA's own means.
 
-Between processes these are handles (CUDA IPC), within one the addresses themselves. What is had is agreed: every step
-is taken by all ranks together (`JointSteps`), and where one fails all of them go another way, or do without, and say
-the same of it. Addresses are those of kernels; of its own memory too a rank knows no other one.
+A *domain* is a host, or all hosts where NCCL says that NVLink joins them. NCCL's windows belong to a communicator of
+the domain's own, so that nothing that fails here is left on the one that carries messages. CUDA's means are handles
+between processes, and within one the addresses themselves. What is had is agreed: every step is taken by all ranks
+together (`JointSteps`), and where one fails all of them go another way, or do without, and say the same of it.
+
+Addresses are those of kernels; of its own memory too a rank knows no other one.
 """
 
 from __future__ import annotations
@@ -12,19 +15,20 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from collectives.arrays.free_room import FreeRoom
 from collectives.backends.nccl.connections import Connections
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
-from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, described
+from collectives.backends.nccl.library import Library, Link, NcclFailed, Window, Windows, described
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
 
@@ -37,6 +41,35 @@ ALREADY_ENABLED = 704
 SPARE = 256 << 20
 """Bytes of a GPU that a region leaves to others."""
 
+QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
+"""How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
+
+STREAMS = 2
+
+PROCESS = secrets.token_hex(8)
+"""Of this process: numbers of processes are alike in several containers of a host."""
+
+_abandoned: list[object] = []
+"""What may still be used by other ranks, or by NCCL, until this process ends."""
+
+
+class Mapped(Protocol):
+    """How the arenas of a domain are reached."""
+
+    kind: str
+
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        """Addresses of all ranks' arenas, the multicast address or 0, and why it is no better; all ranks call it.
+
+        Raises
+        ------
+        StepFailed
+            It cannot be had.
+        """
+
+    def close(self) -> None:
+        """Give everything back, all ranks at this time; else it is left alone until the process ends."""
+
 
 @dataclass(slots=True, eq=False)
 class Region:
@@ -48,9 +81,11 @@ class Region:
     nbytes : int
         Of each arena, zero at first.
     addresses : tuple of int
-        Where kernels of this rank find each rank's arena.
+        Where kernels of this rank find each rank's arena; 0 in another domain.
+    domains : tuple of int
+        Of each rank, from 0 on in order of their lowest ranks.
     multicast : int
-        Where they find all of them at once, for multimem instructions; 0 where they do not.
+        Where kernels find all arenas of this domain at once, for multimem instructions; 0 where they do not.
     sharing : int
         Ranks on one GPU at most, which must have their blocks there at once.
     kind : str
@@ -63,22 +98,19 @@ class Region:
     size: int
     nbytes: int
     addresses: tuple[int, ...]
+    domains: tuple[int, ...]
     multicast: int
     sharing: int
     kind: str
     why: str
     _cupy: Any
     _device: int
-    _close: Callable[[bool], None]
+    _mapped: Mapped | None
     _free: FreeRoom = field(init=False)
+    _lent: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._free = FreeRoom(self.nbytes, unit=UNIT)
-
-    @property
-    def domains(self) -> tuple[int, ...]:
-        """Of each rank: ranks of one reach each other's memory."""
-        return (0,) * self.size
 
     def array(self, nbytes: int) -> Any:
         """A new array of bytes in this rank's arena, contents undefined; None where there is no more room."""
@@ -87,7 +119,8 @@ class Region:
             return None
         cuda = self._cupy.cuda
         owner = _Part()
-        weakref.finalize(owner, self._free.give_back, start, nbytes).atexit = False
+        self._lent += 1
+        weakref.finalize(owner, self._back, start, nbytes).atexit = False
         memory = cuda.UnownedMemory(self.addresses[self.rank] + start, nbytes, owner, self._device)
         return self._cupy.ndarray((nbytes,), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
 
@@ -96,25 +129,49 @@ class Region:
         offset = address - self.addresses[self.rank]
         return offset if 0 <= offset < self.nbytes else -1
 
-    def close(self, *, together: bool) -> None:
+    def close(self, steps: JointSteps | None, *, lent: int) -> None:
         """Give the memory back.
 
         Parameters
         ----------
-        together : bool
-            All ranks close it at this time. Else some may still use it: then this rank's memory is kept until the
+        steps : JointSteps or None
+            Of all ranks, which close it at this time. Without it some may still use the memory: it is kept until the
             process ends.
+        lent : int
+            Arrays that nobody needs any more; where there are others, memory is kept on all ranks.
         """
-        close, self._close = self._close, _nothing
-        close(together)
+        mapped, self._mapped = self._mapped, None
+        if mapped is None:
+            return
+        if steps is not None:
+            with suppress(StepFailed, TopoplanError):
+                if max(steps.take(lambda: self._lent)) <= lent:
+                    mapped.close()
+                    return
+        _abandoned.append(mapped)
+
+    def _back(self, start: int, nbytes: int) -> None:
+        self._lent -= 1
+        self._free.give_back(start, nbytes)
 
 
 class _Part:
     """What an array in a region holds on to."""
 
 
-def _nothing(together: bool) -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What every rank tells of itself."""
+
+    host: str
+    process: str
+    gpu: str
+    device: int
+    free: int
+    queues: int
+    nccl: str
+    windows: bool
+    teams: int
 
 
 def open_region(
@@ -144,93 +201,111 @@ def open_region(
     BackendError
         A rank is gone.
     """
-    link = connections.have(1)[0]
     runtime = cupy.cuda.runtime
     windows = library.windows
+    link = connections.have(1)[0]
 
-    def facts() -> dict[str, Any]:
-        free, _ = runtime.memGetInfo()
-        support = (False, False)
+    def look() -> dict[str, Any]:
+        teams = 0
         if windows is not None:
             with connections.call():
-                support = windows.support(link)
+                teams = windows.teams(link)
         return {
             "host": _host(),
-            "process": os.getpid(),
+            "process": _process(),
             "gpu": runtime.deviceGetPCIBusId(device),
             "device": device,
-            "free": int(free),
+            "free": int(runtime.memGetInfo()[0]),
+            "queues": int(os.environ.get(QUEUES) or QUEUES_BY_DEFAULT),
             "nccl": described(library),
-            "old": windows is None,
-            "support": support,
+            "windows": windows is not None,
+            "teams": teams,
         }
 
     try:
-        found = steps.take(facts)
-        free, owner = min((one["free"], number) for number, one in enumerate(found))
-        if free < nbytes + SPARE:
-            return (
-                f"rank {owner} has {format_size(free)} free on its GPU, and a region takes "
-                f"{format_size(nbytes + SPARE)}"
-            )
-        places = [(one["host"], one["gpu"]) for one in found]
-        sharing = max(places.count(place) for place in places)
-        if sharing > 1 and len({one["process"] for one in found}) > 1:
-            return "several processes share a GPU, where a kernel would wait for one whose turn does not come"
-        common: dict[str, Any] = {
-            "cupy": cupy,
-            "rank": rank,
-            "size": size,
-            "device": device,
-            "nbytes": nbytes,
-            "sharing": sharing,
-        }
-        old = next((number for number, one in enumerate(found) if one["old"]), None)
-        lacking = next((number for number, one in enumerate(found) if not one["support"][0]), None)
-        if old is not None:
-            why = f"windows need nccl4py with NCCL 2.29.7, and rank {old} has {found[old]['nccl']}"
-        elif lacking is not None:
-            why = f"NCCL has no windows among these GPUs (rank {lacking}; NCCL_DEBUG=INFO tells more)"
-        else:
+        ranks = [_Rank(**one) for one in steps.take(look)]
+        gpus = Counter((one.host, one.gpu) for one in ranks)
+        refusal = _refusal(ranks, gpus, nbytes)
+        if refusal:
+            return refusal
+        hosts = [one.host for one in ranks]
+        order = list(dict.fromkeys(hosts))
+        together = all(one.teams == 1 for one in ranks)
+        domains = (0,) * size if together else tuple(order.index(host) for host in hosts)
+        why = _no_windows(ranks)
+        ways: list[Mapped] = []
+        if not why:
             assert windows is not None, "rank by rank"
-            multicast = all(one["support"][1] for one in found)
-            opener = _Windows(connections, windows, link, steps, multicast=multicast)
+            ways.append(_Windows(cupy, library, windows, steps, rank, domains, nbytes))
+        by_host = tuple(order.index(host) for host in hosts)
+        ways.append(_ByCuda(runtime, steps, rank, by_host, ranks, nbytes))
+        for way, reached in zip(ways, (domains, by_host)[-len(ways) :], strict=True):
             try:
-                region = opener.open(**common)
-                _find_each_other(steps, region, cupy.cuda.runtime)
-                return region
+                addresses, multicast, less = way.open()
+                _find_each_other(steps, rank, addresses, runtime)
             except StepFailed as failed:
-                opener.close(together=False)
-                why = f"no windows: {failed}"
-        mapped = _by_cuda(steps, found, why, **common)
-        if isinstance(mapped, Region):
-            try:
-                _find_each_other(steps, mapped, runtime)
-            except StepFailed as failed:
-                mapped.close(together=False)
-                return f"{why}; and {failed}"
-        return mapped
+                _abandoned.append(way)
+                why = f"{why}; and {failed}" if why else f"no windows: {failed}"
+                continue
+            sharing, words = max(gpus.values()), "; ".join(text for text in (why, less) if text)
+            return Region(
+                rank, size, nbytes, addresses, reached, multicast, sharing, way.kind, words, cupy, device, way
+            )
+        return why
     except StepFailed as failed:
         return str(failed)
 
 
-def _find_each_other(steps: JointSteps, region: Region, runtime: Any) -> None:
-    """See that every address leads to the arena that it should: each rank looks for the marks of all."""
+def _refusal(ranks: Sequence[_Rank], gpus: Counter[tuple[str, str]], nbytes: int) -> str:
+    """Why no kind of region is possible, in one line; empty if one may be."""
+    for number, one in enumerate(ranks):
+        wanted = gpus[one.host, one.gpu] * nbytes + SPARE
+        if one.free < wanted:
+            return (
+                f"rank {number} has {format_size(one.free)} free on its GPU, and a region takes "
+                f"{format_size(wanted)}"
+            )
+    for number, one in enumerate(ranks):
+        sharing = gpus[one.host, one.gpu]
+        if sharing > 1 and any(
+            (other.host, other.gpu) == (one.host, one.gpu) and other.process != one.process for other in ranks
+        ):
+            return "several processes share a GPU, where a kernel would wait for one whose turn does not come"
+        if sharing > 1 and STREAMS * sharing > one.queues:
+            return (
+                f"rank {number} shares its GPU with {sharing - 1} others, for which {QUEUES} must be "
+                f"{STREAMS * sharing} or more, and is {one.queues}"
+            )
+    return ""
+
+
+def _no_windows(ranks: Sequence[_Rank]) -> str:
+    """Why NCCL has no windows on some rank; empty where all may have them."""
+    old = next((number for number, one in enumerate(ranks) if not one.windows), None)
+    return (
+        "" if old is None else f"windows need nccl4py with NCCL 2.29.7, and rank {old} has {ranks[old].nccl}"
+    )
+
+
+def _find_each_other(steps: JointSteps, rank: int, addresses: Sequence[int], runtime: Any) -> None:
+    """See that every address leads to the arena that it should: each rank looks for the marks of all it reaches."""
     word = np.zeros(1, dtype=np.int64)
 
     def leave() -> int:
         word[0] = mark = secrets.randbits(62)
-        runtime.memcpy(region.addresses[region.rank], word.ctypes.data, 8, runtime.memcpyHostToDevice)
+        runtime.memcpy(addresses[rank], word.ctypes.data, 8, runtime.memcpyHostToDevice)
         return mark
 
     def look() -> None:
-        for peer, address in enumerate(region.addresses):
+        for peer, address in enumerate(addresses):
+            if not address:
+                continue
             runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
             if word[0] != marks[peer]:
                 raise UsageError(f"finds other memory where that of rank {peer} should be")
 
     def clear() -> None:
-        runtime.memset(region.addresses[region.rank], 0, 8)
+        runtime.memset(addresses[rank], 0, 8)
         runtime.deviceSynchronize()
 
     marks = steps.take(leave)
@@ -242,157 +317,188 @@ def _find_each_other(steps: JointSteps, region: Region, runtime: Any) -> None:
 
 
 class _Windows:
+    """NCCL's windows on a communicator of the domain's own."""
+
+    kind = "windows"
+
     def __init__(
-        self, connections: Connections, windows: Any, link: Link, steps: JointSteps, *, multicast: bool
+        self,
+        cupy: Any,
+        library: Library,
+        windows: Windows,
+        steps: JointSteps,
+        rank: int,
+        domains: tuple[int, ...],
+        nbytes: int,
     ) -> None:
-        self._connections = connections
+        self._cupy = cupy
+        self._library = library
         self._windows = windows
-        self._link = link
         self._steps = steps
-        self._wants_multicast = multicast
+        self._rank = rank
+        self._members = [peer for peer, domain in enumerate(domains) if domain == domains[rank]]
+        self._size = len(domains)
+        self._nbytes = nbytes
+        self._link: Link | None = None
         self._memory = 0
         self._window: Window | None = None
 
-    def open(self, *, cupy: Any, rank: int, size: int, device: int, nbytes: int, sharing: int) -> Region:
-        def register() -> bool:
-            with self._connections.call():
-                self._memory = self._windows.allocate(nbytes)
-                cupy.cuda.runtime.memset(self._memory, 0, nbytes)
-                cupy.cuda.runtime.deviceSynchronize()
-                self._window = self._windows.register(self._link, self._memory, nbytes)
-            while not self._ready():
-                time.sleep(1e-3)
-            return self._window.made()
-
-        def addresses() -> list[int]:
-            assert self._window is not None, "made by all"
-            with self._connections.call():
-                return [self._window.address(peer) for peer in range(size)]
-
-        def multicast() -> int:
-            assert self._window is not None, "made by all"
-            with self._connections.call():
-                return self._window.multicast() if self._wants_multicast else 0
-
-        for number, made in enumerate(self._steps.take(register)):
-            if not made:
-                raise StepFailed(number, "NCCL makes no window")
-        seen = self._steps.take(addresses)
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        ids = self._steps.take(self._unique_id)
+        support = self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
+        self._need(support, 0, "NCCL has no windows among these GPUs (NCCL_DEBUG=INFO tells more)")
+        self._need(self._steps.take(self._register), None, "NCCL makes no window")
+        seen = self._steps.take(self._addresses)
         for number, one in enumerate(seen):
             if not all(one):
-                raise StepFailed(number, f"does not reach the memory of rank {one.index(0)}")
-        groups = self._steps.take(multicast)
-        whole = all(groups)
-        why = "" if whole else "no multicast address: not in these GPUs, or NCCL_NVLS_ENABLE=0"
-        return Region(
-            rank,
-            size,
-            nbytes,
-            tuple(seen[rank]),
-            groups[rank] if whole else 0,
-            sharing,
-            "windows and multicast" if whole else "windows",
-            why,
-            cupy,
-            device,
-            lambda together: self.close(together=together),
-        )
+                raise StepFailed(number, "NCCL does not reach the memory of all GPUs beside it")
+        able = all(one[1] for one in support)
+        groups = self._steps.take(self._multicast if able else lambda: 0)
+        addresses = [0] * self._size
+        for peer, address in zip(self._members, seen[self._rank], strict=True):
+            addresses[peer] = address
+        if not all(groups):
+            return tuple(addresses), 0, "no multicast address: not in these GPUs, or NCCL_NVLS_ENABLE=0"
+        self.kind = "windows and multicast"
+        return tuple(addresses), groups[self._rank], ""
 
-    def _ready(self) -> bool:
-        with self._connections.call():
-            return self._link.ready()
-
-    def close(self, *, together: bool) -> None:
-        window, self._window = self._window, None
-        memory, self._memory = self._memory, 0
-        with suppress(NcclFailed), self._connections.call(leaving=True):
-            if window is not None:
+    def close(self) -> None:
+        window, link, memory = self._window, self._link, self._memory
+        self._window, self._link, self._memory = None, None, 0
+        with suppress(NcclFailed):
+            if window is not None and window.made():
                 window.close()
-            if memory and together:
+            if memory:
                 self._windows.free(memory)
+            if link is not None:
+                link.destroy()
+
+    def _need(self, told: list[Any], place: int | None, what: str) -> None:
+        for number, one in enumerate(told):
+            if not (one if place is None else one[place]):
+                self.close()  # nobody waits for anybody
+                raise StepFailed(number, what)
+
+    def _unique_id(self) -> str:
+        return self._library.unique_id().hex() if self._rank == self._members[0] else ""
+
+    def _connect(self, unique_id: bytes) -> tuple[bool, bool]:
+        place = self._members.index(self._rank)
+        self._link = self._library.connect(len(self._members), place, unique_id)
+        self._settle()
+        return self._windows.support(self._link)
+
+    def _register(self) -> bool:
+        assert self._link is not None, "the step before"
+        runtime = self._cupy.cuda.runtime
+        self._memory = self._windows.allocate(self._nbytes)
+        runtime.memset(self._memory, 0, self._nbytes)
+        runtime.deviceSynchronize()
+        self._window = self._windows.register(self._link, self._memory, self._nbytes)
+        self._settle()
+        return self._window.made()
+
+    def _settle(self) -> None:
+        """Wait until NCCL has done what was begun; whoever takes the step does not wait without end."""
+        assert self._link is not None, "the step before"
+        while not self._link.ready():
+            time.sleep(1e-3)
+
+    def _addresses(self) -> list[int]:
+        assert self._window is not None, "made by all"
+        return [self._window.address(place) for place in range(len(self._members))]
+
+    def _multicast(self) -> int:
+        assert self._window is not None, "made by all"
+        return self._window.multicast()
 
 
 # ---- CUDA's own means
 
 
-def _by_cuda(
-    steps: JointSteps,
-    found: list[dict[str, Any]],
-    why: str,
-    *,
-    cupy: Any,
-    rank: int,
-    size: int,
-    device: int,
-    nbytes: int,
-    sharing: int,
-) -> Region | str:
-    if len({one["host"] for one in found}) > 1:
-        return f"{why}; the ranks are on several hosts, which CUDA's handles do not cross"
-    runtime = cupy.cuda.runtime
-    processes = [one["process"] for one in found]
-    state: dict[str, Any] = {"memory": 0, "opened": []}
+class _ByCuda:
+    """Addresses within a process, and handles between the processes of a host."""
 
-    def close(together: bool) -> None:
-        opened, memory = state["opened"], state["memory"]
-        state.update(opened=[], memory=0)
+    def __init__(
+        self,
+        runtime: Any,
+        steps: JointSteps,
+        rank: int,
+        domains: tuple[int, ...],
+        ranks: Sequence[_Rank],
+        nbytes: int,
+    ) -> None:
+        self._runtime = runtime
+        self._steps = steps
+        self._rank = rank
+        self._ranks = ranks
+        self._near = [domain == domains[rank] for domain in domains]
+        self._nbytes = nbytes
+        self._memory = 0
+        self._opened: list[int] = []
+        self.kind = "peer access" if len({one.process for one in ranks}) == 1 else "ipc"
+
+    def open(self) -> tuple[tuple[int, ...], int, str]:
+        self._steps.take(self._look)
+        given = self._steps.take(self._allocate)
+        return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
+
+    def close(self) -> None:
+        runtime = self._runtime
         with suppress(runtime.CUDARuntimeError):
-            for address in opened:
+            for address in self._opened:
                 runtime.ipcCloseMemHandle(address)
-        if together:
-            with suppress(StepFailed, TopoplanError):
-                steps.take(_done)  # nobody has it open any more
-                with suppress(runtime.CUDARuntimeError):
-                    runtime.free(memory)
+        with suppress(StepFailed, TopoplanError):
+            self._steps.take(lambda: None)  # nobody has it open any more
+            with suppress(runtime.CUDARuntimeError):
+                runtime.free(self._memory)
 
-    def look() -> bool:
-        for peer, one in enumerate(found):
-            other = one["device"] if processes[peer] == processes[rank] else device
-            if other != device and not runtime.deviceCanAccessPeer(device, other):
-                raise UsageError(f"GPU {device} has no peer access to GPU {other} of rank {peer}")
-        return True
+    def _here(self, peer: int) -> bool:
+        """Whether a rank is one of this process."""
+        return self._ranks[peer].process == self._ranks[self._rank].process
 
-    def allocate() -> dict[str, Any]:
-        memory = state["memory"] = int(runtime.malloc(nbytes))
-        runtime.memset(memory, 0, nbytes)
-        runtime.deviceSynchronize()
-        handle = b"" if len(set(processes)) == 1 else bytes(runtime.ipcGetMemHandle(memory))
-        return {"address": memory, "handle": handle.hex()}
-
-    def reach() -> list[int]:
-        seen = []
-        for peer, one in enumerate(given):
-            if peer != rank and processes[peer] != processes[rank]:
-                seen.append(int(runtime.ipcOpenMemHandle(bytes.fromhex(one["handle"]))))
-                state["opened"].append(seen[-1])
+    def _look(self) -> None:
+        device = self._ranks[self._rank].device
+        for peer, one in enumerate(self._ranks):
+            # what another process calls its GPU says nothing here
+            if not self._near[peer] or not self._here(peer) or one.device == device:
                 continue
-            if found[peer]["device"] != device:
-                _enable(runtime, found[peer]["device"])
-            seen.append(one["address"])
+            if not self._runtime.deviceCanAccessPeer(device, one.device):
+                raise UsageError(f"GPU {device} has no peer access to GPU {one.device} of rank {peer}")
+
+    def _allocate(self) -> tuple[int, str]:
+        runtime = self._runtime
+        self._memory = int(runtime.malloc(self._nbytes))
+        runtime.memset(self._memory, 0, self._nbytes)
+        runtime.deviceSynchronize()
+        others = any(near and not self._here(peer) for peer, near in enumerate(self._near))
+        return self._memory, bytes(runtime.ipcGetMemHandle(self._memory)).hex() if others else ""
+
+    def _reach(self, given: Sequence[tuple[int, str]]) -> list[int]:
+        seen = []
+        for peer, (address, handle) in enumerate(given):
+            if not self._near[peer]:
+                seen.append(0)
+            elif self._here(peer):
+                if self._ranks[peer].device != self._ranks[self._rank].device:
+                    self._enable(self._ranks[peer].device)
+                seen.append(address)
+            else:
+                seen.append(int(self._runtime.ipcOpenMemHandle(bytes.fromhex(handle))))
+                self._opened.append(seen[-1])
         return seen
 
-    try:
-        steps.take(look)
-        given = steps.take(allocate)
-        seen = steps.take(reach)
-    except StepFailed as failed:
-        close(False)
-        return f"{why}; and {failed}"
-    kind = "peer access" if len(set(processes)) == 1 else "ipc"
-    return Region(rank, size, nbytes, tuple(seen[rank]), 0, sharing, kind, why, cupy, device, close)
+    def _enable(self, other: int) -> None:
+        """Let kernels of the current GPU reach another one's memory."""
+        try:
+            self._runtime.deviceEnablePeerAccess(other)
+        except self._runtime.CUDARuntimeError as error:
+            if getattr(error, "status", None) != ALREADY_ENABLED:
+                raise
 
 
-def _done() -> bool:
-    return True
-
-
-def _enable(runtime: Any, other: int) -> None:
-    """Let kernels of the current GPU reach another one's memory."""
-    try:
-        runtime.deviceEnablePeerAccess(other)
-    except runtime.CUDARuntimeError as error:
-        if getattr(error, "status", None) != ALREADY_ENABLED:
-            raise
+def _process() -> str:
+    return PROCESS
 
 
 def _host() -> str:

@@ -43,8 +43,12 @@ def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", *
     [
         ((True, False), False, "windows over windows (no multicast address"),
         ((True, True), False, "windows over windows and multicast"),
-        ((False, False), True, "windows over peer access (NCCL has no windows among these GPUs"),
-        ((False, False), False, "messages: NCCL has no windows"),
+        (
+            (False, False),
+            True,
+            "windows over peer access (no windows: rank 0: NCCL has no windows among these",
+        ),
+        ((False, False), False, "messages: no windows: rank 0: NCCL has no windows"),
     ],
 )
 def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
@@ -191,7 +195,7 @@ def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     found = run(cupy, 2, about, engine="windows")
     assert [type(one) for one in found] == [UsageError] * 2
     assert len({str(one) for one in found}) == 1
-    assert "cannot be had: NCCL has no windows" in str(found[0])
+    assert "cannot be had: no windows: rank 0: NCCL has no windows" in str(found[0])
     machine.peers, machine.room = True, 1 << 20
     found = run(cupy, 2, about, engine="windows")
     assert len({str(one) for one in found}) == 1

@@ -1,0 +1,232 @@
+"""Regions: which memory ranks reach of each other, over what means, what they say of it, and that it is given back."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Communicator
+from collectives.backends.nccl import regions
+from tests.support.fake_streams import Machine
+from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
+
+__all__ = ["cupy", "machine"]
+
+REGION = 8 << 20
+"""Bytes: what these plans need, so that memory is quickly made."""
+
+LONG = 4200
+"""Elements of float32 that are no small collective any more."""
+
+
+def about(comm: Communicator, rank: int) -> tuple[str, tuple[int, ...]]:
+    """What a rank says of its engine, and where it finds arenas."""
+    backend: Any = comm._execution.backend
+    engine = backend._engine
+    return backend.about_engine, () if engine is None else tuple(map(bool, engine.region.addresses))
+
+
+def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", **options: Any) -> list[Any]:
+    plan = forest_plan(size, collective, "binary")
+    settings = {"region_bytes": REGION, "bindings": "nccl4py", **options}
+    return on_every_rank(cupy, plan, task, **settings)
+
+
+def said(cupy: ModuleType, size: int, **options: Any) -> str:
+    """What all ranks say of their engine, which is the same."""
+    found = {one for one, _ in outcome(run(cupy, size, about, **options))}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.fixture
+def pairs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Four GPUs on two hosts."""
+    machine.gpus, machine.teams = 4, 2
+    monkeypatch.setattr(regions, "_host", lambda: f"host {machine.device // 2}")
+    return machine
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_ranks_reach_those_of_their_host_and_messages_go_to_the_others(
+    pairs: Machine, cupy: ModuleType, windows: bool
+) -> None:
+    pairs.windows, pairs.peers = (windows, False), True
+    found = outcome(run(cupy, 4, about))
+    kind = "windows" if windows else "peer access"
+    assert found[0][0].startswith(f"windows over {kind}, messages between 2 domains (")
+    assert [reached for _, reached in found] == [(True, True, False, False)] * 2 + [
+        (False, False, True, True)
+    ] * 2
+    assert pairs.memory == {}
+
+
+def test_hosts_that_nvlink_joins_are_one_domain(pairs: Machine, cupy: ModuleType) -> None:
+    pairs.windows, pairs.teams = (True, True), 1
+    found = outcome(run(cupy, 4, about))
+    assert found == [("windows over windows and multicast", (True,) * 4)] * 4
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize("length", [24, LONG])
+def test_collectives_of_several_hosts_have_the_bits_of_loopback(
+    pairs: Machine, cupy: ModuleType, collective: str, length: int
+) -> None:
+    pairs.peers = True
+    arrays = floats(4, length)
+    plan = forest_plan(4, collective, "binary")
+
+    def call(comm: Communicator, given: Any) -> Any:
+        if collective == "allreduce":
+            return comm.all_reduce(given, op="avg")
+        if collective == "reduce":
+            return comm.reduce(given, root=plan.root)
+        if collective == "broadcast":
+            return comm.broadcast(given, root=plan.root)
+        return comm.all_gather(given) if collective == "allgather" else comm.reduce_scatter(given, op="min")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        found = [call(comm, given) for _ in range(2)]
+        return [None if one is None else one.get() for one in found]
+
+    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20, timeout=40.0, engine="windows"))
+    with Communicator(plan, "loopback") as comm:
+        wanted = call(comm, arrays)
+    for rank, want in enumerate(wanted):
+        for one in found[rank]:
+            assert (one is None) == (want is None)
+            assert one is None or one.tobytes() == np.asarray(want).tobytes()
+    assert pairs.memory == {}
+
+
+@pytest.mark.parametrize("ipc", [True, False])
+def test_processes_of_a_host_open_handles_and_threads_of_one_do_not(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, ipc: bool
+) -> None:
+    machine.gpus, machine.peers, machine.ipc = 3, True, ipc
+    monkeypatch.setattr(regions, "_process", lambda: f"process {machine.device // 2}")
+    opened = []
+
+    def task(comm: Communicator, rank: int) -> str:
+        opened.append(len(machine.opened))
+        return about(comm, rank)[0]
+
+    found = set(outcome(run(cupy, 3, task)))
+    assert len(found) == 1
+    if ipc:
+        assert found.pop().startswith("windows over ipc (no windows: ")
+        assert max(opened) == 4  # two ranks open one, and one opens two
+        assert machine.memory == {}
+    else:
+        assert "messages: no windows: rank 0: NCCL has no windows" in (text := found.pop())
+        assert "; and rank 0: the GPU failed: CUDARuntimeError('cudaErrorMapBufferObjectFailed')" in text
+    assert machine.opened == []
+
+
+def test_several_processes_on_a_gpu_use_messages(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    monkeypatch.setattr(regions, "_process", lambda: f"process {machine.device}")
+    cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
+    assert said(cupy, 2).startswith("messages: several processes share a GPU")
+
+
+def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3")
+    assert said(cupy, 2) == (
+        "messages: rank 0 shares its GPU with 1 others, for which CUDA_DEVICE_MAX_CONNECTIONS must be 4 or more, "
+        "and is 3"
+    )
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert said(cupy, 2).startswith("windows over peer access")
+    machine.room = REGION + regions.SPARE
+    assert said(cupy, 2) == "messages: rank 0 has 264MB free on its GPU, and a region takes 272MB"
+
+
+def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers, machine.windows = 2, True, (True, True)
+    text = said(cupy, 2, bindings=["nccl4py", "cupy"])
+    assert text == (
+        "windows over peer access (windows need nccl4py with NCCL 2.29.7, and rank 1 has 2.30.3 by cupy)"
+    )
+
+
+@pytest.mark.parametrize("what", ["comm_window_register", "get_lsa_multimem_device_pointer", "mem_alloc"])
+def test_where_nccl_fails_on_one_rank_all_go_another_way_and_messages_still_move(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    import sys
+
+    machine.gpus, machine.peers, machine.windows = 3, True, (True, True)
+    bindings: Any = sys.modules["nccl.bindings.nccl"]
+    genuine = getattr(bindings, what)
+
+    def fails(*arguments: Any) -> Any:
+        if machine.device == 1:
+            raise bindings.NCCLError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
+        return genuine(*arguments)
+
+    monkeypatch.setattr(bindings, what, fails)
+    arrays = floats(3, LONG)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        text, _ = about(comm, rank)
+        return text, comm.all_reduce(cupy.asarray(arrays[rank])).get()
+
+    found = outcome(run(cupy, 3, task, timeout=3.0))
+    wanted = Communicator(forest_plan(3, "allreduce", "binary")).all_reduce(arrays)[0]
+    for text, result in found:
+        assert text.startswith(
+            "windows over peer access (no windows: rank 1: NCCL reports NCCL_ERROR_UNHANDLED"
+        )
+        assert result.tobytes() == wanted.tobytes()
+    machine.peers = False
+    for text, result in outcome(run(cupy, 3, task, timeout=3.0)):
+        assert text.startswith("messages: no windows: rank 1: NCCL reports ")
+        assert result.tobytes() == wanted.tobytes()
+
+
+def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+
+    def task(comm: Communicator, rank: int) -> Any:
+        made = comm.empty(1000) if rank else None
+        if made is not None:
+            made[:] = cupy.asarray(np.arange(1000, dtype=np.float32))
+        return made
+
+    found = outcome(run(cupy, 2, task))
+    assert len(machine.memory) == 2  # nobody gives memory back that another might still have
+    assert found[1].get().tobytes() == np.arange(1000, dtype=np.float32).tobytes()
+
+
+def test_memory_stays_where_a_rank_has_failed(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+
+    def task(comm: Communicator, rank: int) -> Any:
+        backend: Any = comm._execution.backend
+        if rank:
+            backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
+        comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
+
+    assert all(isinstance(one, Exception) for one in run(cupy, 2, task))
+    assert len(machine.memory) == 2
+
+
+def test_a_region_is_never_smaller_than_two_units(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus = 1
+    (found,) = run(cupy, 1, about, region_bytes=512)
+    assert isinstance(found, UsageError)
+    assert str(found) == "a region of 512 bytes: give a multiple of 512, 1024 at least"
