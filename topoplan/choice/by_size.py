@@ -190,7 +190,9 @@ def _on_windows(
     """Figures, clocks and notes of the windows engine; UsageError where the GPUs are not for it."""
     topology, channels = plans[0].topology, plans[0].channels
     if is_amd(device for device in topology.devices if device.kind == "gpu"):
-        raise UsageError("the windows engine is for NVIDIA's GPUs, and these are AMD's; leave it out")
+        raise UsageError(
+            "the windows engine is for NVIDIA's GPUs, and these are AMD's; choose the engine messages"
+        )
     if len(plans[0].ranks) > 1:
         _check_domain(Fabric(topology, channels))
     costs, words = costs_of(topology) if given is None else (given, words_of(given))
@@ -213,7 +215,7 @@ def _check_domain(fabric: Fabric) -> None:
     if fabric.channels != ("nvlink",):
         raise UsageError(
             "the windows engine needs GPUs in one NVLink domain, and these are planned over "
-            f"{' and '.join(fabric.channels)}; choose others, or leave it out"
+            f"{' and '.join(fabric.channels)}; choose others, or the engine messages"
         )
     routes, ranks = LeastLoaded(fabric), range(fabric.size)
     apart = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)
@@ -221,7 +223,7 @@ def _check_domain(fabric: Fabric) -> None:
         tail, head = (fabric.ranks[rank] for rank in apart)
         raise UsageError(
             f"the windows engine needs GPUs in one NVLink domain, and {tail} reaches {head} only through another GPU; "
-            "choose others, or leave it out"
+            "choose others, or the engine messages"
         )
 
 

@@ -41,7 +41,7 @@ PIECES, LEAST_CHUNK, SLOT_BYTES = 8, 8 << 10, 128 << 10
 SMALL_BYTES, SMALL_BLOCKS, SMALL_HEIGHT = 16 << 10, 8, 5
 """An allreduce of so many bytes at most goes in packets, with so many blocks, unless the plan's trees are higher."""
 
-CHUNKS = tuple(LEAST_CHUNK << power for power in range(5))
+CHUNKS = tuple(SLOT_BYTES >> power for power in range(4, -1, -1))
 """Longest chunks among which one is chosen, up to a slot."""
 
 ENOUGH = 1.025
