@@ -332,7 +332,7 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 
 BUGGY = {
-    "large": (Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90)), "forest_sum_float32"),
+    "large": (Case("dgx-1v", gpus=QUAD, counts=(600, 60, 90)), "forest_sum_float32"),
     "small": (Case("dgx-1v", gpus=QUAD, counts=(150, 60, 90), small=True), "small_sum_float32"),
     "direct": (
         Case("dgx-1v", "broadcast", QUAD, (150, 150, 150), direct=True, again=True),

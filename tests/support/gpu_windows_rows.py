@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 import topoplan
 from collectives import Communicator, lower
@@ -17,14 +20,22 @@ from collectives.kernels.launching import Kernels
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.signature import Signature
 from tests.gpu_report import CannotRun
+from tests.support.checkout import ROOT
 from tests.support.gpu_kernel_rows import cupy_here
+from topoplan.hosts.gpu_identity import compute_capability
 from topoplan.plans.plan import Plan
+from topoplan.simulation.engine_costs import BLACKWELL, HOPPER, EngineCosts
+from topoplan.simulation.windows import WindowsClock
+from topoplan.units import TOLERANCE
 
 MOST_BLOCKS = 24
 """Of a rank, where the GPU holds as many of all ranks at once."""
 
 SECONDS = 5.0
 """After which kernels end by themselves."""
+
+COSTS = ROOT / "build" / "engine-costs.json"
+"""The file of figures that the sweep writes, for ``plan --sizes --engine windows --engine-costs``."""
 
 
 class Ranks:
@@ -210,22 +221,92 @@ def _seconds(call: Any, runs: int = 9) -> float:
     return sorted(times)[runs // 2]
 
 
-def settings_swept(size: int = 4) -> str:
-    """How long 64 MB take by blocks, slots and threads: what the cost model is to be made of."""
+def settings_swept(
+    size: int = 4,
+    *,
+    sizes: tuple[int, ...] = (4096, 1 << 20, 64 << 20),
+    blocks: tuple[int, ...] = (4, 8, 16, 24, 32),
+    slots: tuple[int, ...] = (32 << 10, 128 << 10, 512 << 10),
+    arena: int = 256 << 20,
+    path: Path = COSTS,
+) -> dict[str, Any]:
+    """How long sizes take by blocks and slots, and a file of the cost model's figures made of that."""
     cupy = cupy_here()
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
-    given, out = ([cupy.zeros(16 << 20, dtype=np.float32) for _ in range(size)] for _ in range(2))
+    plan = plan_without_wires(size)
     processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-    parts = []
-    for blocks in (4, 8, 16, 24, 32):
-        for slot in (32 << 10, 128 << 10, 512 << 10):
-            if blocks * size > processors:
-                continue
-            ranks = Ranks(cupy, size, arena=256 << 20, blocks=blocks, slot_bytes=slot)
-            calls = ranks.calls(plan, given, out, "sum", 1 << 20)
-            seconds = _seconds(lambda ranks=ranks, calls=calls: ranks.run(calls), runs=5)
-            parts.append(f"{blocks} blocks, {slot >> 10} KB: {seconds * 1e3:.2f} ms")
-    return "; ".join(parts)
+    measured = []
+    for count in (count for count in blocks if count * size <= processors):
+        for slot in slots:
+            ranks = Ranks(cupy, size, arena=arena, blocks=count, slot_bytes=slot, small_bytes=0)
+            for nbytes in sizes:
+                given, out = ([cupy.zeros(nbytes // 4, dtype=np.float32) for _ in range(size)] for _ in "io")
+                calls = ranks.calls(plan, given, out, "sum", 1 << 20)
+                seconds = _seconds(lambda ranks=ranks, calls=calls: ranks.run(calls), runs=5)
+                measured.append((nbytes, count, slot, seconds))
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    costs = costs_from(plan, measured, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(costs.to_json(), encoding="utf-8")
+    parts = [
+        f"{count} blocks, {slot >> 10} KB: {seconds * 1e3:.2f} ms"
+        for nbytes, count, slot, seconds in measured
+        if nbytes == sizes[-1]
+    ]
+    said = (
+        f"launch {costs.launch * 1e6:.1f} us, hop {costs.hop * 1e6:.1f} us, block {costs.allreduce_rate:.1f} GB/s, "
+        f"peak {costs.peak:.0f} GB/s: {path}"
+    )
+    return {"text": f"{'; '.join(parts)}\n{said}", "costs": asdict(costs), "measured": measured}
+
+
+def plan_without_wires(size: int) -> Plan:
+    """Trees of a DGX-1V on links that nothing waits for, as where all ranks are on one GPU."""
+    machine = topoplan.load("dgx-1v")
+    links = tuple(replace(link, bandwidth=1000 * link.bandwidth) for link in machine.links)
+    return topoplan.plan(replace(machine, links=links), "allreduce", gpus=range(size))
+
+
+Measured = list[tuple[int, int, int, float]]
+"""Bytes, blocks, bytes of a slot, and the seconds that an allreduce along trees took."""
+
+
+def costs_from(plan: Plan, measured: Measured, name: str) -> EngineCosts:
+    """Figures of the GPU of this name with which the model is closest to what was measured.
+
+    Launch, hop, the rate of a block and the peak are those of least squares, of relative distances: small sizes tell
+    the first two, large ones the others. A peak that nothing reaches stays as published; so does the ratio of a block's
+    rate in other collectives.
+    """
+    start = BLACKWELL if (compute_capability(name) or 0) >= 100 else HOPPER
+    source = f"a sweep of {len(plan.ranks)} ranks on one GPU, whose flags and bytes stay in its memory"
+    wanted = np.array([seconds for *_, seconds in measured])
+
+    def costs(logarithms: Any) -> EngineCosts:
+        launch, hop, rate, peak = (float(one) for one in np.exp(np.clip(logarithms, -60, 20)))
+        told = {"launch": launch, "hop": hop, "allreduce_rate": rate, "peak": peak}
+        other = rate * start.other_rate / start.allreduce_rate
+        return replace(start, name=name, source=source, other_rate=other, **told)
+
+    def distances(logarithms: Any) -> Any:
+        return model_seconds(WindowsClock(plan, costs(logarithms)), measured) / wanted - 1
+
+    # one start reaches a peak that others, far above what any size makes of it, do not see
+    starts = [
+        np.log([start.launch, start.hop, start.allreduce_rate, start.peak / below]) for below in (1, 6, 36)
+    ]
+    found = [least_squares(distances, first, xtol=1e-14, ftol=1e-14, gtol=1e-14) for first in starts]
+    least = min(one.cost for one in found) * (1 + TOLERANCE) + TOLERANCE
+    return costs(next(one.x for one in found if one.cost <= least))
+
+
+def model_seconds(clock: WindowsClock, settings: Measured) -> Any:
+    """What the model says to each of these sizes, blocks and slots."""
+    seconds = np.empty(len(settings))
+    for size in {one[0] for one in settings}:
+        at = [number for number, one in enumerate(settings) if one[0] == size]
+        blocks, slots = (np.array([settings[number][field] for number in at]) for field in (1, 2))
+        seconds[at] = clock.times(size, blocks, slots)[0]
+    return seconds
 
 
 def a_rank_is_missing(size: int = 3) -> str:

@@ -2,7 +2,8 @@
 
 The model is the alpha-beta closed form (`topoplan.simulation.alpha_beta`); its times grow with size without jumps, so
 neighbouring ranges meet where two curves cross: the fastest is found at every tested size, and between two neighbours
-with different answers the size at which the answer changes is bisected to the byte. A plan that is fastest only
+with different answers the size at which the answer changes is bisected to the byte. For the windows engine the model is
+`topoplan.simulation.windows`, whose times fall once, where packets end. A plan that is fastest only
 somewhere between two neighbours which agree is not seen. Below the smallest size asked for, and above the largest, the
 plan of the nearest range is kept: nothing is claimed there.
 """
@@ -15,14 +16,22 @@ from itertools import pairwise
 
 from topoplan.choice.candidates import candidates
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.gpu_identity import is_amd
 from topoplan.plans.plan import Plan, SizeRange
 from topoplan.plans.size_plans import SizePlans
+from topoplan.schedules.least_loaded import LeastLoaded
+from topoplan.simulation.engine_costs import EngineCosts, costs_of, words_of
 from topoplan.simulation.model import clock
+from topoplan.simulation.windows import SMALL_BYTES, WindowsClock
 from topoplan.topology import TopologyLike
-from topoplan.units import TOLERANCE
+from topoplan.units import TOLERANCE, format_size
 
 SIZES = (1 << 10, 1 << 30)
 """Smallest and largest size in bytes that are tested by default."""
+
+ENGINES = ("messages", "windows")
+"""What moves the data: copies that are started one by one, or one kernel for each collective over NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +46,32 @@ class Choice:
     sizes : tuple of int
         The sizes at which all were timed, ascending: there the choice is the least of all.
     notes : tuple of str
-        Schedules that the allocation does not have.
+        Schedules that the allocation does not have, and whose figures the model took.
+    costs : EngineCosts or None
+        Those figures of the windows engine; None for messages.
+    windows : tuple of WindowsClock
+        How that engine runs each candidate; empty for messages.
     """
 
     plans: SizePlans
     candidates: tuple[Plan, ...]
     sizes: tuple[int, ...]
     notes: tuple[str, ...]
+    costs: EngineCosts | None = None
+    windows: tuple[WindowsClock, ...] = ()
+
+    def clocks(self) -> list[Callable[[int], float]]:
+        """Seconds over bytes of every candidate."""
+        return _clocks(self.candidates, self.windows)
+
+
+def _clocks(plans: Sequence[Plan], windows: Sequence[WindowsClock]) -> list[Callable[[int], float]]:
+    return [one.seconds for one in windows] if windows else [_by_messages(plan) for plan in plans]
+
+
+def _by_messages(plan: Plan) -> Callable[[int], float]:
+    time = clock(plan)
+    return lambda nbytes: time(nbytes).seconds
 
 
 def plan_by_size(
@@ -54,6 +82,8 @@ def plan_by_size(
     root: int | None = None,
     channels: str = "auto",
     sizes: Sequence[int] = SIZES,
+    engine: str = "messages",
+    costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> SizePlans:
     """The fastest schedule for each range of message sizes.
@@ -65,6 +95,10 @@ def plan_by_size(
     sizes : sequence of int
         Bytes of the user's buffer (of the full gathered one for allgather and reduce_scatter): the smallest and the
         largest bound the search, and every size named is tested beside those that double from one to the next.
+    engine : str
+        messages, or windows: how fast one kernel that writes to the other GPUs' memory is by the model.
+    costs : EngineCosts or None
+        Figures for windows; those of the GPUs' kind for None.
 
     Returns
     -------
@@ -74,7 +108,8 @@ def plan_by_size(
     Raises
     ------
     UsageError
-        No size or a negative one, or as `topoplan.plan`.
+        No size or a negative one, an unknown engine, windows among GPUs that do not reach each other over NVLink, or as
+        `topoplan.plan`.
     InfeasibleError
         As `topoplan.plan`.
 
@@ -88,7 +123,15 @@ def plan_by_size(
     [(0, 94286, 1, 10.0), (94286, None, 2, 150.0)]
     """
     return choose_by_size(
-        topology, collective, gpus=gpus, root=root, channels=channels, sizes=sizes, progress=progress
+        topology,
+        collective,
+        gpus=gpus,
+        root=root,
+        channels=channels,
+        sizes=sizes,
+        engine=engine,
+        costs=costs,
+        progress=progress,
     ).plans
 
 
@@ -100,9 +143,15 @@ def choose_by_size(
     root: int | None = None,
     channels: str = "auto",
     sizes: Sequence[int] = SIZES,
+    engine: str = "messages",
+    costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Choice:
     """As `plan_by_size`, with all that was compared."""
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
+    if costs is not None and engine != "windows":
+        raise UsageError(f"engine costs are of the windows engine, not of {engine}; leave them out")
     if not sizes or min(sizes) < 0:
         raise UsageError(
             f"sizes {tuple(sizes)} cannot be planned for; give at least one, of zero bytes or more"
@@ -113,9 +162,11 @@ def choose_by_size(
     tested = grid_of_sizes(sizes)
     if progress:
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
-    times = [clock(plan) for plan in competing]
-    clocks = [lambda nbytes, time=time: time(nbytes).seconds for time in times]
-    (_, first), *changes = fastest_from(clocks, tested)
+    windows: tuple[WindowsClock, ...] = ()
+    if engine == "windows":
+        costs, windows, words = _on_windows(competing, costs)
+        notes = (*notes, *words)
+    (_, first), *changes = fastest_from(_clocks(competing, windows), tested)
     starts = [(0, first), *changes]
     stops = [start for start, _ in changes]
     return Choice(
@@ -128,7 +179,52 @@ def choose_by_size(
         candidates=competing,
         sizes=tested,
         notes=notes,
+        costs=costs,
+        windows=windows,
     )
+
+
+def _on_windows(
+    plans: Sequence[Plan], given: EngineCosts | None
+) -> tuple[EngineCosts, tuple[WindowsClock, ...], list[str]]:
+    """Figures, clocks and notes of the windows engine; UsageError where the GPUs are not for it."""
+    topology, channels = plans[0].topology, plans[0].channels
+    if is_amd(device for device in topology.devices if device.kind == "gpu"):
+        raise UsageError(
+            "the windows engine is for NVIDIA's GPUs, and these are AMD's; choose the engine messages"
+        )
+    if len(plans[0].ranks) > 1:
+        _check_domain(Fabric(topology, channels))
+    costs, words = costs_of(topology) if given is None else (given, words_of(given))
+    clocks = tuple(WindowsClock(plan, costs) for plan in plans)
+    notes = [words]
+    if any(one.packets_to for one in clocks):
+        sizes = [2**power for power in range(31)]
+        ways = (clocks[0].in_packets, lambda nbytes: min(one.along_trees(nbytes).seconds for one in clocks))
+        ends = [size for size, way in fastest_from(ways, sizes)[1:] if way == 1]
+        if ends:
+            notes.append(
+                f"by these figures one-shot would be the fastest up to {format_size(ends[0] - 1)}; "
+                f"the engine takes it up to {format_size(SMALL_BYTES)}"
+            )
+    return costs, clocks, notes
+
+
+def _check_domain(fabric: Fabric) -> None:
+    """Refuse GPUs of which one cannot write to another's memory over NVLink."""
+    if fabric.channels != ("nvlink",):
+        raise UsageError(
+            "the windows engine needs GPUs in one NVLink domain, and these are planned over "
+            f"{' and '.join(fabric.channels)}; choose others, or the engine messages"
+        )
+    routes, ranks = LeastLoaded(fabric), range(fabric.size)
+    apart = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)
+    if apart:
+        tail, head = (fabric.ranks[rank] for rank in apart)
+        raise UsageError(
+            f"the windows engine needs GPUs in one NVLink domain, and {tail} reaches {head} only through another GPU; "
+            "choose others, or the engine messages"
+        )
 
 
 def fastest_from(

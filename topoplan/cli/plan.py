@@ -93,7 +93,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="F.json",
         help="write the plan file; - prints it in place of the summary",
     )
-    plan_sizes.add_option(parser)
+    plan_sizes.add_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
+    plan_sizes.check_options(options)
     sparse = asked_for(options)
     if options.schedule != TREES:
         _check_schedule(options)

@@ -6,7 +6,8 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
@@ -17,11 +18,11 @@ from topoplan.errors import UsageError
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan, SizeRange
-from topoplan.plans.size_plans import SizePlans
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from topoplan.choice import Choice
+    from topoplan.simulation.windows import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class RangeTimes:
         The next best of all candidates in the geometric middle of the ends; None where there is no other.
     gain : float or None
         How many times longer that one takes there.
+    setting : Setting or None
+        How the windows engine runs it there; None for messages.
     """
 
     range: SizeRange
@@ -46,10 +49,16 @@ class RangeTimes:
     seconds: tuple[float, float]
     second: Plan | None
     gain: float | None
+    setting: Setting | None
+
+    @property
+    def packets(self) -> bool:
+        """Whether no trees are used, but everybody sends everything to everybody."""
+        return self.setting is not None and self.setting.packets
 
 
-def add_option(parser: arguments.OneLineParser) -> None:
-    """Add ``--sizes``."""
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add ``--sizes`` and what belongs to it."""
     parser.add_argument(
         "--sizes",
         type=arguments.size_list,
@@ -59,11 +68,32 @@ def add_option(parser: arguments.OneLineParser) -> None:
         help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
         "these: 64KB:1GB, or 64KB,1MB,… (1KB:1GB where none are given); -o writes them all into one file",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("messages", "windows"),
+        help="with --sizes, what moves the data: messages, copies that are started one by one, or windows, one kernel "
+        "for each collective that writes to the other GPUs' memory over NVLink; then blocks and chunks are chosen too "
+        "(default: messages)",
+    )
+    parser.add_argument(
+        "--engine-costs",
+        metavar="F.json",
+        help="with --engine windows, measured figures in place of NCCL's; python -m tests.gpu_report writes them",
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what belongs to ``--sizes``, or to one engine, without it."""
+    if options.sizes is None and options.engine is not None:
+        raise UsageError("--engine belongs to --sizes; give sizes, or leave it out")
+    if options.engine_costs is not None and options.engine != "windows":
+        raise UsageError("--engine-costs belongs to --engine windows; leave it out, or choose that engine")
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan by size with the options of ``plan``, which has checked where the output goes."""
     from topoplan.choice import choose_by_size
+    from topoplan.simulation.engine_costs import load_costs
 
     if options.method != "exact":
         raise UsageError(
@@ -81,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
     if options.size is not None:
         raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
     machine = read_machine(options)
+    costs = None if options.engine_costs is None else load_costs(options.engine_costs)
     started = time.perf_counter()
     with progress_line("planning") as progress:
         choice = choose_by_size(
@@ -90,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
             root=options.root,
             channels=options.channels,
             sizes=options.sizes,
+            engine=options.engine or "messages",
+            costs=costs,
             progress=progress,
         )
     seconds = time.perf_counter() - started
@@ -116,28 +149,47 @@ def run(options: argparse.Namespace) -> int:
 
 
 def range_times(choice: Choice) -> list[RangeTimes]:
-    """What the table says of every range."""
-    from topoplan.simulation.model import clock
-
-    clocks = [clock(plan) for plan in choice.candidates]
+    """What the table says of every range; one in which the windows engine goes over from packets to trees is two."""
+    clocks, windows = choice.clocks(), choice.windows
     lines = []
-    for one in choice.plans.ranges:
+    for one in _by_way(choice):
         low = max(one.start, choice.sizes[0])
         high = choice.sizes[-1] if one.stop is None else one.stop
         middle = math.isqrt(low * high)
-        times = [(time(middle).seconds, number) for number, time in enumerate(clocks)]
         own = choice.candidates.index(one.plan)
-        others = sorted(entry for entry in times if entry[1] != own)
+        setting = windows[own].setting(middle) if windows else None
+        here = clocks[own](middle)
+        if setting is not None and setting.packets:
+            high -= one.stop is not None  # the last that goes in packets
+            others = sorted((time.along_trees(middle).seconds, number) for number, time in enumerate(windows))
+        else:
+            others = sorted((time(middle), number) for number, time in enumerate(clocks) if number != own)
         lines.append(
             RangeTimes(
                 range=one,
                 ends=(low, high),
-                seconds=(clocks[own](low).seconds, clocks[own](high).seconds),
+                seconds=(clocks[own](low), clocks[own](high)),
                 second=choice.candidates[others[0][1]] if others else None,
-                gain=others[0][0] / times[own][0] if others else None,
+                gain=others[0][0] / here if others else None,
+                setting=setting,
             )
         )
     return lines
+
+
+def _by_way(choice: Choice) -> list[SizeRange]:
+    """The ranges, parted where packets end."""
+    found = []
+    for one in choice.plans.ranges:
+        parts = [one.start, one.stop]
+        if choice.windows:
+            end = choice.windows[choice.candidates.index(one.plan)].packets_to + 1
+            if max(one.start, choice.sizes[0]) < end <= choice.sizes[-1] and (
+                one.stop is None or end < one.stop
+            ):
+                parts[1:1] = [end]
+        found += [SizeRange(start or 0, stop, one.plan) for start, stop in pairwise(parts)]
+    return found
 
 
 def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
@@ -156,14 +208,16 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
         print()
         print(_table(lines))
         print()
-        print(f"crossovers: {_crossovers(plans)}")
+        print(f"crossovers: {_crossovers(lines)}")
         print(
             f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
             f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
+            + ("; blocks and chunk: there too" if choice.windows else "")
         )
 
 
 def _table(lines: Sequence[RangeTimes]) -> str:
+    engine = ("blocks", "chunk") if any(line.setting for line in lines) else ()
     head = (
         "from",
         "to",
@@ -171,6 +225,7 @@ def _table(lines: Sequence[RangeTimes]) -> str:
         "trees",
         "height",
         "GB/s",
+        *engine,
         "us at from",
         "us at to",
         "next best",
@@ -183,10 +238,12 @@ def _table(lines: Sequence[RangeTimes]) -> str:
             (
                 format_size(line.range.start),
                 "-" if stop is None else format_size(stop),
-                plan.schedule,
-                str(plan.trees),
-                str(plan.height),
-                f"{plan.rate:.4g}",
+                *(
+                    ("one-shot", "-", "-", "-")
+                    if line.packets
+                    else (plan.schedule, str(plan.trees), str(plan.height), f"{plan.rate:.4g}")
+                ),
+                *_setting_cells(line.setting),
                 *(f"{seconds * 1e6:.1f}" for seconds in line.seconds),
                 "-" if line.second is None else describe(line.second),
                 "-" if line.gain is None else f"{line.gain:.2f}x",
@@ -195,8 +252,15 @@ def _table(lines: Sequence[RangeTimes]) -> str:
     return table(head, rows)
 
 
-def _crossovers(plans: SizePlans) -> str:
-    found = [f"{size} bytes ({format_size(size)})" for size in plans.crossovers]
+def _setting_cells(setting: Setting | None) -> tuple[str, ...]:
+    if setting is None:
+        return ()
+    return str(setting.blocks), "-" if setting.packets else format_size(setting.chunk)
+
+
+def _crossovers(lines: Sequence[RangeTimes]) -> str:
+    starts = [line.range.start for line in lines[1:]]
+    found = [f"{size} bytes ({format_size(size)})" for size in starts]
     return ", ".join(found) or "none, one schedule is the fastest throughout"
 
 
@@ -231,14 +295,26 @@ def _object(
                 "seconds": list(line.seconds),
                 "next": None if line.second is None else _summary(line.second),
                 "gain": line.gain,
+                **_setting_object(line),
             }
             for line in lines
         ],
+        **({} if choice.costs is None else {"engine": "windows", "costs": asdict(choice.costs)}),
         "candidates": [_summary(plan) for plan in choice.candidates],
         "digest": plans.digest,
         "seconds": seconds,
         "notes": list(dict.fromkeys(notes)),
     }
+
+
+def _setting_object(line: RangeTimes) -> dict[str, object]:
+    """How the windows engine runs a range; nothing for messages."""
+    if line.setting is None:
+        return {}
+    way = (
+        {"way": "one-shot", "chunk": None} if line.packets else {"way": "trees", "chunk": line.setting.chunk}
+    )
+    return {**way, "blocks": line.setting.blocks}
 
 
 def _summary(plan: Plan) -> dict[str, object]:
@@ -254,12 +330,14 @@ def _summary(plan: Plan) -> dict[str, object]:
 def _draw(choice: Choice, path: str) -> None:
     from topoplan.plot.canvas import save_figure
     from topoplan.plot.sweep import draw_sweep
-    from topoplan.simulation.table import sweep
+    from topoplan.simulation.table import row
 
-    curves = {}
-    for number, plan in enumerate(choice.candidates):
-        name = describe(plan)
-        curves[name if name not in curves else f"{name} ({number + 1})"] = sweep(plan, choice.sizes)
     plans = choice.plans
+    curves = {}
+    for number, (plan, seconds) in enumerate(zip(choice.candidates, choice.clocks(), strict=True)):
+        name = describe(plan)
+        curves[name if name not in curves else f"{name} ({number + 1})"] = [
+            row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
+        ]
     title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
     save_figure(draw_sweep(curves, title=title), path)

@@ -265,12 +265,12 @@ def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tu
 
 def forward_levels(flow: Dataflow) -> tuple[Level, ...]:
     """Levels in the direction of the data: each hop with the hops it waits for."""
-    return _levels([hop.waits for hop in flow.hops], range(len(flow.hops)))
+    return levels_of([hop.waits for hop in flow.hops], range(len(flow.hops)))
 
 
 def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
     """Levels against the direction of the data: each hop with the hops that wait for it."""
-    return _levels(flow.followers, range(len(flow.hops) - 1, -1, -1))
+    return levels_of(flow.followers, range(len(flow.hops) - 1, -1, -1))
 
 
 def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
@@ -302,7 +302,8 @@ def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
     return reach
 
 
-def _levels(waits: Sequence[Sequence[int]], order: range) -> tuple[Level, ...]:
+def levels_of(waits: Sequence[Sequence[int]], order: range) -> tuple[Level, ...]:
+    """Levels of what waits for what: of each item those that come before it, visited in an order that respects them."""
     depth = [0] * len(waits)
     members: list[list[int]] = []
     for hop in order:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
-from topoplan.simulation.model import Timeline, clock
+from topoplan.simulation.model import bus_factor, clock
 
 FLOAT32_BYTES = 4
 
@@ -88,7 +88,8 @@ def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) 
         1073741824     268435456     float     sum     13447.77    79.85   149.71
     """
     time = clock(plan, chunk_bytes)
-    return tuple(_row(time(size)) for size in sizes)
+    times = [time(size) for size in sizes]
+    return tuple(row(one.collective, one.ranks, one.nbytes, one.seconds) for one in times)
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -151,15 +152,16 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
     return Crossover(above, faster_below)
 
 
-def _row(time: Timeline) -> Row:
-    parts = time.ranks if time.collective in ("allgather", "reduce_scatter") else 1
-    adds = time.collective in ("allreduce", "reduce", "reduce_scatter")
+def row(collective: str, ranks: int, nbytes: int, seconds: float) -> Row:
+    """The line of a collective that takes so long."""
+    parts = ranks if collective in ("allgather", "reduce_scatter") else 1
+    algbw = nbytes / seconds / 1e9
     return Row(
-        nbytes=time.nbytes,
-        count=time.nbytes // parts // FLOAT32_BYTES,
+        nbytes=nbytes,
+        count=nbytes // parts // FLOAT32_BYTES,
         dtype="float",
-        redop="sum" if adds else "none",
-        seconds=time.seconds,
-        algbw=time.algbw,
-        busbw=time.busbw,
+        redop="sum" if collective in ("allreduce", "reduce", "reduce_scatter") else "none",
+        seconds=seconds,
+        algbw=algbw,
+        busbw=algbw * bus_factor(collective, ranks),
     )

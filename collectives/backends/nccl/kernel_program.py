@@ -13,6 +13,7 @@ all ranks at once. Kernels of a phase wait for no later one, and messages for th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.backend import RankArrays
-from collectives.backends.nccl.tree_steps import GIVEN, KEPT, NOWHERE, RESULT, Step, steps_of
+from collectives.backends.nccl.tree_steps import GIVEN, KEPT, NOWHERE, RESULT, Step, Steps, steps_of
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.plans.tree import ALIGNMENT
@@ -130,6 +131,8 @@ class KernelPlan:
         Bytes of a slot, a multiple of `FLAG_BYTES`, and of `ALIGNMENT` elements of 16 bytes at least.
     blocks : int
         Of the kernel, at most.
+    room : int
+        Bytes that the arenas have left. A plan takes as few parts as fit, one at least.
     domains : tuple of int
         Of each rank; empty where all are in one.
     adds, copies : bool
@@ -150,6 +153,7 @@ class KernelPlan:
         base: int,
         stride: int,
         blocks: int,
+        room: int = 1 << 62,
         domains: tuple[int, ...] = (),
         adds: bool = False,
         copies: bool = False,
@@ -160,11 +164,8 @@ class KernelPlan:
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
-        count = np.zeros((size, 1 + max((step.phase for step in found.steps), default=0)), dtype=np.int64)
-        for step in found.steps:
-            count[step.rank, step.phase] += 1
-        self.phases = count.shape[1]
-        self.parts = parts = max(1, blocks // max(int(count.max(initial=1)), 1))
+        self.phases = 1 + max((step.phase for step in found.steps), default=0)
+        self.parts = parts = min(_parts(key, found, blocks), max(1, room // max(self._part_bytes(size), 1)))
         self.data, self.credit, self.slots = np.zeros((3, len(found.slots), parts), dtype=np.int64)
         end = np.full(size, base, dtype=np.int64)
         inside = np.flatnonzero(~found.crosses).tolist()
@@ -185,6 +186,19 @@ class KernelPlan:
             self.slots[edges] = end.max() + length * np.arange(parts)
             end[:] = end.max() + length * parts
         self.nbytes = int(end.max(initial=base)) - base
+
+    def _part_bytes(self, size: int) -> int:
+        """Bytes of the arenas for one part of each step."""
+        found = self.steps
+        inside = ~found.crosses
+        end = np.zeros(size, dtype=np.int64)
+        alone = inside & (found.star < 0)
+        np.add.at(end, found.source[inside], FLAG_BYTES)
+        np.add.at(end, found.destination[inside], FLAG_BYTES)
+        np.add.at(end, found.destination[alone], found.slots[alone] * self.stride)
+        _, firsts = np.unique(found.star, return_index=True)
+        shared = int(found.slots[firsts[found.star[firsts] >= 0]].sum())
+        return int(end.max(initial=0)) + shared * self.stride
 
     @property
     def most_ends(self) -> int:
@@ -213,6 +227,18 @@ class KernelPlan:
             Whether the results of all ranks begin at the same place of their arenas.
         """
         return _Tables(self, table, memory, itemsize, direct=direct and self.whole).build()
+
+
+def _parts(key: PlanKey, found: Steps, blocks: int) -> int:
+    """Into how many parts steps are cut: a rank's longest one is shared by as many blocks as it is worth."""
+    work: dict[tuple[int, int], list[float]] = {}
+    for step in found.steps:
+        ends = len(step.arrivals) + len(step.departures)
+        work.setdefault((step.rank, step.phase), []).append(ends * float(key.plan.shards[step.shard].share))
+    return max(
+        (min(blocks, math.ceil(blocks * max(one) / sum(one) - 1e-9)) for one in work.values() if sum(one)),
+        default=1,
+    )
 
 
 Buffer = tuple[int, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import ceil
@@ -20,8 +21,10 @@ from topoplan.choice import Choice, candidates, choose_by_size
 from topoplan.choice.by_size import fastest_from, grid_of_sizes
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans import verify_all
+from topoplan.simulation.engine_costs import HOPPER
 from topoplan.simulation.latency import LAUNCH, START_UP
 from topoplan.simulation.model import clock
+from topoplan.simulation.windows import WindowsClock
 from topoplan.topology import Topology
 from topoplan.units import TOLERANCE
 
@@ -257,3 +260,66 @@ def test_progress_names_what_is_tried() -> None:
         "relay rings …",
         "timing 6 plans at 21 sizes and where they cross …",
     ]
+
+
+@cache
+def on_windows(name: str, collective: str) -> Choice:
+    """As `chosen`, for the windows engine."""
+    return choose_by_size(topoplan.load(name), collective, engine="windows")
+
+
+@pytest.mark.parametrize("name", ["v100x4", "dgx-h100", "dgx-b200"])
+def test_windows_take_the_least_of_all_candidates(name: str) -> None:
+    """At every tested size, by clocks of their own, with the figures that the choice names."""
+    choice = on_windows(name, "allreduce")
+    assert choice.costs is not None
+    clocks = [WindowsClock(plan, choice.costs) for plan in choice.candidates]
+    for nbytes in choice.sizes:
+        own = clocks[choice.candidates.index(choice.plans.at(nbytes))]
+        assert own.seconds(nbytes) <= min(one.seconds(nbytes) for one in clocks) * (1 + TOLERANCE)
+
+
+def test_windows_say_whose_figures_they_take() -> None:
+    """And where packets would end, which the engine ends at 16 KB; given figures are taken as they are."""
+    assert any("figures of Hopper" in note for note in on_windows("dgx-h100", "allreduce").notes)
+    assert any("are known for V100: 24 blocks" in note for note in on_windows("v100x4", "allreduce").notes)
+    assert any("takes it up to 16KB" in note for note in on_windows("dgx-b200", "allreduce").notes)
+    mine = replace(HOPPER, name="mine", source="a sweep")
+    choice = choose_by_size(topoplan.load("v100x4"), engine="windows", costs=mine, sizes=[1 << 20])
+    assert choice.costs == mine
+    assert "windows engine: figures of mine, from a sweep" in choice.notes
+
+
+def test_by_windows_medium_sizes_go_along_two_trees() -> None:
+    """DGX H100, 8 MB: by messages one hop is the fastest; by windows its many short chunks wait for many flags."""
+    machine = topoplan.load("dgx-h100")
+    assert topoplan.plan_by_size(machine, sizes=[8 << 20]).plans[0].schedule == "one-hop"
+    found = on_windows("dgx-h100", "allreduce").plans
+    schedules = [found.at(size).schedule for size in (1 << 20, 8 << 20, 64 << 20)]
+    assert schedules == ["one-hop", "double binary tree", "one-hop"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (topoplan.load("dgx-1v"), "one NVLink domain, and gpu0 reaches gpu5 only through another GPU"),
+        (topoplan.load("pcie-x8"), "one NVLink domain, and these are planned over pcie"),
+        (topoplan.nvswitch_cluster(2, gpus=2), "one NVLink domain, and these are planned over nvlink and network"),
+        (topoplan.load("mi250x"), "is for NVIDIA's GPUs, and these are AMD's"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Topology) else "",
+)  # fmt: skip
+def test_windows_need_an_nvlink_domain(machine: Topology, message: str) -> None:
+    """One line that says which GPUs, or which wires, are in the way."""
+    with pytest.raises(UsageError) as caught:
+        topoplan.plan_by_size(machine, engine="windows")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_engines_that_are_unknown_and_figures_without_one() -> None:
+    machine = topoplan.load("v100x4")
+    with pytest.raises(UsageError, match="engine 'kernels' is unknown; use one of messages, windows"):
+        topoplan.plan_by_size(machine, engine="kernels")
+    with pytest.raises(UsageError, match="engine costs are of the windows engine, not of messages"):
+        topoplan.plan_by_size(machine, costs=HOPPER)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import topoplan
 from tests.support.checkout import Run
 from topoplan.choice import candidates
 from topoplan.cli.plan_sizes import describe
+from topoplan.simulation.engine_costs import HOPPER
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +168,91 @@ def test_bench_runs_the_plan_of_each_size(run: Run, file: str) -> None:
     assert [(row["size"], row["wrong"]) for row in value["rows"]] == [
         (size, 0) for size in (0, 94280, 94288, 94292, 1 << 20)
     ]
+
+
+def test_windows_say_blocks_and_chunks_of_every_range(run: Run) -> None:
+    """A range of one-shot up to 16 KB, two columns more, and whose figures they are; without the option none of it."""
+    status, out, err = run("plan", "dgx-h100", "--sizes", "1KB:1GB", "--engine", "windows")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    head = lines.index(next(line for line in lines if line.startswith("from ")))
+    assert lines[head].split()[5:8] == ["GB/s", "blocks", "chunk"]
+    assert lines[head + 1].split()[:8] == ["0B", "16KB", "one-shot", "-", "-", "-", "8", "-"]
+    assert lines[head + 2].split()[:4] == ["16KB", "3.111MB", "one-hop", "8"]
+    assert "crossovers: 16385 bytes (16KB), 3261746 bytes (3.111MB), " in out
+    assert (
+        "note: windows engine: figures of Hopper, from NCCL's model; --engine-costs takes measured ones"
+        in out
+    )
+    command = ("plan", "dgx-h100", "--sizes", "1KB:1GB")
+    plain, named = run(*command)[1], run(*command, "--engine", "messages")[1]
+    drop = re.compile(r"planned in .*")
+    assert drop.sub("", plain) == drop.sub("", named)
+    assert not any(word in plain for word in ("blocks", "windows", "one-shot"))
+
+
+def test_windows_in_json_and_in_the_file(run: Run, tmp_path: Path) -> None:
+    """Way, blocks and chunk of every range stand in the table; the file is plans by size as ever."""
+    path = tmp_path / "f.json"
+    command = ("plan", "dgx-h100", "--sizes", "1KB:1GB", "--engine", "windows")
+    value = json.loads(run(*command, "--json", "-o", str(path))[1])
+    assert (value["engine"], value["costs"]["name"]) == ("windows", "Hopper")
+    first, *others = value["table"]
+    assert (first["way"], first["chunk"], first["blocks"], first["ends"]) == (
+        "one-shot",
+        None,
+        8,
+        [1024, 16384],
+    )
+    assert all(row["way"] == "trees" and 1 <= row["blocks"] <= 24 for row in others)
+    assert all(0 < row["chunk"] <= 128 << 10 for row in others)
+    assert all(row["seconds"][0] < row["seconds"][1] and row["gain"] >= 1 for row in value["table"])
+    assert set(json.loads(path.read_text())["ranges"][0]) == {"from", "to", "plan"}
+    assert run("verify", str(path))[0] == 0
+    plain = json.loads(run("plan", "v100x4", "--sizes", "1MB", "--json")[1])
+    assert not {"engine", "costs"} & plain.keys()
+    assert not {"way", "blocks", "chunk"} & plain["table"][0].keys()
+
+
+def test_windows_draw_their_own_times(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "f.svg"
+    command = ("plan", "v100x4", "--sizes", "1KB:1MB", "--engine", "windows", "--plot", str(path))
+    assert run(*command)[0] == 0
+    windows = path.read_text()
+    assert run("plan", "v100x4", "--sizes", "1KB:1MB", "--plot", str(path))[0] == 0
+    assert windows.count(">one-hop") == path.read_text().count(">one-hop") > 0
+    assert windows != path.read_text()
+
+
+def test_measured_figures_take_the_place_of_published_ones(run: Run, tmp_path: Path) -> None:
+    """A hop of a millisecond makes everything but one hop dear, and the note says whose it is."""
+    path = tmp_path / "costs.json"
+    path.write_text(replace(HOPPER, name="mine", source="a test", hop=1e-3).to_json())
+    command = ("plan", "v100x4", "--sizes", "64KB:1MB", "--engine", "windows", "--engine-costs", str(path))
+    status, out, _ = run(*command)
+    assert status == 0
+    assert "note: windows engine: figures of mine, from a test\n" in out
+    value = json.loads(run(*command, "--json")[1])
+    assert value["costs"]["hop"] == 1e-3
+    assert value["table"][0]["seconds"][0] > 2e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--engine", "windows"), "--engine belongs to --sizes; give sizes, or leave it out"),
+        (("--engine-costs", "f.json"), "--engine-costs belongs to --engine windows"),
+        (("--sizes", "--engine", "messages", "--engine-costs", "f.json"), "belongs to --engine windows"),
+        (("--sizes", "--engine", "windows", "--engine-costs", "none.json"), "none.json cannot be read"),
+        (("--sizes", "--engine", "kernels"), "invalid choice: 'kernels'"),
+        (("--sizes", "--engine", "windows", "--channels", "pcie"), "needs GPUs in one NVLink domain"),
+    ],
+)
+def test_engines_where_they_do_not_belong(run: Run, options: tuple[str, ...], message: str) -> None:
+    """One line, exit 2."""
+    status, out, err = run("plan", "v100x4", *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 @pytest.mark.parametrize(
