@@ -339,7 +339,7 @@ class Engine:
                 base=self._base,
                 stride=self._slot_bytes,
                 blocks=self.blocks,
-                room=self._end - self._base,
+                room=(self._end - self._base) // 2,  # others may come
                 domains=self.region.domains,
                 adds=adds,
                 copies=copies,

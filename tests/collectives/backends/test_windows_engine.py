@@ -138,7 +138,7 @@ def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
             assert one.tobytes() == np.asarray(wanted[rank]).tobytes()
 
 
-@pytest.mark.parametrize("length", [24, LONG])
+@pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_a_collective_is_captured_in_a_graph_of_the_caller_and_replayed_on_new_data(
     machine: Machine, cupy: ModuleType, length: int
 ) -> None:
