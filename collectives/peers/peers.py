@@ -22,10 +22,15 @@ from topoplan.errors import BackendError
 BLOCK = 640
 """Bytes in which worlds of `BlockWorld` gather first: a signature fits, and what goes with it."""
 
-COLLECTIVE, VALUE, TEXT = b"c", b"v", b"t"
+COLLECTIVE, VALUE, TEXT, FAREWELL = b"c", b"v", b"t", b"f"
 """What a rank is at when it says something; ranks at different things must not take one for the other."""
 
-NAMES = {COLLECTIVE: "a collective", VALUE: "comparing times", TEXT: "a text for all ranks"}
+NAMES = {
+    COLLECTIVE: "a collective",
+    VALUE: "comparing times",
+    TEXT: "a text for all ranks",
+    FAREWELL: "its end",
+}
 
 
 class World(ABC):
@@ -98,9 +103,19 @@ class World(ABC):
         """What every rank says, in order of rank; raises as `compare`."""
         return [data.decode() for data in self._said(TEXT, text.encode(), timeout)]
 
+    def farewell(self, text: str, *, timeout: float) -> list[str]:
+        """What every rank says while it leaves the job; raises as `compare`, and lets others know who are elsewhere."""
+        return [data.decode() for data in self._said(FAREWELL, text.encode(), timeout)]
+
     def _said(self, kind: bytes, data: bytes, timeout: float) -> list[bytes]:
         said = self.gather(kind + data, timeout=timeout)
         for peer, one in enumerate(said):
+            if one[:1] == FAREWELL != kind:
+                raise BackendError(
+                    f"rank {peer} has closed its communicator; make the same calls on all ranks",
+                    rank=self.rank,
+                    peer=peer,
+                )
             if one[:1] != kind:
                 raise BackendError(
                     f"the peer is at {NAMES.get(one[:1], 'something else')} and this rank at {NAMES[kind]}; "

@@ -380,9 +380,9 @@ class NcclBackend(OneRank):
             return
         self._engine.stop()
         ended = self._drain()
-        steps = (
-            JointSteps(self._world, timeout=DESTROY_SECONDS, here=self._gpu) if together and ended else None
-        )
+        steps = None
+        if together and ended:
+            steps = JointSteps(self._world, timeout=DESTROY_SECONDS, here=self._gpu, leaving=True)
         self._engine.region.close(steps, lent=1)  # what the engine itself has of it
 
     def _ready(self, stream: Any) -> Any:

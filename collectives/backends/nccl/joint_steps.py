@@ -50,6 +50,8 @@ class JointSteps:
         Seconds for a step.
     here : callable
         Gives the context in which steps run, as the GPU that is current; in a thread of their own.
+    leaving : bool
+        The ranks leave the job.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class JointSteps:
         *,
         timeout: float,
         here: Callable[[], AbstractContextManager[object]] = nullcontext,
+        leaving: bool = False,
     ) -> None:
-        self._world = world
+        self._say = world.farewell if leaving else world.texts
         self._timeout = timeout
         self._here = here
 
@@ -103,7 +106,7 @@ class JointSteps:
                 told = {
                     "failed": f"waited {self._timeout:g} s for NCCL or the driver; NCCL_DEBUG=INFO tells more"
                 }
-            said = [json.loads(text) for text in self._world.texts(json.dumps(told), timeout=self._timeout)]
+            said = [json.loads(text) for text in self._say(json.dumps(told), timeout=self._timeout)]
             for rank, one in enumerate(said):
                 if "failed" in one:
                     raise StepFailed(rank, one["failed"])

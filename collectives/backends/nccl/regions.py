@@ -67,7 +67,7 @@ class Mapped(Protocol):
             It cannot be had.
         """
 
-    def close(self) -> None:
+    def close(self, steps: JointSteps) -> None:
         """Give everything back, all ranks at this time; else it is left alone until the process ends."""
 
 
@@ -146,7 +146,7 @@ class Region:
         if steps is not None:
             with suppress(StepFailed, TopoplanError):
                 if max(steps.take(lambda: self._lent)) <= lent:
-                    mapped.close()
+                    mapped.close(steps)
                     return
         _abandoned.append(mapped)
 
@@ -362,7 +362,7 @@ class _Windows:
         self.kind = "windows and multicast"
         return tuple(addresses), groups[self._rank], ""
 
-    def close(self) -> None:
+    def close(self, steps: JointSteps) -> None:
         window, link, memory = self._window, self._link, self._memory
         self._window, self._link, self._memory = None, None, 0
         with suppress(NcclFailed):
@@ -376,7 +376,7 @@ class _Windows:
     def _need(self, told: list[Any], place: int | None, what: str) -> None:
         for number, one in enumerate(told):
             if not (one if place is None else one[place]):
-                self.close()  # nobody waits for anybody
+                self.close(self._steps)  # nobody waits for anybody
                 raise StepFailed(number, what)
 
     def _unique_id(self) -> str:
@@ -443,13 +443,13 @@ class _ByCuda:
         given = self._steps.take(self._allocate)
         return tuple(self._steps.take(lambda: self._reach(given))[self._rank]), 0, ""
 
-    def close(self) -> None:
+    def close(self, steps: JointSteps) -> None:
         runtime = self._runtime
         with suppress(runtime.CUDARuntimeError):
             for address in self._opened:
                 runtime.ipcCloseMemHandle(address)
         with suppress(StepFailed, TopoplanError):
-            self._steps.take(lambda: None)  # nobody has it open any more
+            steps.take(lambda: None)  # nobody has it open any more
             with suppress(runtime.CUDARuntimeError):
                 runtime.free(self._memory)
 

@@ -212,6 +212,18 @@ def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: Module
     assert found[1].get().tobytes() == np.arange(1000, dtype=np.float32).tobytes()
 
 
+def test_a_rank_that_closes_while_another_one_goes_on_is_named(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 2, True
+
+    def task(comm: Communicator, rank: int) -> Any:
+        comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
+        return rank or comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
+
+    found = run(cupy, 2, task)
+    assert "rank 1 has closed its communicator; make the same calls on all ranks" in str(found[0])
+    assert found[1] == 1
+
+
 def test_memory_stays_where_a_rank_has_failed(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
 
