@@ -20,6 +20,10 @@ NEEDS = {
 """The module that a back end needs, its name, and what installs it."""
 
 
+LONGEST_TIMEOUT = 100_000
+"""Seconds, more than a day; waits of the systems, some of them for multiples of it, end at 2**31 milliseconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a back end is made.
@@ -34,12 +38,23 @@ class Settings:
         How the nccl back end moves data: see `collectives.backends.nccl.backend.NcclBackend`.
     exact : bool
         Whether sums must have the plan's bits; all other back ends than nccl give these in any case.
+
+    Raises
+    ------
+    UsageError
+        The timeout is not above zero, or too long.
     """
 
     timeout: float
     pace: float | None = None
     engine: str = "auto"
     exact: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout <= LONGEST_TIMEOUT:
+            raise UsageError(
+                f"a timeout of {self.timeout} s is no time to wait; give more than zero, {LONGEST_TIMEOUT} at most"
+            )
 
 
 DEFAULT = Settings(timeout=30.0)

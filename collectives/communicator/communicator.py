@@ -128,8 +128,6 @@ class Communicator:
         engine: str = "auto",
         exact: bool = True,
     ) -> None:
-        if not timeout > 0:
-            raise UsageError(f"a timeout of {timeout} s is no time to wait; give more than zero")
         if engine != "auto" and not isinstance(backend, str):
             raise UsageError(
                 f"the {backend.name} back end is made already; give it the engine, or name it here"

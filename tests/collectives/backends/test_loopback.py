@@ -333,6 +333,15 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_written(
     assert all((array == -1).all() for array in out)
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e6])
+def test_timeouts_that_no_system_can_wait_are_refused(timeout: float) -> None:
+    plan = topoplan.plan("dgx-1v", gpus=[0, 1])
+    with pytest.raises(
+        UsageError, match=f"a timeout of {timeout} s is no time to wait; give more than zero, 1"
+    ):
+        Communicator(plan, timeout=timeout)
+
+
 def test_other_requests_that_do_not_fit_are_refused() -> None:
     plan = forest_plan(4, "reduce_scatter", "star")
     with Communicator(plan) as comm:
