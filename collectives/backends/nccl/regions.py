@@ -107,7 +107,7 @@ class Region:
     _device: int
     _mapped: Mapped | None
     _free: FreeRoom = field(init=False)
-    _lent: int = field(init=False, default=0)
+    _lent: set[int] = field(init=False, default_factory=set)  # which threads and finalizers change at any time
 
     def __post_init__(self) -> None:
         self._free = FreeRoom(self.nbytes, unit=UNIT)
@@ -119,7 +119,7 @@ class Region:
             return None
         cuda = self._cupy.cuda
         owner = _Part()
-        self._lent += 1
+        self._lent.add(start)
         weakref.finalize(owner, self._back, start, nbytes).atexit = False
         memory = cuda.UnownedMemory(self.addresses[self.rank] + start, nbytes, owner, self._device)
         return self._cupy.ndarray((nbytes,), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
@@ -145,13 +145,13 @@ class Region:
             return
         if steps is not None:
             with suppress(StepFailed, TopoplanError):
-                if max(steps.take(lambda: self._lent)) <= lent:
+                if max(steps.take(lambda: len(self._lent))) <= lent:
                     mapped.close(steps)
                     return
         _abandoned.append(mapped)
 
     def _back(self, start: int, nbytes: int) -> None:
-        self._lent -= 1
+        self._lent.discard(start)
         self._free.give_back(start, nbytes)
 
 
