@@ -1,9 +1,11 @@
 """Trees beside rings: what packed trees reach on an allocation, and what each kind of ring reaches there.
 
-Three rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has
-one, else over PCIe, which the row says), the ring over NVLink that may relay through other GPUs, and the double
-binary tree; then what else `topoplan.schedules.registry` gives a column. Where the ring falls back, the trees still run
-over NVLink: this is the comparison of Blink, section 2.2 and figure 13, and most of its largest gains are such cases.
+Rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has one, else over
+PCIe, which the row says), the ring over NVLink that may relay through other GPUs, the best of what NCCL has today
+(these rings, its tree, NVLS where switches copy and add), and the double binary tree over all ranks; then what else
+`topoplan.schedules.registry` gives a column. Where the ring falls back, the trees still run over NVLink: this is the
+comparison of Blink, section 2.2 and figure 13, and most of its largest gains are such cases. What trees are worth to
+those who run NCCL is their rate over NCCL's best.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from topoplan.topology import Topology, TopologyLike, as_topology
 
 OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
 """Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
+
+NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
+"""What NCCL has; of equally fast ones a `Comparison` names the first."""
 
 
 def compare(
@@ -70,15 +75,21 @@ def compare(
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
     rivals: dict[str, Plan] = {}
     missing = []
-    for schedule in columns():
+    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
+    for schedule in (*columns(), *nccl_only):
         if schedule.fits(trees):
             try:
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
             except InfeasibleError as error:
-                missing.append(f"{schedule.words}: {error}")
+                if schedule not in nccl_only:
+                    missing.append(f"{schedule.words}: {error}")
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
+    ran = [name for name in NCCL_COLUMNS if name in rivals]
+    best = max(ran, key=lambda name: rivals[name].rate, default="")
+    nccl = rivals.get(best)
+    over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
@@ -102,6 +113,9 @@ def compare(
             for schedule in columns()
             if schedule.name not in OWN_COLUMNS
         ),
+        nccl=nccl.rate if nccl else 0.0,
+        nccl_kind=nccl.schedule if nccl else NO_RING,
+        nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
     )
 
 
