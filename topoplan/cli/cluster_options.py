@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
 from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster
 from topoplan.errors import UsageError
+from topoplan.in_network import CHOICES
 from topoplan.topology import Topology
 
 NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access")
@@ -62,6 +63,16 @@ def add_cluster(parser: OneLineParser) -> None:
         metavar="HOW",
         help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
         f"(default: {NIC_ACCESS[0]})",
+    )
+
+
+def add_in_network(parser: OneLineParser) -> None:
+    """Which switches copy and add."""
+    parser.add_argument(
+        "--in-network",
+        choices=tuple(CHOICES),
+        metavar="WHICH",
+        help=f"{', '.join(CHOICES)}: the switches that copy and add (default: as the machine's file says)",
     )
 
 

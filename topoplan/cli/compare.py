@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import check_plot, print_json, print_notes
 from topoplan.cli.progress import progress_line
@@ -36,6 +36,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
     add_cluster(parser)
+    add_in_network(parser)
     add_damage(parser)
 
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from topoplan.compare.allocations import AllocationClass, allocation_classes
 from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
+from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.plan import Plan, check_collective
@@ -91,6 +93,16 @@ def compare(
     nccl = rivals.get(best)
     over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
+    idle = _idle_switches(topology, trees)
+    helped = None
+    if idle:
+        able = fully_used(topology)
+        helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
+        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        notes.append(
+            f"trees do {helped:.6g} GB/s where {idle[0]}{more} copies and adds (--in-network nvswitch), "
+            f"{trees.rate:.6g} without"
+        )
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
         collective=collective,
@@ -116,7 +128,17 @@ def compare(
         nccl=nccl.rate if nccl else 0.0,
         nccl_kind=nccl.schedule if nccl else NO_RING,
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
+        in_network=helped,
     )
+
+
+def _idle_switches(topology: Topology, trees: Plan) -> tuple[str, ...]:
+    """Switches on the links of a plan that could do more in the network than they do."""
+    if len(trees.ranks) == 1:
+        return ()
+    used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
+    could = {one.name: one for one in fully_used(topology).devices}
+    return tuple(name for name in used if could[name] != topology.device(name))
 
 
 def columns() -> tuple[Schedule, ...]:

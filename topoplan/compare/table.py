@@ -55,6 +55,9 @@ class Comparison:
         Which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
     nccl_ratio : float or None
         ``trees / nccl``; None where there is nothing to divide.
+    in_network : float or None
+        Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
+        this row have such switches already, or there are none.
     """
 
     collective: str
@@ -76,6 +79,7 @@ class Comparison:
     nccl: float = 0.0
     nccl_kind: str = NO_RING
     nccl_ratio: float | None = None
+    in_network: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

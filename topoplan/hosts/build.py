@@ -274,7 +274,7 @@ def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tup
     parents : mapping of str to str
         Child to parent; devices that are nobody's child are CPUs.
     pcie, socket : float
-        GB/s per direction of a PCIe link and of a link between CPUs.
+        GB/s per direction of a PCIe link and of a link between CPUs; 0 where CPUs are not joined.
 
     Examples
     --------
@@ -287,7 +287,7 @@ def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tup
     """
     cpus = cpus_of(parents)
     links = [link for child, parent in parents.items() for link in both_ways(child, parent, "pcie", pcie)]
-    for i, first in enumerate(cpus):
+    for i, first in enumerate(cpus if socket else ()):
         for second in cpus[i + 1 :]:
             links += both_ways(first, second, "sys", socket)
     return tuple(links)
