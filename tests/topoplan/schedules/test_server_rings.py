@@ -62,6 +62,25 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
     assert topoplan.verify(topoplan.ring(made)).exact_rate == Fraction(8 * nic * 24, 46)
 
 
+@pytest.mark.parametrize(
+    ("name", "servers", "gbps", "rate"),
+    [
+        ("dgx-h100", 2, 400, Fraction(640, 3)),
+        ("dgx-h100", 4, 400, Fraction(6400, 31)),
+        ("dgx-a100", 2, 200, Fraction(320, 3)),
+        ("dgx-a100", 4, 200, Fraction(3200, 31)),
+    ],
+)
+def test_rings_of_direct_nics_are_those_of_another_program(
+    name: str, servers: int, gbps: int, rate: Fraction
+) -> None:
+    """Answers of another program for servers behind one switch."""
+    made = topoplan.cluster(
+        [topoplan.Server(name, count=servers)], nic_gbps=gbps, nic_access="direct", network="switch"
+    )
+    assert topoplan.verify(topoplan.ring(made)).exact_rate == rate
+
+
 @pytest.mark.parametrize("servers", [2, 3, 4])
 def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
     """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
