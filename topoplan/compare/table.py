@@ -203,7 +203,8 @@ def format_table(rows: Sequence[Comparison]) -> str:
     """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
 
     ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``nccl`` is the best that NCCL
-    has, with its name, and ``binary`` the double binary tree. A dash stands where there is nothing to compare.
+    has, with its name, and ``binary`` the double binary tree. ``in network`` is there where switches could
+    add and do not: what trees would reach with them. A dash stands where there is nothing to compare.
 
     Examples
     --------
@@ -221,12 +222,14 @@ def format_table(rows: Sequence[Comparison]) -> str:
         75.00  nccl tree      1.00x    50.00
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
+    helped = any(row.in_network is not None for row in rows)
     wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
     channel = max([7, *(len(row.channel or "none") for row in rows)])
     lines = [
         f"{'GPUs':<{wide}}  members  {'channel':<{channel}}  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
         f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  "
         f"{'nccl':>7}  {'nccl is':<12}  {'/nccl':>6}  {'binary':>7}"
+        + ("  in network" if helped else "")
         + "".join(f"  {head:>7}" for head in heads)
     ]
     lines += [
@@ -235,6 +238,7 @@ def format_table(rows: Sequence[Comparison]) -> str:
         f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
         f"{_times(row.relay_ratio):>6}  {_rate(row.nccl):>7}  {row.nccl_kind:<12}  {_times(row.nccl_ratio):>6}  "
         f"{_rate(row.double_tree):>7}"
+        + (f"  {_rate(row.in_network):>10}" if helped else "")
         + "".join(f"  {_rate(rate):>{max(7, len(head))}}" for head, rate in _others(row, heads))
         for row in rows
     ]
