@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from topoplan.errors import TopologyError
+from topoplan.hosts.gpu_identity import nvswitch_capable
 from topoplan.hosts.host import Host, HostNic, PciDevice
 from topoplan.hosts.nvlink_ends import STRIPED, SWITCH, nvlink_links
 from topoplan.topology import Device, Link, Topology, facts
@@ -84,7 +85,7 @@ def host_topology(host: Host) -> Topology:
                 )
                 for gpu in host.gpus
             ),
-            *([Device(SWITCH, "nvswitch", SERVER, model="NVSwitch")] if switched else []),
+            *([_nvswitch(host)] if switched else []),
             *(
                 Device(
                     names[device.busid],
@@ -109,6 +110,11 @@ def host_topology(host: Host) -> Topology:
         notes=(*host.notes, *nvlink_notes, *([STRIPED] if switched else [])),
         source=host.source,
     )
+
+
+def _nvswitch(host: Host) -> Device:
+    gpus = [Device(f"gpu{gpu.number}", "gpu", model=gpu.model, facts=gpu.facts) for gpu in host.gpus]
+    return Device(SWITCH, "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(gpus))
 
 
 def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from topoplan.hosts.build import both_ways, cpus_of, host_links
+from topoplan.hosts.gpu_identity import nvswitch_capable
 from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nvlink_ends import STRIPED
 from topoplan.topology import Device, Link, Topology, facts
@@ -143,18 +144,10 @@ def direct_box(
     return Topology(name, devices, (*wires, *host.links()), tuple(notes), source)
 
 
-def nvswitch_box(
-    name: str,
-    host: HostSide,
-    *,
-    gpu: GpuGeneration,
-    gpus: int,
-    source: str,
-    capable: Sequence[str] = (),
-) -> Topology:
+def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, source: str) -> Topology:
     """A server whose GPUs have all NVLinks to NVSwitch chips; one device ``nvswitch0`` stands for them.
 
-    Parameters are those of `direct_box`, and what the chips could do besides forwarding (`Device.capable`).
+    Parameters are those of `direct_box`.
 
     Examples
     --------
@@ -170,9 +163,10 @@ def nvswitch_box(
             f"gpu{i}", "nvswitch0", "nvlink", several(gpu.links, gpu.nvlink), count=gpu.links
         )
     ]
+    every = [Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)]
     devices = (
-        *(Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)),
-        Device("nvswitch0", "nvswitch", SERVER, model="NVSwitch", capable=tuple(capable)),
+        *every,
+        Device("nvswitch0", "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(every)),
         *host.devices(),
     )
     return Topology(name, devices, (*wires, *host.links()), (STRIPED,), source)

@@ -37,7 +37,7 @@ from topoplan.machines.boxes import (
     nvswitch_box,
     switches,
 )
-from topoplan.topology import IN_NETWORK, Device, Topology
+from topoplan.topology import Device, Topology
 
 SKYLAKE = SOCKET["Skylake to Ice Lake"]
 
@@ -109,7 +109,7 @@ def dgx_h100() -> Topology:
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, SRP_QPI_BW 22; PCIe shape: HGX boards of NVIDIA/nccl issue 1264 "
         "and bytedance/flux issue 14 (each GPU is PIX or PXB to one NIC only); NVLink SHARP is not used"
     )
-    return nvswitch_box("dgx-h100", host, gpu=H100, gpus=8, source=source, capable=IN_NETWORK)
+    return nvswitch_box("dgx-h100", host, gpu=H100, gpus=8, source=source)
 
 
 def dgx_b200() -> Topology:
@@ -119,7 +119,7 @@ def dgx_b200() -> Topology:
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, ERP_QPI_BW 40; PCIe shape: vllm-project/vllm issue 16336 "
         "(each GPU is PXB to one NIC only); NVLink SHARP is not used"
     )
-    return nvswitch_box("dgx-b200", host, gpu=B200, gpus=8, source=source, capable=IN_NETWORK)
+    return nvswitch_box("dgx-b200", host, gpu=B200, gpus=8, source=source)
 
 
 PCIE_6 = 2 * PCIE_X16[5]
@@ -136,14 +136,12 @@ def dgx_b300() -> Topology:
         f"{PCIE_SOURCE}, generation 6 twice that, ERP_QPI_BW 40; PCIe shape: as DGX B200, each GPU behind the switch "
         f"of its ConnectX-8; {SHARP_SOURCE}"
     )
-    return nvswitch_box(
-        "dgx-b300", host, gpu=replace(B200, name="B300"), gpus=8, source=source, capable=IN_NETWORK
-    )
+    return nvswitch_box("dgx-b300", host, gpu=replace(B200, name="B300"), gpus=8, source=source)
 
 
 def _rack(name: str, gpu: GpuGeneration, host: HostSide, source: str) -> Topology:
     """18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
-    box = nvswitch_box(name, host, gpu=gpu, gpus=72, source=source, capable=IN_NETWORK)
+    box = nvswitch_box(name, host, gpu=gpu, gpus=72, source=source)
     links = [
         replace(link, channel="c2c", bandwidth=C2C)
         if link.channel == "pcie" and {link.src[:3], link.dst[:3]} == {"gpu", "cpu"}
@@ -207,7 +205,7 @@ def p5() -> Topology:
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, AMD_BW 16; NICs: 32 x 100 Gb/s, AWS, Amazon EC2 P5 instances; PCIe shape: "
         f"aws-ofi-nccl, topology/p5.48xl-topo.xml; {SHARP_SOURCE}"
     )
-    return nvswitch_box("p5.48xlarge", host, gpu=H100, gpus=8, source=source, capable=IN_NETWORK)
+    return nvswitch_box("p5.48xlarge", host, gpu=H100, gpus=8, source=source)
 
 
 def v100x4() -> Topology:
