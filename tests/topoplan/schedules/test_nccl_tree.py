@@ -7,8 +7,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import topoplan
+from tests.support.small_fabrics import direct_machines, switched_machines
 from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
@@ -142,6 +145,19 @@ def test_it_is_a_valid_plan_below_the_packed_trees_on_other_clusters(machine: To
     assert topoplan.verify(made).rate == made.rate
     assert made.rate <= topoplan.plan(machine).rate * (1 + 1e-12)
     assert sum(shard.share for shard in made.shards) == 1
+
+
+@given(direct_machines() | switched_machines(), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_it_is_valid_on_any_machine(machine: Topology, servers: int) -> None:
+    """Direct links and switches at random, the GPUs dealt to one server, two or three: never above the bound."""
+    dealt = (
+        replace(one, server=f"s{number % servers}" if one.kind == "gpu" else one.server)
+        for number, one in enumerate(machine.devices)
+    )
+    made = nccl_tree(replace(machine, devices=tuple(dealt)))
+    assert topoplan.verify(made).rate == made.rate
+    assert made.rate <= topoplan.plan(machine).bound * (1 + 1e-9)
 
 
 def test_one_rank_and_other_collectives() -> None:

@@ -53,6 +53,7 @@ class ServerChannels:
         self._fabric = fabric
         self._routes = Routes(fabric)
         self._load = [Fraction(0)] * len(fabric.links)
+        self._room = list(fabric.capacity)
         self.servers = Servers(fabric)
         self.members: list[tuple[int, ...]] = [tuple(ranks.tolist()) for ranks in self.servers.members]
         """Ranks of every server."""
@@ -113,6 +114,7 @@ class ServerChannels:
         links = find(tail, head)
         for number in links:
             self._load[number] += share
+            self._room[number] = self._fabric.capacity[number] / (1 + self._load[number])
         route = (self._fabric.ranks[tail], *(self._fabric.links[number].dst for number in links))
         return Edge(
             parent, child, route if op == "broadcast" else route[::-1], self._fabric.channel_of(links)
@@ -157,8 +159,7 @@ class ServerChannels:
 
     def _free(self, tail: int, head: int) -> Links | None:
         """The shortest route over any NICs, of equals the one that is least full."""
-        loads = zip(self._fabric.capacity, self._load, strict=True)
-        return self._routes.shortest(tail, head, [capacity / (1 + load) for capacity, load in loads])
+        return self._routes.shortest(tail, head, self._room)
 
 
 def _parts(fabric: Fabric, servers: Servers) -> Mapping[int, tuple[Topology, NcclPaths]]:
