@@ -54,6 +54,9 @@ FACTS = {
 }
 """What `Device.facts` may state, all as texts; other keys are kept as they are."""
 
+IN_NETWORK = ("multicast", "reduce")
+"""What a switch can do besides forwarding: copy one input to several outputs, add several inputs."""
+
 MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
 """Largest number of GPUs of one server, and longest time in seconds, that `Topology.peer_access` may state."""
 
@@ -78,6 +81,8 @@ class Device:
         The device can copy one input to several outputs, or add several inputs (in-network collectives).
     facts : tuple of (str, str)
         What else is known of it, by key in ascending order (see `FACTS`). Plans do not depend on facts.
+    capable : tuple of str
+        What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
 
     Raises
     ------
@@ -94,8 +99,15 @@ class Device:
     multicast: bool = False
     reduce: bool = False
     facts: tuple[tuple[str, str], ...] = ()
+    capable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.capable, tuple):
+            object.__setattr__(self, "capable", tuple(self.capable))
+        if not set(self.capable) <= set(IN_NETWORK):
+            raise TopologyError(
+                f"device {self.name}: capable {shown(list(self.capable))} must list some of {', '.join(IN_NETWORK)}"
+            )
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
             raise TopologyError(f"device name {self.name!r} is not a text of printable characters")
         if self.kind not in DEVICE_KINDS:
@@ -354,6 +366,12 @@ class Topology:
             links=tuple(link for link in self.links if link.src not in out and link.dst not in out),
         )
 
+    def settled(self) -> Topology:
+        """The machine as a plan states it: without what its switches could do and do not."""
+        if not any(device.capable for device in self.devices):
+            return self
+        return replace(self, devices=tuple(replace(device, capable=()) for device in self.devices))
+
     def to_object(self) -> dict[str, object]:
         """The JSON object of the machine, keys in the format's order, what has its default left out."""
         head: dict[str, object] = {"format": FORMAT, "name": self.name}
@@ -394,11 +412,11 @@ class Topology:
         -------
         networkx.MultiDiGraph
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
-            ``numa``, ``multicast``, ``reduce`` and ``facts`` (a dict of texts) of `Device`. An edge for each link, its
-            key the channel, with the attributes ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of
-            `Link`, and ``position``, its place among the links of the machine, since a graph keeps none. Attributes of
-            the graph: ``name``, ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number
-            of GPUs).
+            ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, where there is any, ``capable``
+            (a list of texts) of `Device`. An edge for each link, its key the channel, with the attributes ``channel``,
+            ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its place among the links
+            of the machine, since a graph keeps none. Attributes of the graph: ``name``, ``source``, ``notes`` (a list
+            of texts), ``peer_access`` (a dict of seconds by number of GPUs).
 
         Examples
         --------
@@ -424,7 +442,11 @@ class Topology:
         )
         for device in self.devices:
             known = {key: getattr(device, key) for key in _DEVICE_DEFAULTS if key != "name"}
-            graph.add_node(device.name, **known | {"facts": dict(device.facts)})
+            known["facts"] = dict(device.facts)
+            known["capable"] = list(device.capable)
+            graph.add_node(
+                device.name, **{key: known[key] for key in known if key != "capable" or known[key]}
+            )
         for position, link in enumerate(self.links):
             known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in ("src", "dst")}
             graph.add_edge(link.src, link.dst, key=link.channel, **known, position=position)
@@ -438,6 +460,8 @@ _LINK_DEFAULTS = {one.name: one.default for one in fields(Link)}
 def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, object]:
     """The fields of a device or link that are not their default, in order; facts as an object of texts."""
     stated = {key: value for key, default in defaults.items() if (value := getattr(item, key)) != default}
+    if "capable" in stated:
+        stated["capable"] = list(cast("tuple[str, ...]", stated["capable"]))
     if "facts" in stated:
         stated["facts"] = dict(cast("tuple[tuple[str, str], ...]", stated["facts"]))
     return stated

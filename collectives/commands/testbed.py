@@ -44,7 +44,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         default="trees,ring",
         metavar="LIST",
         help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
-        "three-phase, one-hop, double-tree, lowest-tree, relay-ring (default: trees,ring)",
+        "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring)",
     )
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument(

@@ -72,7 +72,7 @@ def candidates(
     over = "+".join(best.channels)
     too_large = False
     for schedule in SCHEDULES.values():
-        if not schedule.fits(best):
+        if not schedule.timed or not schedule.fits(best):
             continue
         if schedule.most_ranks is not None and len(chosen) > schedule.most_ranks:
             too_large = True

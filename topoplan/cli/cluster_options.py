@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
-from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster
+from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster, domain
 from topoplan.errors import UsageError
+from topoplan.in_network import CHOICES
 from topoplan.topology import Topology
 
 NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access")
 
-CLUSTER_OPTIONS = ("servers", *NETWORK_OPTIONS)
+CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
 """All of them, as argparse stores them; None where an option was not given."""
 
 
@@ -28,6 +29,12 @@ def add_cluster(parser: OneLineParser) -> None:
         type=_count,
         metavar="N",
         help="servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)",
+    )
+    group.add_argument(
+        "--domain",
+        type=_count,
+        metavar="N",
+        help="cut the NVLink domain of TOPO into domains of N GPUs, each of them a server of the cluster",
     )
     group.add_argument(
         "--nic-gbps",
@@ -65,6 +72,16 @@ def add_cluster(parser: OneLineParser) -> None:
     )
 
 
+def add_in_network(parser: OneLineParser) -> None:
+    """Which switches copy and add."""
+    parser.add_argument(
+        "--in-network",
+        choices=tuple(CHOICES),
+        metavar="WHICH",
+        help=f"{', '.join(CHOICES)}: the switches that copy and add (default: as the machine's file says)",
+    )
+
+
 def as_cluster(
     options: argparse.Namespace, machine: Topology, *, gpus: tuple[int, ...] | None = None
 ) -> Topology:
@@ -83,16 +100,22 @@ def as_cluster(
     UsageError
         An option that does not go with the others, or as `topoplan.clusters.cluster`.
     """
-    if options.servers is None:
+    servers = options.servers
+    if options.domain is not None:
+        count = len(machine.gpus) // options.domain
+        machine = domain(machine, options.domain)
+        servers = count * (servers or 1) if count > 1 else servers
+    if servers is None:
         given = first_given(options, dict.fromkeys(NETWORK_OPTIONS))
         if given:
             raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
         return machine
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
-        raise UsageError("--servers needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
+        needs = "--servers" if options.domain is None else "--domain"
+        raise UsageError(f"{needs} needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
     return cluster(
-        _servers(machine, options.servers, gpus or ()),
+        _servers(machine, servers, gpus or ()),
         nic_gbps=options.nic_gbps,
         nics=options.nics,
         network=options.network or NETWORKS[0],
@@ -100,7 +123,7 @@ def as_cluster(
         oversubscription=options.oversubscription,
         leaf_size=options.leaf_size,
         nic_access=options.nic_access or NIC_ACCESS[0],
-        name=f"{options.servers} x {machine.name}",
+        name=f"{servers} x {machine.name}",
     )
 
 

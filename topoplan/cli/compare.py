@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from topoplan.cli import arguments
-from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import check_plot, print_json, print_notes
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.compare import compare, compare_all, format_table, summary, to_object
+from topoplan.compare import Comparison, compare, compare_all, format_table, summary, to_object
 from topoplan.errors import UsageError
 from topoplan.plans.plan import check_collective
 
@@ -36,7 +37,16 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
     add_cluster(parser)
+    add_in_network(parser)
     add_damage(parser)
+
+
+def _over_nccl(rows: Sequence[Comparison]) -> str:
+    """What trees gain over the best that NCCL has, for the title of a figure whose bars are rings."""
+    found = summary(rows)
+    if found.nccl_lowest is None:
+        return ""
+    return f"; trees / NCCL's best {found.nccl_lowest:.3g} to {found.nccl_highest:.3g}, mean {found.nccl_mean:.3g}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         from topoplan.plot.bars import draw_comparison
         from topoplan.plot.canvas import save_figure
 
-        save_figure(draw_comparison(rows, title=title), options.plot)
+        save_figure(draw_comparison(rows, title=f"{title}{_over_nccl(rows)}"), options.plot)
     if options.json:
         print_json(
             {

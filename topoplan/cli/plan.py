@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments, plan_sizes
-from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
@@ -107,6 +107,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     add_cluster(parser)
+    add_in_network(parser)
     add_damage(parser)
 
 

@@ -13,6 +13,7 @@ from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
 from topoplan.cli.damage_options import DAMAGE_OPTIONS, Machine, damaged, overlaid
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.formats.load import library, load, load_text, read_text
+from topoplan.in_network import with_in_network
 from topoplan.plans.plan import Plans
 from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
@@ -50,7 +51,9 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
-    return damaged(options, as_cluster(options, overlaid(options, topology), gpus=used))
+    whole = as_cluster(options, overlaid(options, topology), gpus=used)
+    which = getattr(options, "in_network", None)
+    return damaged(options, whole if which is None else with_in_network(whole, which))
 
 
 def read_topology(options: argparse.Namespace) -> Topology:

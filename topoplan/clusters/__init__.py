@@ -2,9 +2,10 @@
 
 from topoplan.clusters.alike import alike, excerpt
 from topoplan.clusters.build import cluster
+from topoplan.clusters.domains import domain
 from topoplan.clusters.network import NETWORKS
 from topoplan.clusters.nic_wiring import NIC_ACCESS
 from topoplan.clusters.server import Server
 from topoplan.clusters.shapes import nvswitch_cluster
 
-__all__ = ["NETWORKS", "NIC_ACCESS", "Server", "alike", "cluster", "excerpt", "nvswitch_cluster"]
+__all__ = ["NETWORKS", "NIC_ACCESS", "Server", "alike", "cluster", "domain", "excerpt", "nvswitch_cluster"]

@@ -1,9 +1,11 @@
 """Trees beside rings: what packed trees reach on an allocation, and what each kind of ring reaches there.
 
-Three rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has
-one, else over PCIe, which the row says), the ring over NVLink that may relay through other GPUs, and the double
-binary tree; then what else `topoplan.schedules.registry` gives a column. Where the ring falls back, the trees still run
-over NVLink: this is the comparison of Blink, section 2.2 and figure 13, and most of its largest gains are such cases.
+Rivals, all plans that are verified like the trees: the ring of NCCL before 2.8 (over NVLink where it has one, else over
+PCIe, which the row says), the ring over NVLink that may relay through other GPUs, the best of what NCCL has today
+(these rings, its tree, NVLS where switches copy and add), and the double binary tree over all ranks; then what else
+`topoplan.schedules.registry` gives a column. Where the ring falls back, the trees still run over NVLink: this is the
+comparison of Blink, section 2.2 and figure 13, and most of its largest gains are such cases. What trees are worth to
+those who run NCCL is their rate over NCCL's best.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import replace
 from topoplan.compare.allocations import AllocationClass, allocation_classes
 from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
+from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.plan import Plan, check_collective
@@ -24,6 +28,9 @@ from topoplan.topology import Topology, TopologyLike, as_topology
 
 OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
 """Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
+
+NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
+"""What NCCL has; of equally fast ones a `Comparison` names the first."""
 
 
 def compare(
@@ -70,16 +77,32 @@ def compare(
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
     rivals: dict[str, Plan] = {}
     missing = []
-    for schedule in columns():
+    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
+    for schedule in (*columns(), *nccl_only):
         if schedule.fits(trees):
             try:
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
             except InfeasibleError as error:
-                missing.append(f"{schedule.words}: {error}")
+                if schedule not in nccl_only:
+                    missing.append(f"{schedule.words}: {error}")
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
+    ran = [name for name in NCCL_COLUMNS if name in rivals]
+    best = max(ran, key=lambda name: rivals[name].rate, default="")
+    nccl = rivals.get(best)
+    over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
+    idle = _idle_switches(topology, trees)
+    helped = None
+    if idle:
+        able = fully_used(topology)
+        helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
+        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        notes.append(
+            f"trees do {helped:.6g} GB/s where {idle[0]}{more} copies and adds (--in-network nvswitch), "
+            f"{trees.rate:.6g} without"
+        )
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
         collective=collective,
@@ -102,7 +125,20 @@ def compare(
             for schedule in columns()
             if schedule.name not in OWN_COLUMNS
         ),
+        nccl=nccl.rate if nccl else 0.0,
+        nccl_kind=nccl.schedule if nccl else NO_RING,
+        nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
+        in_network=helped,
     )
+
+
+def _idle_switches(topology: Topology, trees: Plan) -> tuple[str, ...]:
+    """Switches on the links of a plan that could do more in the network than they do."""
+    if len(trees.ranks) == 1:
+        return ()
+    used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
+    could = {one.name: one for one in fully_used(topology).devices}
+    return tuple(name for name in used if could[name] != topology.device(name))
 
 
 def columns() -> tuple[Schedule, ...]:

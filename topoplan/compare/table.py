@@ -11,6 +11,8 @@ from topoplan.plans.json_values import finite
 NO_RING = "none"
 """Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
 
+_EQUAL = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -47,6 +49,15 @@ class Comparison:
         What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
     others : tuple of (str, float or None)
         Rates of other registered schedules that have a column, under its head; None where there is no such schedule.
+    nccl : float
+        Rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
+    nccl_kind : str
+        Which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
+    nccl_ratio : float or None
+        ``trees / nccl``; None where there is nothing to divide.
+    in_network : float or None
+        Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
+        this row have such switches already, or there are none.
     """
 
     collective: str
@@ -65,6 +76,10 @@ class Comparison:
     relay_ratio: float | None
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, float | None], ...] = ()
+    nccl: float = 0.0
+    nccl_kind: str = NO_RING
+    nccl_ratio: float | None = None
+    in_network: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,10 @@ class Summary:
         Geometric mean of trees / ring, over classes and over allocations.
     relay_highest, relay_mean : float or None
         The same of trees / relaying ring, over classes.
+    nccl_equal : int
+        Classes on which NCCL's best is as fast as the trees, to one part in a million, or faster.
+    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean : float or None
+        Of trees / NCCL's best, as of trees / ring.
     """
 
     classes: int
@@ -101,6 +120,11 @@ class Summary:
     weighted_mean: float | None
     relay_highest: float | None
     relay_mean: float | None
+    nccl_equal: int = 0
+    nccl_lowest: float | None = None
+    nccl_highest: float | None = None
+    nccl_mean: float | None = None
+    nccl_weighted_mean: float | None = None
 
     def __str__(self) -> str:
         """The figures as lines of text."""
@@ -113,6 +137,12 @@ class Summary:
             (self.without_plan, "have no path at all"),
         )
         lines += [f"{number} classes {what}" for number, what in apart if number]
+        if self.nccl_lowest is not None:
+            lines.append(
+                f"trees / NCCL's best: {self.nccl_lowest:.3g} to {self.nccl_highest:.3g}, geometric mean "
+                f"{self.nccl_mean:.3g} over classes and {self.nccl_weighted_mean:.3g} over allocations, equal in "
+                f"{self.nccl_equal} classes"
+            )
         if self.lowest is not None:
             lines.append(
                 f"trees / ring: {self.lowest:.3g} to {self.highest:.3g}, geometric mean {self.mean:.3g} over classes "
@@ -139,6 +169,7 @@ def summary(rows: Sequence[Comparison]) -> Summary:
     pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
     ratios = [ratio for ratio, _ in pairs]
     relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
+    nccl = [(row.nccl_ratio, row.members) for row in rows if row.nccl_ratio is not None]
     return Summary(
         classes=len(rows),
         allocations=sum(row.members for row in rows),
@@ -154,6 +185,11 @@ def summary(rows: Sequence[Comparison]) -> Summary:
         weighted_mean=_geometric_mean(pairs),
         relay_highest=max(relayed, default=None),
         relay_mean=_geometric_mean([(ratio, 1) for ratio in relayed]),
+        nccl_equal=sum(ratio <= 1 + _EQUAL for ratio, _ in nccl),
+        nccl_lowest=min((ratio for ratio, _ in nccl), default=None),
+        nccl_highest=max((ratio for ratio, _ in nccl), default=None),
+        nccl_mean=_geometric_mean([(ratio, 1) for ratio, _ in nccl]),
+        nccl_weighted_mean=_geometric_mean(nccl),
     )
 
 
@@ -166,32 +202,43 @@ def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
 def format_table(rows: Sequence[Comparison]) -> str:
     """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
 
-    ``/ring`` and ``/relay`` are the trees' rate over that of the ring before them, ``binary`` is the double binary
-    tree. A dash stands where there is nothing to compare.
+    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``nccl`` is the best that NCCL
+    has, with its name, and ``binary`` the double binary tree. ``in network`` is there where switches could
+    add and do not: what trees would reach with them. A dash stands where there is nothing to compare.
 
     Examples
     --------
+    Each line of the table is broken in two here:
+
     >>> import topoplan
     >>> from topoplan.compare import compare
     >>> machine = topoplan.load("dgx-1v")
     >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])]))
-    GPUs     members  channel    trees    bound  count  height     ring  ring kind     /ring    relay  /relay   binary
-    1,4,5,7        1  nvlink     50.00    50.00      2       2     5.33  pcie ring     9.38x    33.33   1.50x    16.67
-    4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x    50.00
+    GPUs     members  channel    trees    bound  count  height     ring  ring kind     /ring    relay  /relay
+         nccl  nccl is        /nccl   binary
+    1,4,5,7        1  nvlink     50.00    50.00      2       2     5.33  pcie ring     9.38x    33.33   1.50x
+        50.00  nccl tree      1.00x    16.67
+    4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x
+        75.00  nccl tree      1.00x    50.00
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
+    helped = any(row.in_network is not None for row in rows)
     wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
     channel = max([7, *(len(row.channel or "none") for row in rows)])
     lines = [
         f"{'GPUs':<{wide}}  members  {'channel':<{channel}}  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
-        f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  {'binary':>7}"
+        f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  "
+        f"{'nccl':>7}  {'nccl is':<12}  {'/nccl':>6}  {'binary':>7}"
+        + ("  in network" if helped else "")
         + "".join(f"  {head:>7}" for head in heads)
     ]
     lines += [
         f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<{channel}}  {_rate(row.trees):>7}  "
         f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
         f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
-        f"{_times(row.relay_ratio):>6}  {_rate(row.double_tree):>7}"
+        f"{_times(row.relay_ratio):>6}  {_rate(row.nccl):>7}  {row.nccl_kind:<12}  {_times(row.nccl_ratio):>6}  "
+        f"{_rate(row.double_tree):>7}"
+        + (f"  {_rate(row.in_network):>10}" if helped else "")
         + "".join(f"  {_rate(rate):>{max(7, len(head))}}" for head, rate in _others(row, heads))
         for row in rows
     ]

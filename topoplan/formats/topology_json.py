@@ -63,6 +63,7 @@ _DEVICE_KEYS = {
     "multicast": TRUTH,
     "reduce": TRUTH,
     "facts": FACTS,
+    "capable": TEXTS,
 }
 _LINK_KEYS = {
     "src": TEXT,

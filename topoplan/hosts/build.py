@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from topoplan.errors import TopologyError
+from topoplan.hosts.gpu_identity import nvswitch_capable
 from topoplan.hosts.host import Host, HostNic, PciDevice
 from topoplan.hosts.nvlink_ends import STRIPED, SWITCH, nvlink_links
 from topoplan.topology import Device, Link, Topology, facts
@@ -84,7 +85,7 @@ def host_topology(host: Host) -> Topology:
                 )
                 for gpu in host.gpus
             ),
-            *([Device(SWITCH, "nvswitch", SERVER, model="NVSwitch")] if switched else []),
+            *([_nvswitch(host)] if switched else []),
             *(
                 Device(
                     names[device.busid],
@@ -109,6 +110,11 @@ def host_topology(host: Host) -> Topology:
         notes=(*host.notes, *nvlink_notes, *([STRIPED] if switched else [])),
         source=host.source,
     )
+
+
+def _nvswitch(host: Host) -> Device:
+    gpus = [Device(f"gpu{gpu.number}", "gpu", model=gpu.model, facts=gpu.facts) for gpu in host.gpus]
+    return Device(SWITCH, "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(gpus))
 
 
 def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:
@@ -274,7 +280,7 @@ def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tup
     parents : mapping of str to str
         Child to parent; devices that are nobody's child are CPUs.
     pcie, socket : float
-        GB/s per direction of a PCIe link and of a link between CPUs.
+        GB/s per direction of a PCIe link and of a link between CPUs; 0 where CPUs are not joined.
 
     Examples
     --------
@@ -287,7 +293,7 @@ def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tup
     """
     cpus = cpus_of(parents)
     links = [link for child, parent in parents.items() for link in both_ways(child, parent, "pcie", pcie)]
-    for i, first in enumerate(cpus):
+    for i, first in enumerate(cpus if socket else ()):
         for second in cpus[i + 1 :]:
             links += both_ways(first, second, "sys", socket)
     return tuple(links)

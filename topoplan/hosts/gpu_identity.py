@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from topoplan.topology import Device
+from topoplan.topology import IN_NETWORK, Device
 
 _COMPUTE_CAPABILITY = (
     (r"P100", 60),
@@ -127,3 +127,20 @@ def _amd_identity(gpu: Device) -> GpuIdentity:
 
 def _amd_model(model: str) -> tuple[str, int] | None:
     return next(((gcn, units) for name, gcn, units in _AMD if re.search(name, model)), None)
+
+
+THIRD_GENERATION = 90
+"""Compute capability of the GPUs from which on their NVSwitches copy and add (NVLink SHARP)."""
+
+
+def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
+    """What the NVSwitch of these GPUs could do besides forwarding: nothing where their generation is not known.
+
+    Examples
+    --------
+    >>> nvswitch_capable([Device("gpu0", "gpu", model="H100")]), nvswitch_capable([Device("gpu0", "gpu")])
+    (('multicast', 'reduce'), ())
+    """
+    known = [gpu_identity(gpu, amd=False) for gpu in gpus]
+    able = bool(known) and all(not one.guessed and one.capability >= THIRD_GENERATION for one in known)
+    return IN_NETWORK if able else ()

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from topoplan.hosts.build import both_ways, cpus_of, host_links
+from topoplan.hosts.gpu_identity import nvswitch_capable
 from topoplan.hosts.link_rates import GpuGeneration
 from topoplan.hosts.nvlink_ends import STRIPED
-from topoplan.topology import Device, Link, Topology
+from topoplan.topology import Device, Link, Topology, facts
 from topoplan.units import several
 
 SERVER = "s0"
@@ -35,6 +36,8 @@ class HostSide:
         GB/s per direction of a PCIe link and of the link between two CPUs.
     cpu, nic : str
         Models.
+    gigabits : int or None
+        Gb/s of each NIC, where all machines of this name have the same; a cluster of them takes it from here.
     """
 
     parents: Mapping[str, str]
@@ -42,13 +45,16 @@ class HostSide:
     socket: float
     cpu: str
     nic: str = ""
+    gigabits: int | None = None
 
     def devices(self) -> tuple[Device, ...]:
         """Switches, CPUs and NICs, in this order."""
         switches = [Device(name, "pcie", SERVER) for name in self.parents if name.startswith("pcie")]
         cpus = [Device(name, "cpu", SERVER, model=self.cpu) for name in cpus_of(self.parents)]
         nics = [
-            Device(name, "nic", SERVER, model=self.nic) for name in self.parents if name.startswith("nic")
+            Device(name, "nic", SERVER, model=self.nic, facts=facts(gigabits=self.gigabits))
+            for name in self.parents
+            if name.startswith("nic")
         ]
         return (*switches, *cpus, *nics)
 
@@ -157,9 +163,10 @@ def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, so
             f"gpu{i}", "nvswitch0", "nvlink", several(gpu.links, gpu.nvlink), count=gpu.links
         )
     ]
+    every = [Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)]
     devices = (
-        *(Device(f"gpu{i}", "gpu", SERVER, model=gpu.name) for i in range(gpus)),
-        Device("nvswitch0", "nvswitch", SERVER, model="NVSwitch"),
+        *every,
+        Device("nvswitch0", "nvswitch", SERVER, model="NVSwitch", capable=nvswitch_capable(every)),
         *host.devices(),
     )
     return Topology(name, devices, (*wires, *host.links()), (STRIPED,), source)

@@ -122,6 +122,92 @@ def dgx_b200() -> Topology:
     return nvswitch_box("dgx-b200", host, gpu=B200, gpus=8, source=source)
 
 
+PCIE_6 = 2 * PCIE_X16[5]
+"""GB/s of a 16-lane PCIe link of generation 6, doubled as NCCL doubles each generation."""
+
+SHARP_SOURCE = "NVLink SHARP, in NVSwitch from the third generation on, is not used unless it is asked for"
+
+
+def dgx_b300() -> Topology:
+    """NVIDIA DGX B300: 8 B300 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
+    host = HostSide(_OWN_SWITCH, PCIE_6, B200.socket, "Xeon 6776P", "ConnectX-8 800 Gb/s", 800)
+    source = (
+        f"NVLink: 50 GB/s per link and direction, 1.8 TB/s per GPU both ways, and NICs: NVIDIA DGX B300 datasheet; "
+        f"{PCIE_SOURCE}, generation 6 twice that, ERP_QPI_BW 40; PCIe shape: as DGX B200, each GPU behind the switch "
+        f"of its ConnectX-8; {SHARP_SOURCE}"
+    )
+    return nvswitch_box("dgx-b300", host, gpu=replace(B200, name="B300"), gpus=8, source=source)
+
+
+def _rack(name: str, gpu: GpuGeneration, host: HostSide, source: str) -> Topology:
+    """18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
+    box = nvswitch_box(name, host, gpu=gpu, gpus=72, source=source)
+    links = [
+        replace(link, channel="c2c", bandwidth=C2C)
+        if link.channel == "pcie" and {link.src[:3], link.dst[:3]} == {"gpu", "cpu"}
+        else link
+        for link in box.links
+    ]
+    for tray in range(18):
+        links += both_ways(f"cpu{2 * tray}", f"cpu{2 * tray + 1}", "sys", ARM)
+    return replace(box, links=tuple(links))
+
+
+ARM = 6.0
+"""GB/s between two CPUs of a tray, as NCCL counts it for ARM."""
+
+C2C = 225.0
+"""GB/s per direction between a Blackwell GPU and its Grace CPU: a half of NVLink-C2C's 900 GB/s both ways."""
+
+_RACK_SOURCE = (
+    "NVLink: 18 links of 50 GB/s per direction for each GPU, 130 TB/s in the domain both ways, NVLink-C2C 900 GB/s "
+    "both ways for two GPUs, 18 trays of 2 Grace CPUs and 4 GPUs"
+)
+
+
+def gb200_nvl72() -> Topology:
+    """NVIDIA GB200 NVL72: a rack of 72 B200 in one NVLink domain, each with a NIC on the PCIe of its Grace CPU."""
+    parents = {f"{kind}{i}": f"cpu{i // 2}" for i in range(72) for kind in ("gpu", "nic")}
+    host = HostSide(parents, PCIE_X16[5], 0.0, "Grace", "ConnectX-7 400 Gb/s", 400)
+    source = f"{_RACK_SOURCE}: NVIDIA GB200 NVL72 datasheet; {PCIE_SOURCE}, ARM_BW 6; {SHARP_SOURCE}"
+    return _rack("gb200-nvl72", replace(B200, name="GB200"), host, source)
+
+
+def gb300_nvl72() -> Topology:
+    """NVIDIA GB300 NVL72: the same rack with B300, whose NICs are ConnectX-8 with the GPU on their PCIe switch."""
+    parents: dict[str, str] = {}
+    for i in range(72):
+        parents |= {f"pcie{i}": f"cpu{i // 2}", f"gpu{i}": f"pcie{i}", f"nic{i}": f"pcie{i}"}
+    host = HostSide(parents, PCIE_6, 0.0, "Grace", "ConnectX-8 800 Gb/s", 800)
+    source = (
+        f"{_RACK_SOURCE}: NVIDIA GB300 NVL72 datasheet; {PCIE_SOURCE}, generation 6 twice that, ARM_BW 6; PCIe "
+        f"shape: each GPU behind the switch of its ConnectX-8; NVLink-C2C is left out; {SHARP_SOURCE}"
+    )
+    return _rack("gb300-nvl72", replace(B200, name="GB300"), host, source)
+
+
+def p4d() -> Topology:
+    """AWS p4d.24xlarge: 8 A100 on NVSwitch, a NIC of 100 Gb/s for two of them."""
+    groups = [[f"gpu{2 * i}", f"gpu{2 * i + 1}", f"nic{i}"] for i in range(4)]
+    host = HostSide(switches(groups, cpus=2), A100.pcie, SKYLAKE, "Xeon Platinum 8275CL", "EFA 100 Gb/s", 100)
+    source = (
+        f"{NVLINK_SOURCE}; {PCIE_SOURCE}, SKL_QPI_BW 10; NICs: 4 x 100 Gb/s, AWS, Amazon EC2 P4 instances; PCIe shape: "
+        "aws-ofi-nccl, topology/p4d-24xl-topo.xml"
+    )
+    return nvswitch_box("p4d.24xlarge", host, gpu=A100, gpus=8, source=source)
+
+
+def p5() -> Topology:
+    """AWS p5.48xlarge: 8 H100 on NVSwitch, each with four NICs of 100 Gb/s on its PCIe switch."""
+    groups = [[f"gpu{i}", *(f"nic{4 * i + j}" for j in range(4))] for i in range(8)]
+    host = HostSide(switches(groups, cpus=2), H100.pcie, A100.socket, "EPYC 7R13", "EFA 100 Gb/s", 100)
+    source = (
+        f"{NVLINK_SOURCE}; {PCIE_SOURCE}, AMD_BW 16; NICs: 32 x 100 Gb/s, AWS, Amazon EC2 P5 instances; PCIe shape: "
+        f"aws-ofi-nccl, topology/p5.48xl-topo.xml; {SHARP_SOURCE}"
+    )
+    return nvswitch_box("p5.48xlarge", host, gpu=H100, gpus=8, source=source)
+
+
 def v100x4() -> Topology:
     """Four V100 as AWS rents them (p3.8xlarge): one quad of the DGX-1V's mesh, on one CPU."""
     parents = switches([["gpu0", "gpu1"], ["gpu2", "gpu3"]], cpus=1)
@@ -216,16 +302,36 @@ def mi250x() -> Topology:
     return replace(box, devices=(*box.devices, *nics), links=(*box.links, *plugs))
 
 
+def mi300x() -> Topology:
+    """A server with 8 AMD MI300X, a link of Infinity Fabric from each to every other."""
+    gpu = GpuGeneration("MI300X", links=7, nvlink=64.0, pcie=PCIE_X16[5], socket=SOCKET["Zen 1 to 2"])
+    host = HostSide(_OWN_SWITCH, gpu.pcie, gpu.socket, "EPYC 9654", "ConnectX-7 400 Gb/s")
+    source = (
+        "Infinity Fabric: 64 GB/s per link and direction, 896 GB/s both ways to seven others, AMD Instinct MI300X "
+        f"platform data sheet; {PCIE_SOURCE}, AMD_BW 16; PCIe shape: a NIC and a GPU on each switch, ROCm "
+        "documentation, MI300X system optimisation"
+    )
+    notes = ["nvlink names the channel between GPUs: here it is AMD Infinity Fabric"]
+    pairs = dict.fromkeys(combinations(range(8), 2), 1)
+    return direct_box("mi300x", host, gpu=gpu, gpus=8, pairs=pairs, source=source, notes=notes)
+
+
 LIBRARY = {
     "dgx-1p": dgx_1p,
     "dgx-1v": dgx_1v,
     "dgx-2": dgx_2,
     "dgx-a100": dgx_a100,
     "dgx-b200": dgx_b200,
+    "dgx-b300": dgx_b300,
     "dgx-h100": dgx_h100,
+    "gb200-nvl72": gb200_nvl72,
+    "gb300-nvl72": gb300_nvl72,
     "mi250": mi250,
     "mi250x": mi250x,
+    "mi300x": mi300x,
     "nvlink-x4": nvlink_x4,
+    "p4d.24xlarge": p4d,
+    "p5.48xlarge": p5,
     "pcie-x8": pcie_x8,
     "v100x4": v100x4,
 }

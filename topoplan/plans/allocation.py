@@ -73,8 +73,8 @@ class Allocation:
 
     @cached_property
     def topology(self) -> Topology:
-        """The machine without its other GPUs."""
-        return self.machine.subset(self.gpus)
+        """The machine without its other GPUs, as a plan states it."""
+        return self.machine.subset(self.gpus).settled()
 
     def fabric(self, channels: str = "auto") -> Fabric:
         """The first choice of links that joins the ranks in the ways the collective needs (see `usable_fabric`)."""

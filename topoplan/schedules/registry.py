@@ -18,6 +18,7 @@ from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
 from topoplan.plans.plan import COLLECTIVES, TREES, Plan
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
+from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
 from topoplan.schedules.one_hop import one_hop
 from topoplan.schedules.rings.ring import ring
 from topoplan.schedules.three_phase import three_phase
@@ -69,6 +70,8 @@ class Schedule:
         Ranks up to which ``--sizes`` tries it.
     column : str
         Head of its column in `topoplan.compare`; it has none there if empty.
+    timed : bool
+        Whether ``--sizes`` tries it; a rival that is only compared is not chosen.
     beside : callable or None
         Makes it from packed trees of the same request, whose proof it then takes over, and a progress callback.
     """
@@ -82,6 +85,7 @@ class Schedule:
     servers: int = 1
     most_ranks: int | None = MOST_RANKS
     column: str = ""
+    timed: bool = True
     beside: Callable[[Plan, Callable[[str], None] | None], Plan] | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +129,31 @@ def _rings(kind: str = "") -> Make:
     return make
 
 
+def nccl_ring(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """NCCL's rings since 2.8: over direct links, or passing through other GPUs where that is faster.
+
+    Parameters and errors are those of `topoplan.ring`.
+
+    Examples
+    --------
+    >>> round(nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).rate, 3), nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).schedule
+    (33.333, 'relay ring')
+    """
+    direct = _rings()(topology, collective, gpus=gpus, root=root, channels=channels)
+    try:
+        relayed = ring(topology, collective, gpus=gpus, root=root, kind="relay")
+    except InfeasibleError:
+        return direct
+    return max(direct, relayed, key=lambda one: one.rate) if channels in ("auto", "nvlink") else direct
+
+
 _KNOWN = (
     Schedule(
         THREE_PHASE,
@@ -149,6 +178,34 @@ _KNOWN = (
     Schedule(
         "relay-ring", _rings("relay"), words="relay rings", method="ring", over=("nvlink",), column="relay"
     ),
+    Schedule("nccl-ring", nccl_ring, words="NCCL's ring", method="ring", timed=False),
+    Schedule(
+        "nccl-tree",
+        nccl_tree,
+        words="NCCL's tree",
+        method=TREE,
+        collectives=("allreduce",),
+        timed=False,
+    ),
+    Schedule(
+        "nvls",
+        nvls,
+        words="NVLS",
+        method=NVLS,
+        collectives=("allreduce", "allgather", "reduce_scatter"),
+        over=("nvlink",),
+        timed=False,
+    ),
+    Schedule(
+        "nvls-tree",
+        nvls_tree,
+        words="NVLS tree",
+        method=NVLS_TREE,
+        collectives=("allreduce",),
+        over=("nvlink+network",),
+        servers=2,
+        timed=False,
+    ),
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
@@ -170,7 +227,7 @@ def find_schedule(name: str) -> Schedule:
     >>> find_schedule("tree")
     Traceback (most recent call last):
     topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
-one-hop, double-tree, lowest-tree, ring, relay-ring
+one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree
     """
     if name not in SCHEDULES:
         known = (TREES, *SCHEDULES)

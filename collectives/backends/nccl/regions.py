@@ -107,7 +107,7 @@ class Region:
     _device: int
     _mapped: Mapped | None
     _free: FreeRoom = field(init=False)
-    _lent: set[int] = field(init=False, default_factory=set)  # which threads and finalizers change at any time
+    _lent: set[int] = field(init=False, default_factory=set)  # changed by finalizers, at any time
 
     def __post_init__(self) -> None:
         self._free = FreeRoom(self.nbytes, unit=UNIT)

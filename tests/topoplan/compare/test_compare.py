@@ -426,6 +426,10 @@ def test_the_table_has_the_same_columns_on_every_line() -> None:
             "/ring",
             "relay",
             "/relay",
+            "nccl",
+            "nccl",
+            "is",
+            "/nccl",
             "binary",
         ]
     )
@@ -434,6 +438,42 @@ def test_the_table_has_the_same_columns_on_every_line() -> None:
     eight = "0,1,2,3,4,5,6,7        1  nvlink     85.71    85.71 "
     assert lines[-1].startswith(eight)
     assert "  1.00x  " in lines[-1]
+
+
+def test_nccl_is_the_best_of_what_nccl_has() -> None:
+    """Its tree on GPUs 1, 4, 5, 7, where two chains do what two trees do; its rings on all eight, which beat it."""
+    machine = topoplan.load("dgx-1v")
+    tree, rings = compare(machine, gpus=[1, 4, 5, 7]), compare(machine)
+    assert (tree.nccl, tree.nccl_kind, tree.nccl_ratio) == (50.0, "nccl tree", 1.0)
+    assert (rings.nccl, rings.nccl_kind, rings.nccl_ratio) == (rings.ring, "nvlink ring", 1.0)
+    gathered = compare(machine, "allgather", gpus=[1, 4, 5, 7])
+    assert (gathered.nccl, gathered.nccl_kind) == (gathered.relay, "relay ring")
+    found = summary([tree, rings])
+    assert (found.nccl_lowest, found.nccl_highest, found.nccl_mean, found.nccl_equal) == (1.0, 1.0, 1.0, 2)
+    assert "trees / NCCL's best: 1 to 1, geometric mean 1 over classes" in str(found)
+
+
+def test_nvls_is_a_rival_where_the_switch_copies_and_adds() -> None:
+    """Rivals and trees speak of the same switches: with such a switch NVLS reaches the packed trees."""
+    machine = topoplan.load("dgx-h100").subset(range(4))
+    able = replace(
+        machine,
+        devices=tuple(
+            replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one
+            for one in machine.devices
+        ),
+    )
+    plain, helped = compare(machine), compare(able)
+    assert (plain.nccl, plain.nccl_kind) == (300.0, "nvlink ring")
+    assert (helped.nccl, helped.nccl_kind, helped.nccl_ratio) == (450.0, "nvls", 1.0)
+    assert not any("NVLS" in note for note in plain.notes)
+
+
+def test_on_two_dgx_a100_nccls_tree_is_the_rival() -> None:
+    """1200/7 of 520/3 GB/s, where rings have 320/3."""
+    row = compare(topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nic_gbps=200, nic_access="direct"))
+    assert (row.nccl_kind, row.ring) == ("nccl tree", pytest.approx(320 / 3))
+    assert row.nccl_ratio == pytest.approx((520 / 3) / (1200 / 7))
 
 
 def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import networkx
 import pytest
 
+import topoplan
 from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library, library_path, load
 from topoplan.formats.topology_json import parse_topology_json
@@ -15,6 +16,8 @@ from topoplan.machines import LIBRARY, write_library
 from topoplan.topology import Topology
 
 NAMES = sorted(LIBRARY)
+
+RACKS = ["gb200-nvl72", "gb300-nvl72"]
 
 DGX_1_PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DGX_1V_DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
@@ -28,10 +31,10 @@ def named(pairs: list[str]) -> set[frozenset[str]]:
     return {frozenset(f"gpu{digit}" for digit in pair) for pair in pairs}
 
 
-def test_the_library_holds_the_eleven_machines() -> None:
+def test_the_library_holds_the_seventeen_machines() -> None:
     """The names are those of the generators, and nothing else lies in the folder."""
     assert list(library()) == NAMES
-    assert len(NAMES) == 11
+    assert len(NAMES) == 17
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +46,7 @@ def test_each_file_is_what_its_generator_makes(name: str, tmp_path: Path) -> Non
     assert written[f"{name}.json"] == text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in RACKS])
 def test_pcie_connects_all_gpus_of_each_machine(name: str) -> None:
     """No cut separates two GPUs on the PCIe side, and each PCIe-side wire has equal directions."""
     machine = load(name)
@@ -97,6 +100,11 @@ def test_dgx_1v_doubles_eight_of_them() -> None:
         ("dgx-a100", 8, 12, 300.0),
         ("dgx-h100", 8, 18, 450.0),
         ("dgx-b200", 8, 18, 900.0),
+        ("dgx-b300", 8, 18, 900.0),
+        ("gb200-nvl72", 72, 18, 900.0),
+        ("gb300-nvl72", 72, 18, 900.0),
+        ("p4d.24xlarge", 8, 12, 300.0),
+        ("p5.48xlarge", 8, 18, 450.0),
     ],
 )
 def test_nvswitch_boxes_have_one_switch_and_the_known_rate(
@@ -121,6 +129,54 @@ def test_two_gpus_and_a_nic_share_each_switch_of_a_dgx_1() -> None:
             ("cpu0", "cpu1"),
             ("cpu1", "cpu0"),
         ]
+
+
+def test_the_trays_of_a_rack_share_nvlink_alone() -> None:
+    """Two CPUs with two GPUs and two NICs each in a tray, and nothing but NVLink between trays."""
+    for name in RACKS:
+        machine = load(name)
+        graph = networkx.Graph()
+        graph.add_nodes_from(device.name for device in machine.devices if device.kind != "nvswitch")
+        graph.add_edges_from((link.src, link.dst) for link in machine.links if link.channel != "nvlink")
+        parts = list(networkx.connected_components(graph))
+        assert len(parts) == 18
+        assert {Counter(name.rstrip("0123456789") for name in part)["gpu"] for part in parts} == {4}
+        assert {Counter(name.rstrip("0123456789") for name in part)["nic"] for part in parts} == {4}
+
+
+def test_every_pair_of_mi300x_has_a_link() -> None:
+    """A full mesh of seven links of 64 GB/s for each GPU: 64 * 56 / 14 GB/s of allreduce."""
+    pairs = nvlink_pairs(load("mi300x"))
+    assert len(pairs) == 28
+    assert set(pairs.values()) == {1}
+    assert topoplan.plan("mi300x").rate == topoplan.plan("mi300x").bound == 256.0
+
+
+@pytest.mark.parametrize(("name", "nics", "shared"), [("p4d.24xlarge", 4, 2), ("p5.48xlarge", 32, 1)])
+def test_the_nics_of_cloud_servers_are_on_the_switches_of_their_gpus(
+    name: str, nics: int, shared: int
+) -> None:
+    """So many NICs of 100 Gb/s, and so many GPUs on the PCIe switch of each."""
+    machine = load(name)
+    above = {link.src: link.dst for link in machine.links if link.channel == "pcie" and link.src[:3] != "pci"}
+    found = [device for device in machine.devices if device.kind == "nic"]
+    assert len(found) == nics
+    assert {nic.fact("gigabits") for nic in found} == {"100"}
+    for nic in found:
+        assert sum(above.get(gpu) == above[nic.name] for gpu in machine.gpus) == shared
+
+
+def test_nvswitches_say_from_the_third_generation_on_that_they_could_copy_and_add() -> None:
+    """None does by default, and a plan does not state what is not used."""
+    able = {"dgx-h100", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72", "p5.48xlarge"}
+    for name in NAMES:
+        machine = load(name)
+        said = {device.name: device.capable for device in machine.devices if device.capable}
+        assert said == ({"nvswitch0": ("multicast", "reduce")} if name in able else {})
+        assert not any(device.multicast or device.reduce for device in machine.devices)
+    made = topoplan.plan("dgx-h100", gpus=[0, 1, 2])
+    assert "capable" not in made.to_json()
+    assert load(made.topology.to_json()) == made.topology
 
 
 def test_pcie_x8_has_no_nvlink() -> None:

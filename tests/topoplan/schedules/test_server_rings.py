@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,46 @@ def test_rings_fill_every_nic(servers: int) -> None:
         *(f"s{s}.nic{i}" for s in range(servers) for i in range(8)),
         *("rail0", "rail1"),
     }
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        {"network": "switch"},
+        {"network": "rail-optimised"},
+        {"network": "rail-optimised", "rails": 2},
+        {"network": "rail-optimised", "oversubscription": 1.0},
+        {"network": "fat-tree", "leaf_size": 1},
+        {"network": "fat-tree", "leaf_size": 2},
+    ],
+    ids=["switch", "rails", "two rails", "spine", "leaves", "leaves of two"],
+)
+@pytest.mark.parametrize(("access", "nic"), [("direct", 50), ("pcie", 48)])
+def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
+    drawn: dict[str, Any], access: str, nic: int
+) -> None:
+    """Three DGX H100: 8 NICs over 2 * 23 / 24 bytes, 208.696 GB/s with direct NICs, 200.348 behind PCIe slots."""
+    made = topoplan.cluster([topoplan.Server("dgx-h100", count=3)], nic_gbps=400, nic_access=access, **drawn)
+    assert topoplan.verify(topoplan.ring(made)).exact_rate == Fraction(8 * nic * 24, 46)
+
+
+@pytest.mark.parametrize(
+    ("name", "servers", "gbps", "rate"),
+    [
+        ("dgx-h100", 2, 400, Fraction(640, 3)),
+        ("dgx-h100", 4, 400, Fraction(6400, 31)),
+        ("dgx-a100", 2, 200, Fraction(320, 3)),
+        ("dgx-a100", 4, 200, Fraction(3200, 31)),
+    ],
+)
+def test_rings_of_direct_nics_are_those_of_another_program(
+    name: str, servers: int, gbps: int, rate: Fraction
+) -> None:
+    """Answers of another program for servers behind one switch."""
+    made = topoplan.cluster(
+        [topoplan.Server(name, count=servers)], nic_gbps=gbps, nic_access="direct", network="switch"
+    )
+    assert topoplan.verify(topoplan.ring(made)).exact_rate == rate
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4])

@@ -57,7 +57,7 @@ def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int
 
 
 def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], most: int) -> tuple[Order, ...]:
-    """So many chains, of which the first k are a choice of k chains for every k.
+    """So many joined chains, of which the first k are a choice of k chains for every k.
 
     Examples
     --------
@@ -73,13 +73,57 @@ def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], mo
     gpus = machine.gpus
     listed = permutations(gpus) if len(gpus) <= LARGEST_LISTED else ()
     both_ends = (order for order in listed if gpus.index(order[0]) < gpus.index(order[-1]))
-    return _even_choice(paths, (*_direct_paths(machine), *_cuts(rings), *both_ends), chain_hops, most)
+    candidates = dict.fromkeys((*_direct_paths(machine), *_cuts(rings), *both_ends))
+    joined = [order for order in candidates if _is_joined(paths, order)]
+    return _even_choice(paths, joined, chain_hops, most) if joined else ()
+
+
+def chains_from(machine: Topology, paths: NcclPaths, starts: Sequence[str]) -> tuple[Order, ...]:
+    """A chain for every start, one after another the one that adds least to the most loaded link.
+
+    Over direct links every Hamiltonian path is tried, and every order where the GPUs are few; through switches and PCIe
+    the GPUs follow one another by number, and so they do where no other order is joined.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
+    >>> for order in chains_from(machine, NcclPaths(machine), ["gpu0", "gpu2"]):
+    ...     print(*order)
+    gpu0 gpu3 gpu2 gpu1
+    gpu2 gpu1 gpu0 gpu3
+    """
+    gpus = machine.gpus
+    turned = {gpu: gpus[place:] + gpus[:place] for place, gpu in enumerate(gpus)}
+    direct = _direct_paths(machine)
+    listed = permutations(gpus) if direct and len(gpus) <= LARGEST_LISTED else ()
+    candidates = (*direct, *(path[::-1] for path in direct), *listed, *turned.values())
+    wanted = set(starts)
+    joined = [order for order in dict.fromkeys(candidates) if order[0] in wanted and _is_joined(paths, order)]
+    reached = {order[0] for order in joined}
+    known = [start for start in starts if start in reached]
+    chosen = iter(_even_choice(paths, joined, chain_hops, len(known), starts=known) if known else ())
+    return tuple(next(chosen) if start in reached else turned[start] for start in starts)
+
+
+def _is_joined(paths: NcclPaths, order: Order) -> bool:
+    try:
+        return all(paths.hop(*hop) for hop in chain_hops(order))
+    except InfeasibleError:
+        return False
 
 
 def _even_choice(
-    paths: NcclPaths, candidates: Sequence[Order], hops: Callable[[Order], Hops], most: int
+    paths: NcclPaths,
+    candidates: Sequence[Order],
+    hops: Callable[[Order], Hops],
+    most: int,
+    *,
+    starts: Sequence[str] = (),
 ) -> tuple[Order, ...]:
+    """So many of the candidates; where starts are given, one that begins there for each."""
     distinct = list(dict.fromkeys(candidates))
+    begins = np.array([order[0] for order in distinct])
     loads = [channel_load(paths, hops(order)) for order in distinct]
     links = {link: place for place, link in enumerate(dict.fromkeys(link for load in loads for link in load))}
     seconds = {link: float(1 / exact(link.bandwidth)) for link in links}
@@ -89,8 +133,10 @@ def _even_choice(
             row[links[link]] = float(times) * seconds[link]
     total = np.zeros(len(links))
     chosen = []
-    for _ in range(most):
+    for place in range(most):
         after = np.round(total + table, _DIGITS)
+        if starts:
+            after[begins != starts[place]] = np.inf
         # The most loaded link first, then the square of all loads, then the order of the candidates.
         best = int(np.lexsort((np.round((after**2).sum(axis=1), _DIGITS), after.max(axis=1)))[0])
         chosen.append(distinct[best])

@@ -1,0 +1,65 @@
+"""One NVLink domain cut into several: what belongs to each, measured rates on them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from topoplan.clusters import domain
+from topoplan.errors import UsageError
+
+
+@pytest.mark.parametrize("size", [4, 8, 12, 24, 36, 72])
+def test_a_domain_has_its_gpus_trays_and_one_switch(size: int) -> None:
+    """A CPU for two GPUs, a NIC for each, and every NVLink of theirs."""
+    rack = topoplan.load("gb200-nvl72")
+    part = domain(rack, size)
+    kinds = [device.kind for device in part.devices]
+    assert [kinds.count(kind) for kind in ("gpu", "cpu", "nic", "nvswitch")] == [size, size // 2, size, 1]
+    assert sum(link.bandwidth for link in part.links if link.dst == "nvswitch0") == 900 * size
+
+
+def test_what_makes_no_domains_is_refused() -> None:
+    """A size that does not divide 72, half a tray, a machine without NVSwitch, one whose CPUs all GPUs share."""
+    with pytest.raises(
+        UsageError, match="72 GPUs of gb200-nvl72 make no domains of 7; use one of 1, 2, 3, 4, 6, 8"
+    ):
+        domain(topoplan.load("gb200-nvl72"), 7)
+    with pytest.raises(UsageError, match="domains of 2 GPUs of gb200-nvl72 would share CPUs"):
+        domain(topoplan.load("gb200-nvl72"), 2)
+    with pytest.raises(UsageError, match="domains of 4 GPUs of dgx-h100 would share CPUs"):
+        domain(topoplan.load("dgx-h100"), 4)
+    with pytest.raises(UsageError, match="dgx-1v has no NVSwitch"):
+        domain(topoplan.load("dgx-1v"), 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "ring", "tree", "optimum"), [(4, 107.3, 127.9, 150.0), (8, 205.4, 253.4, 300.0)]
+)
+def test_three_domains_of_a_rack_by_option_are_those_that_were_measured(
+    size: int, ring: float, tree: float, optimum: float, run: Run
+) -> None:
+    """NCCL issue 1801 on the library machine: rings within 5 %, trees within 15 %, the optimum above all."""
+    asked = ("--domain", str(size), "--gpus", f"0-{3 * size - 1}", "--nic-access", "direct", "--json")
+    status, out, err = run("compare", "gb200-nvl72", *asked)
+    assert (status, err) == (0, "")
+    row = json.loads(out)["rows"][0]
+    assert row["ring"] == pytest.approx(ring, rel=0.05)
+    assert (row["nccl_kind"], row["nccl"]) == ("nccl tree", pytest.approx(tree, rel=0.15))
+    assert (row["trees"], row["bound"]) == (optimum, optimum)
+    assert row["trees"] > max(ring, tree, row["nccl"])
+
+
+def test_domains_of_several_racks_and_the_whole_rack(run: Run) -> None:
+    """Servers times domains; a domain of all GPUs is the rack itself."""
+    found = json.loads(
+        run("plan", "gb200-nvl72", "--domain", "36", "--servers", "2", "--bound-only", "--json")[1]
+    )
+    assert (len(found["ranks"]), found["ranks"][-1]) == (144, "s3.gpu35")
+    whole = ("plan", "gb200-nvl72", "--gpus", "0-3", "-o", "-")
+    assert run(*whole, "--domain", "72") == run(*whole)
+    status, out, err = run("plan", "dgx-2", "--domain", "8")
+    assert (status, out, err.count("\n")) == (2, "", 1)

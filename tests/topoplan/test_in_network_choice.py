@@ -1,0 +1,88 @@
+"""Which switches copy and add: by the file, or as ``--in-network`` decides; what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from topoplan.errors import TopologyError, UsageError
+from topoplan.in_network import CHOICES, fully_used, with_in_network
+
+
+@pytest.mark.parametrize("which", sorted(CHOICES))
+def test_switches_of_the_kinds_asked_for_copy_and_add_and_no_others(which: str) -> None:
+    """Two DGX H100 behind one switch; an explicit choice overrides what stands in the file."""
+    machine = topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=400)
+    for start in (machine, with_in_network(machine, "all")):
+        made = with_in_network(start, which)
+        on = {device.kind for device in made.devices if device.multicast and device.reduce}
+        assert on == set(CHOICES[which])
+        assert {device.kind for device in made.devices if device.multicast or device.reduce} == on
+    assert fully_used(machine).device("s0.nvswitch0").reduce
+    assert not fully_used(machine).device("switch0").reduce
+    assert fully_used(fully_used(machine)) == fully_used(machine)
+
+
+def test_a_switch_that_does_not_say_that_it_could_leaves_a_note() -> None:
+    """NVSwitch of the first generation, and switches of networks."""
+    assert with_in_network("dgx-h100", "nvswitch").notes == topoplan.load("dgx-h100").notes
+    assert with_in_network("dgx-2", "nvswitch").notes[-1] == (
+        "assumed to copy and add, though the machine does not say so: nvswitch0"
+    )
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    """Another word, a machine without such switches, a capability that no device has."""
+    with pytest.raises(
+        UsageError, match="in-network 'sharp' is unknown; use one of none, nvswitch, switch, all"
+    ):
+        with_in_network("dgx-h100", "sharp")
+    with pytest.raises(UsageError, match="dgx-1v has no nvswitch that could copy and add"):
+        with_in_network("dgx-1v", "nvswitch")
+    text = (
+        topoplan.load("dgx-h100")
+        .to_json()
+        .replace('"capable": ["multicast", "reduce"]', '"capable": ["fly"]')
+    )
+    with pytest.raises(
+        TopologyError, match=r"device nvswitch0: capable \['fly'\] must list some of multicast, reduce"
+    ):
+        topoplan.load(text)
+
+
+def test_the_machine_says_what_it_could_in_text_and_graph() -> None:
+    """Both are read back equal."""
+    machine = topoplan.load("dgx-h100")
+    assert topoplan.load(machine.to_json()) == machine
+    assert topoplan.load(machine.to_networkx()) == machine
+
+
+def test_the_option_decides_for_plan_and_compare(run: Run) -> None:
+    """450 GB/s with the switch, 257.143 without, which is the default and the same plan as ever."""
+    rates = {
+        which: json.loads(run("plan", "dgx-h100", "--in-network", which, "--json")[1])["rate"]
+        for which in ("none", "nvswitch", "all")
+    }
+    assert rates == {"none": pytest.approx(1800 / 7), "nvswitch": 450.0, "all": 450.0}
+    assert run("plan", "dgx-h100", "--in-network", "none", "-o", "-") == run("plan", "dgx-h100", "-o", "-")
+    row = json.loads(run("compare", "dgx-h100", "--in-network", "nvswitch", "--json")[1])["rows"][0]
+    assert (row["trees"], row["nccl"], row["nccl_kind"], row["in_network"]) == (450.0, 450.0, "nvls", None)
+    status, out, err = run("plan", "dgx-h100", "--in-network", "switch")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(run: Run) -> None:
+    """Without the switch 257.143 GB/s, and beside it the 450 that it would bring."""
+    row = json.loads(run("compare", "dgx-h100", "--json")[1])["rows"][0]
+    assert (row["trees"], row["in_network"]) == (pytest.approx(1800 / 7), 450.0)
+    assert (
+        "note: trees do 450 GB/s where nvswitch0 copies and adds (--in-network nvswitch), 257.143 without"
+        in run("compare", "dgx-h100")[1]
+    )
+    head, line = run("compare", "dgx-h100", "--all-allocations", "--gpu-counts", "8")[1].splitlines()[1:3]
+    assert (head.split()[-2:], line.split()[-1]) == (["in", "network"], "450.00")
+    assert len(head) == len(line)
+    assert json.loads(run("compare", "dgx-a100", "--json")[1])["rows"][0]["in_network"] is None
