@@ -1,4 +1,4 @@
-"""What an exporter takes and hands back: one server of a machine; a file, and what its reader should know."""
+"""What exporters take and hand back: one server of a machine, choices; a file, and what its reader should know."""
 
 from __future__ import annotations
 
@@ -22,6 +22,29 @@ class Exported:
 
     text: str
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What may be asked of a file for an engine; None leaves it to the exporter.
+
+    Parameters
+    ----------
+    size : int or None
+        Bytes of the buffer that it is made for.
+    max_blocks : int or None
+        Most thread blocks of a GPU.
+    chunks : int or None
+        Chunks that the buffer is cut into.
+    """
+
+    size: int | None = None
+    max_blocks: int | None = None
+    chunks: int | None = None
+
+
+DEFAULT = Choices()
+"""Nothing asked."""
 
 
 def one_server(topology: Topology, name: str | None, what: str) -> Topology:

@@ -1,0 +1,191 @@
+"""Tasks in thread blocks, within the limits of the engine, which checks few of them itself.
+
+A block takes several tasks of one direction in the order of their shards, all in one loop; leaves go together, as they
+cost nothing. Limits are those of release 0.9 (``src/core/include/execution_common.hpp``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from topoplan.errors import UsageError
+from topoplan.export.mscclpp.tasks import BARRIER, MOST_REFERENCES, Place, Step, Task
+
+MOST_OPERATIONS = 64
+"""Operations of a block; a loop counts one and what is in it."""
+
+MOST_CHANNELS = 16
+"""Channels of a block, and remote buffers."""
+
+
+class Block:
+    """The operations of one thread block.
+
+    Parameters
+    ----------
+    tasks : sequence of Task
+        In the order of their shards, loops of one length.
+    unit : int
+        Bytes of a chunk that one turn of the loop moves.
+    """
+
+    def __init__(self, tasks: Sequence[Task], unit: int) -> None:
+        self.before = [
+            *_grouped("signal", [channel for task in tasks for channel in task.announce]),
+            *_grouped("wait", [channel for task in tasks for channel in task.expect]),
+        ]
+        self.body = [step for task in tasks for step in task.body]
+        self.after = [
+            *_grouped("signal", [channel for task in tasks for channel in task.release]),
+            *_grouped("wait", [channel for task in tasks for channel in task.finish]),
+        ]
+        if self.body and any(step.name == "wait" for step in self.before):
+            self.before.append(BARRIER)
+        if self.body and self.body[-1] != BARRIER and any(step.name == "signal" for step in self.after):
+            self.after.insert(0, BARRIER)
+        self.body = [part for step in self.body for part in _split(step)]
+        self.chunks = max(task.chunks for task in tasks)
+        self.unit = unit * self.chunks
+        steps = (*self.before, *self.body, *self.after)
+        self.channels = list(dict.fromkeys(channel for step in steps for channel in step.channels))
+        self.peers = list(
+            dict.fromkeys(
+                place.peer
+                for step in steps
+                for place in (*step.reads, *step.writes)
+                if place.peer is not None
+            )
+        )
+
+    @property
+    def operations(self) -> int:
+        """As the engine counts them."""
+        return len(self.before) + len(self.after) + (1 + len(self.body) if self.body else 0)
+
+    @property
+    def beyond(self) -> str:
+        """The first limit that is not held, in words; empty where all are."""
+        for what, number, most in (
+            ("operations", self.operations, MOST_OPERATIONS),
+            ("channels", len(self.channels), MOST_CHANNELS),
+            ("remote buffers", len(self.peers), MOST_CHANNELS),
+        ):
+            if number > most:
+                return f"{number} {what}, and a block of MSCCL++ has {most}"
+        return ""
+
+    def to_object(self, number: int, buffer: str, remote: Sequence[int]) -> dict[str, object]:
+        """The block in the file; ``remote`` lists the peers of the GPU's remote buffers."""
+        operations = [self._operation(step, buffer) for step in self.before]
+        if self.body:
+            loop = {"unit_size": self.unit, "num_chunks": self.chunks}
+            inner = [self._operation(step, buffer) for step in self.body]
+            operations.append({"name": "pipeline", "iter_context": loop, "ops": inner})
+        operations += [self._operation(step, buffer) for step in self.after]
+        return {
+            "id": number,
+            "ops": operations,
+            "channels": [{"channel_type": "memory", "channel_ids": self.channels}],
+            "remote_buffer_refs": [
+                {
+                    "access_channel_type": "memory",
+                    "remote_buffer_ids": [remote.index(peer) for peer in self.peers],
+                }
+            ]
+            if self.peers
+            else [],
+        }
+
+    def _operation(self, step: Step, buffer: str) -> dict[str, object]:
+        if step.name == "nop":
+            return {"name": "nop"}
+        if step.channels:
+            ids = [self.channels.index(channel) for channel in step.channels]
+            return {"name": step.name, "channel_ids": ids, "channel_type": "memory"}
+        return {
+            "name": step.name,
+            "src_buff": [self._reference(place, buffer) for place in step.reads],
+            "dst_buff": [self._reference(place, buffer) for place in step.writes],
+            "channel_type": "memory",
+            **({"reduce_op": "sum"} if step.name != "put" else {}),
+        }
+
+    def _reference(self, place: Place, buffer: str) -> dict[str, object]:
+        where: dict[str, object] = (
+            {"type": buffer} if place.peer is None else {"buffer_id": self.peers.index(place.peer)}
+        )
+        return {**where, "index": place.index, "size": place.size}
+
+
+def blocks(tasks: Sequence[Task], unit: int, most: int) -> list[Block]:
+    """The blocks of a rank, at most so many.
+
+    Raises
+    ------
+    UsageError
+        The limits of the engine need more.
+    """
+    groups = _leaves(tasks, unit)
+    loops = [task for task in tasks if task.body]
+    if len(loops) > most - len(groups):
+        loops_in_blocks = _merged(loops, unit, most - len(groups))
+    else:
+        loops_in_blocks = [[task] for task in loops]
+    made = [Block(group, unit) for group in (*loops_in_blocks, *groups)]
+    for block in made:
+        if block.beyond:
+            raise UsageError(
+                f"a rank of this plan needs {block.beyond}; plan fewer trees (--order trees), or raise --max-blocks"
+            )
+    return made
+
+
+def crowded(tasks: Sequence[Task], unit: int, most: int) -> bool:
+    """Whether loops have to share blocks."""
+    return sum(bool(task.body) for task in tasks) > most - len(_leaves(tasks, unit))
+
+
+def _leaves(tasks: Sequence[Task], unit: int) -> list[list[Task]]:
+    """The tasks without a loop, as many to a block as its channels allow."""
+    groups: list[list[Task]] = []
+    for task in tasks:
+        if task.body:
+            continue
+        if groups and not Block([*groups[-1], task], unit).beyond:
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    return groups
+
+
+def _merged(loops: Sequence[Task], unit: int, most: int) -> list[list[Task]]:
+    """Loops of one direction together, in as few blocks as the limits allow and the number asks for."""
+    ways = [[task for task in loops if task.upwards is upwards] for upwards in (True, False)]
+    ways = [way for way in ways if way]
+    if most < len(ways):
+        raise UsageError(
+            f"a rank needs {len(ways)} blocks for its loops up and down besides that of its leaves; raise --max-blocks"
+        )
+    # the longer way first, and each at least one block
+    room = [max(1, most * len(way) // len(loops)) for way in ways]
+    room[0] += most - sum(room)
+    merged: list[list[Task]] = []
+    for way, count in zip(ways, room, strict=True):
+        dealt: list[list[Task]] = [[] for _ in range(min(count, len(way)))]
+        for task in sorted(way, key=lambda task: (-len(task.body), task.shard)):
+            fitting = [group for group in dealt if not Block([*group, task], unit).beyond] or dealt
+            min(fitting, key=lambda group: sum(len(one.body) for one in group)).append(task)
+        merged += [sorted(group, key=lambda task: task.shard) for group in dealt]
+    return merged
+
+
+def _grouped(name: str, channels: Sequence[int]) -> list[Step]:
+    """Signals or waits, as many to an operation as one takes."""
+    return [
+        Step(name, tuple(channels[at : at + MOST_REFERENCES]))
+        for at in range(0, len(channels), MOST_REFERENCES)
+    ]
+
+
+def _split(step: Step) -> list[Step]:
+    return _grouped(step.name, step.channels) if step.channels else [step]

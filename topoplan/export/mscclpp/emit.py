@@ -1,0 +1,147 @@
+"""A plan as an execution plan of MSCCL++ (JSON), for GPUs of one server that reach each other's memory.
+
+The engine's executor runs packed trees inside a server as they are: a thread block of a GPU reads what its children
+have summed and writes on, in one pass, unit by unit. The format is that of release 0.9 as its source reads it
+(``src/core/executor/execution_plan.cc``); no document states it, and the file has no version. Data stay in place: in
+the input of allreduce, broadcast and reduce_scatter, in the output of allgather. Deliberately absent: reduce, which
+the engine lacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+from topoplan.errors import UsageError
+from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.export.mscclpp.blocks import Block, blocks, crowded
+from topoplan.export.mscclpp.chunks import ALIGNMENT, Chunking, chunked
+from topoplan.export.mscclpp.tasks import tasks
+from topoplan.plans.json_values import compact
+from topoplan.plans.plan import Plan
+from topoplan.simulation.alpha_beta import chunk_counts, pipeline
+from topoplan.simulation.dataflow import dataflow
+
+NAMES = {"reduce_scatter": "reducescatter"}
+"""Collectives that the engine calls otherwise."""
+
+BLOCKS = 64
+"""Most blocks of a GPU unless asked: all of a plan's must be resident at once, and a V100 holds 80."""
+
+LONGEST = 1 << 32
+"""Bytes of a buffer that the engine's offsets of 32 bits do not reach."""
+
+USUAL_SIZE = 1 << 28
+"""Bytes for which the unit of the loops is chosen where no size is given."""
+
+MOST_TURNS = 65535
+"""Most turns of a loop, which the engine counts in 16 bits."""
+
+
+def execution_plan(plan: Plan, choices: Choices = DEFAULT) -> Exported:
+    """The execution plan, with notes on what it takes and what rate it keeps.
+
+    Raises
+    ------
+    UsageError
+        The engine lacks the collective, or its limits do not hold the plan.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> found = execution_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
+    >>> print(*found.notes, sep="\\n")
+    keeps 50 GB/s, all of the rate; 2 chunks, so buffers are multiples of 32 bytes, up to 4294967264
+    a GPU takes up to 3 blocks, 4 channels and 0 bytes of scratch
+    """
+    if len(plan.ranks) < 2:
+        raise UsageError("this plan has one GPU, where nothing moves; an execution plan needs two or more")
+    cut = chunked(plan, chunks=choices.chunks, size=choices.size)
+    unit = _unit(plan, cut, choices.size or USUAL_SIZE)
+    most = BLOCKS if choices.max_blocks is None else choices.max_blocks
+    found, wires = tasks(plan, cut.shards)
+    if any(crowded(own, unit, most) for own in found):
+        # loops share blocks only where all of them take equally many turns
+        piece = math.gcd(*(count for _, _, count in cut.shards))
+        found, wires = tasks(plan, cut.shards, piece=piece)
+    made = [blocks(own, unit, most) for own in found]
+    gpus = [
+        _gpu(plan, cut, rank, peers, own)
+        for rank, (peers, own) in enumerate(zip(wires.peers, made, strict=True))
+    ]
+    return Exported(_text(plan, cut, gpus), _notes(plan, cut, made, wires.peers))
+
+
+def _unit(plan: Plan, cut: Chunking, size: int) -> int:
+    """Bytes of a chunk that a turn of a loop moves: the power of two next to the model's choice for this size."""
+    turns = max(chunk_counts(pipeline(dataflow(plan)), size, None))
+    wanted = max(1, size // (cut.count * turns))
+    shortest = -(-LONGEST // (cut.count * MOST_TURNS))
+    unit = 1 << max(0, round(math.log2(wanted)))
+    return int(max(unit, 1 << (shortest - 1).bit_length(), ALIGNMENT))
+
+
+def _gpu(
+    plan: Plan, cut: Chunking, rank: int, peers: Sequence[int], own: Sequence[Block]
+) -> dict[str, object]:
+    block = cut.count // len(plan.ranks)
+    buffer = "o" if plan.collective == "allgather" else "i"
+    remote = sorted({peer for one in own for peer in one.peers})
+    return {
+        "id": rank,
+        "input_chunks": block if plan.collective == "allgather" else cut.count,
+        "output_chunks": block if plan.collective == "reduce_scatter" else cut.count,
+        "scratch_chunks": 0,
+        "threadblocks": [one.to_object(number, buffer, remote) for number, one in enumerate(own)],
+        "channels": [{"channel_type": "memory", "connected_to": list(peers)}],
+        "remote_buffers": [
+            {"rank": peer, "type": buffer, "access_channel_types": ["memory"]} for peer in remote
+        ],
+        "semaphores": [],
+    }
+
+
+def _text(plan: Plan, cut: Chunking, gpus: Sequence[dict[str, object]]) -> str:
+    """The file, a thread block to a line."""
+    head: dict[str, object] = {
+        "name": f"{plan.schedule} {plan.collective} {plan.topology.name}".replace(" ", "_"),
+        "collective": NAMES.get(plan.collective, plan.collective),
+        "protocol": "Simple",
+        "inplace": True,
+        "reuse_resources": False,
+    }
+    tail: dict[str, object] = {
+        "num_threads_per_block": 1024,
+        "use_double_scratch_buffer": False,
+        "buffer_alignment": ALIGNMENT,
+        "min_message_size": 0,
+        "max_message_size": _largest(cut),
+    }
+    rows = []
+    for gpu in gpus:
+        keys = [f'"{key}":{compact(value)}' for key, value in gpu.items() if key != "threadblocks"]
+        lines = ",\n   ".join(compact(one) for one in cast("list[object]", gpu["threadblocks"]))
+        rows.append("{" + ",".join(keys) + ',\n  "threadblocks":[\n   ' + lines + "]}")
+    parts = [f'"{key}":{compact(value)}' for key, value in head.items()]
+    parts.append('"gpus":[\n ' + ",\n ".join(rows) + "]")
+    parts += [f'"{key}":{compact(value)}' for key, value in tail.items()]
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _largest(cut: Chunking) -> int:
+    """The largest buffer in bytes: below `LONGEST`, and a multiple of the chunks."""
+    step = ALIGNMENT * cut.count
+    return (LONGEST - 1) // step * step
+
+
+def _notes(
+    plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], channels: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    rate = float(cut.kept) * plan.rate
+    kept = "all of the rate" if cut.kept == 1 else f"{float(cut.kept):.2%} of the plan's: shares are rounded"
+    return (
+        f"keeps {rate:.6g} GB/s, {kept}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
+        f"bytes, up to {_largest(cut)}",
+        f"a GPU takes up to {max(map(len, made))} blocks, {max(map(len, channels))} channels and 0 bytes of scratch",
+    )
