@@ -131,7 +131,7 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
             f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
         )
     servers = {plan.topology.device(name).server for name in plan.ranks}
-    if len(servers) > 1:
+    if len(servers) > 1 and found.of_machine is not None:
         raise UsageError(
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -41,6 +42,43 @@ def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: st
     assert verdict.collective == collective
     loads = machine_loads(verdict.traffic, len(plan.ranks), plan.topology)
     assert float(loads.rate) == pytest.approx(plan.rate)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_two_servers_put_over_ports(collective: str) -> None:
+    """Two servers of four GPUs, a NIC each: sums land in scratch, totals where they belong, at the plan's rate."""
+    plan = topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), collective)
+    file, verdict = exported(plan)
+    loads = machine_loads(verdict.traffic, 8, plan.topology)
+    assert float(loads.rate) == pytest.approx(plan.rate)
+    assert any(gpu.peers["port"] for gpu in file.gpus)
+    assert any(gpu.chunks["s"] for gpu in file.gpus) == (collective in ("allreduce", "reduce_scatter"))
+    for rank, gpu in enumerate(file.gpus):
+        assert {peer // 4 == rank // 4 for peer in gpu.peers["memory"]} <= {True}
+        assert {peer // 4 == rank // 4 for peer in gpu.peers["port"]} <= {False}
+
+
+def test_merged_loops_over_ports_signal_once_a_turn() -> None:
+    """Shards of several chunks in one loop: only the last of their puts tells."""
+    file, _ = exported(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4)), max_blocks=3)
+    assert blocks(file) <= 3
+
+
+def test_a_plan_that_needs_switches_to_add_keeps_less() -> None:
+    """The file has the GPUs do it, and says what rate is left: every byte crosses the links of all GPUs twice."""
+    machine = topoplan.load("dgx-a100")
+    able = replace(
+        machine,
+        devices=tuple(
+            replace(device, multicast=True, reduce=True) if device.kind == "nvswitch" else device
+            for device in machine.devices
+        ),
+    )
+    plan = topoplan.plan(able)
+    kept = float(export_plan(plan, "mscclpp").notes[0].split()[1])
+    assert kept < plan.rate
+    loads = machine_loads(exported(plan)[1].traffic, 8, machine)
+    assert kept == pytest.approx(float(loads.rate), rel=1e-4)
 
 
 def test_four_gpus_of_a_dgx_1v_take_two_chunks_and_three_blocks() -> None:
@@ -86,7 +124,7 @@ def test_shares_are_rounded_to_the_chunks_asked_for_and_the_loss_is_told() -> No
     file, verdict = exported(plan, chunks=16)
     assert file.gpus[0].chunks["i"] == 16
     note = export_plan(plan, "mscclpp", Choices(chunks=16)).notes[0]
-    assert "of the plan's: shares are rounded" in note
+    assert "of the plan's" in note
     loads = machine_loads(verdict.traffic, 8, plan.topology)
     assert float(note.split()[1]) == pytest.approx(float(loads.rate), rel=1e-5)
     assert loads.rate < plan.rate

@@ -209,6 +209,7 @@ WRONG: dict[str, tuple[Callable[[File, list[File]], object], str]] = {
         "over a memory channel the engine sends no signal",
     ),
     "the wrong collective": (lambda file, ops: file.update(collective="allgather"), "has 1 to 2"),
+    "a maximum": (lambda file, ops: ops[3].update(reduce_op="max"), "reduce_op is not sum"),
     "an outsider": (
         lambda file, ops: file["gpus"][0]["remote_buffers"][0].update(rank=2),
         "gpu 2, which is no other GPU",

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from topoplan.errors import UsageError
-from topoplan.export.mscclpp.tasks import BARRIER, MOST_REFERENCES, Place, Step, Task
+from topoplan.export.mscclpp.tasks import BARRIER, MEMORY, MOST_REFERENCES, PORT, Channel, Place, Step, Task
 
 MOST_OPERATIONS = 64
 """Operations of a block; a loop counts one and what is in it."""
 
 MOST_CHANNELS = 16
 """Channels of a block, and remote buffers."""
+
+
+Remote = tuple[str, int, str]
+"""A remote buffer: the type of channel over which it is reached, its GPU, and which buffer it is."""
 
 
 class Block:
@@ -39,6 +43,9 @@ class Block:
             *_grouped("signal", [channel for task in tasks for channel in task.release]),
             *_grouped("wait", [channel for task in tasks for channel in task.finish]),
         ]
+        confirmed = _grouped("signal", [channel for task in tasks for channel in task.confirm])
+        if confirmed:
+            self.after += [*([BARRIER] if self.after or self.body else ()), *confirmed]
         if self.body and any(step.name == "wait" for step in self.before):
             self.before.append(BARRIER)
         if self.body and self.body[-1] != BARRIER and any(step.name == "signal" for step in self.after):
@@ -47,15 +54,21 @@ class Block:
         self.chunks = max(task.chunks for task in tasks)
         self.unit = unit * self.chunks
         steps = (*self.before, *self.body, *self.after)
-        self.channels = list(dict.fromkeys(channel for step in steps for channel in step.channels))
-        self.peers = list(
-            dict.fromkeys(
-                place.peer
-                for step in steps
-                for place in (*step.reads, *step.writes)
-                if place.peer is not None
-            )
+        used = dict.fromkeys(channel for step in steps for channel in step.channels)
+        self.channels = {kind: [number for name, number in used if name == kind] for kind in (MEMORY, PORT)}
+        places = dict.fromkeys(
+            (place.kind, place.peer, place.buffer)
+            for step in steps
+            for place in (*step.reads, *step.writes)
+            if place.peer is not None
         )
+        self.remote = {kind: [place for place in places if place[0] == kind] for kind in (MEMORY, PORT)}
+
+    @property
+    def remote_chunks(self) -> int:
+        """Chunks that the loop reads from peers and writes to them."""
+        places = (place for step in self.body for place in (*step.reads, *step.writes))
+        return sum(place.size for place in places if place.peer is not None)
 
     @property
     def operations(self) -> int:
@@ -67,53 +80,52 @@ class Block:
         """The first limit that is not held, in words; empty where all are."""
         for what, number, most in (
             ("operations", self.operations, MOST_OPERATIONS),
-            ("channels", len(self.channels), MOST_CHANNELS),
-            ("remote buffers", len(self.peers), MOST_CHANNELS),
+            ("channels", max(map(len, self.channels.values())), MOST_CHANNELS),
+            ("remote buffers", max(map(len, self.remote.values())), MOST_CHANNELS),
         ):
             if number > most:
                 return f"{number} {what}, and a block of MSCCL++ has {most}"
         return ""
 
-    def to_object(self, number: int, buffer: str, remote: Sequence[int]) -> dict[str, object]:
-        """The block in the file; ``remote`` lists the peers of the GPU's remote buffers."""
-        operations = [self._operation(step, buffer) for step in self.before]
+    def to_object(self, number: int, remote: Sequence[Remote]) -> dict[str, object]:
+        """The block in the file; ``remote`` lists the GPU's remote buffers."""
+        operations = [self._operation(step) for step in self.before]
         if self.body:
             loop = {"unit_size": self.unit, "num_chunks": self.chunks}
-            inner = [self._operation(step, buffer) for step in self.body]
+            inner = [self._operation(step) for step in self.body]
             operations.append({"name": "pipeline", "iter_context": loop, "ops": inner})
-        operations += [self._operation(step, buffer) for step in self.after]
+        operations += [self._operation(step) for step in self.after]
         return {
             "id": number,
             "ops": operations,
-            "channels": [{"channel_type": "memory", "channel_ids": self.channels}],
+            "channels": [
+                {"channel_type": kind, "channel_ids": ids} for kind, ids in self.channels.items() if ids
+            ],
             "remote_buffer_refs": [
-                {
-                    "access_channel_type": "memory",
-                    "remote_buffer_ids": [remote.index(peer) for peer in self.peers],
-                }
-            ]
-            if self.peers
-            else [],
+                {"access_channel_type": kind, "remote_buffer_ids": [remote.index(one) for one in buffers]}
+                for kind, buffers in self.remote.items()
+                if buffers
+            ],
         }
 
-    def _operation(self, step: Step, buffer: str) -> dict[str, object]:
-        if step.name == "nop":
+    def _operation(self, step: Step) -> dict[str, object]:
+        if step == BARRIER:
             return {"name": "nop"}
+        named: dict[str, object] = {"name": step.name}
+        if step.reads:
+            named["src_buff"] = [self._reference(place) for place in step.reads]
+            named["dst_buff"] = [self._reference(place) for place in step.writes]
+        kind = step.channels[0][0] if step.channels else MEMORY
         if step.channels:
-            ids = [self.channels.index(channel) for channel in step.channels]
-            return {"name": step.name, "channel_ids": ids, "channel_type": "memory"}
-        return {
-            "name": step.name,
-            "src_buff": [self._reference(place, buffer) for place in step.reads],
-            "dst_buff": [self._reference(place, buffer) for place in step.writes],
-            "channel_type": "memory",
-            **({"reduce_op": "sum"} if step.name != "put" else {}),
-        }
+            named["channel_ids"] = [self.channels[kind].index(number) for _, number in step.channels]
+        if step.name != "re":
+            named["channel_type"] = kind
+        return {**named, "reduce_op": "sum"} if step.name in ("re", "rre", "rres") else named
 
-    def _reference(self, place: Place, buffer: str) -> dict[str, object]:
-        where: dict[str, object] = (
-            {"type": buffer} if place.peer is None else {"buffer_id": self.peers.index(place.peer)}
-        )
+    def _reference(self, place: Place) -> dict[str, object]:
+        where: dict[str, object] = {"type": place.buffer}
+        if place.peer is not None:
+            where = {"buffer_id": self.remote[place.kind].index((place.kind, place.peer, place.buffer))}
         return {**where, "index": place.index, "size": place.size}
 
 
@@ -179,13 +191,15 @@ def _merged(loops: Sequence[Task], unit: int, most: int) -> list[list[Task]]:
     return merged
 
 
-def _grouped(name: str, channels: Sequence[int]) -> list[Step]:
-    """Signals or waits, as many to an operation as one takes."""
-    return [
-        Step(name, tuple(channels[at : at + MOST_REFERENCES]))
-        for at in range(0, len(channels), MOST_REFERENCES)
-    ]
+def _grouped(name: str, channels: Sequence[Channel]) -> list[Step]:
+    """Signals or waits, as many of one type to an operation as it takes."""
+    found: list[Step] = []
+    for kind in (MEMORY, PORT):
+        own = [channel for channel in channels if channel[0] == kind]
+        for at in range(0, len(own), MOST_REFERENCES):
+            found.append(Step(name, tuple(own[at : at + MOST_REFERENCES])))
+    return found
 
 
 def _split(step: Step) -> list[Step]:
-    return _grouped(step.name, step.channels) if step.channels else [step]
+    return [step] if step.reads or not step.channels else _grouped(step.name, step.channels)

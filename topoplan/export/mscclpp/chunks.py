@@ -23,6 +23,9 @@ from topoplan.units import format_size
 ALIGNMENT = 16
 """Bytes that borders of chunks are multiples of."""
 
+MOST_EXACT = 128
+"""Most chunks that exact shares get where the size is left open: few sizes are a multiple of more."""
+
 MOST_CHUNKS = 4096
 """Most chunks that are tried."""
 
@@ -41,7 +44,7 @@ class Chunking:
     shards : tuple of (Shard, int, int)
         The shards that get any: each with its first chunk and its number of chunks.
     kept : Fraction
-        The rate with these shares over the plan's.
+        The rate with these shares, and switches that neither copy nor add, over the plan's.
     """
 
     count: int
@@ -56,7 +59,7 @@ def chunked(plan: Plan, *, chunks: int | None = None, size: int | None = None) -
     ----------
     plan : Plan
     chunks : int or None
-        How many; None for the exact number where it is at most `MOST_CHUNKS`, and else the smallest that costs at most
+        How many; None for the exact number where it is at most `MOST_EXACT`, and else the smallest that costs at most
         `MOST_LOST` of the rate.
     size : int or None
         Bytes of the buffer that the chunks have to divide; None for any.
@@ -86,7 +89,7 @@ def chunked(plan: Plan, *, chunks: int | None = None, size: int | None = None) -
                 f"{format_size(size)} is no multiple of {chunks} chunks of {ALIGNMENT} bytes; change --chunks or --size"
             )
         return _rounded(plan, shards, chunks, blocks)
-    if exact <= MOST_CHUNKS and (size is None or _suits(size, exact)):
+    if exact <= (MOST_EXACT if size is None else MOST_CHUNKS) and (size is None or _suits(size, exact)):
         return _rounded(plan, shards, exact, blocks)
     for count in _candidates(blocks, size):
         found = _rounded(plan, shards, count, blocks)
@@ -122,10 +125,12 @@ def _rounded(plan: Plan, shards: Sequence[Shard], count: int, blocks: int) -> Ch
     kept = tuple(
         (shard, start, size) for shard, start, size in zip(shards, starts, sizes, strict=True) if size
     )
-    if all(shard.share * count == size for shard, size in zip(shards, sizes, strict=True)):
-        return Chunking(count, kept, Fraction(1))
     fabric = Fabric(plan.topology, plan.channels)
-    after = forest_rate([replace(shard, share=Fraction(size, count)) for shard, _, size in kept], fabric)
+    exact = all(shard.share * count == size for shard, size in zip(shards, sizes, strict=True))
+    if exact and not fabric.in_network:
+        return Chunking(count, kept, Fraction(1))
+    rounded = [replace(shard, share=Fraction(size, count)) for shard, _, size in kept]
+    after = forest_rate(rounded, fabric.forwarding_only())
     before = forest_rate(plan.shards, fabric)
     return Chunking(count, kept, Fraction(1) if before is None or after is None else after / before)
 

@@ -1,23 +1,25 @@
-"""A plan as an execution plan of MSCCL++ (JSON), for GPUs of one server that reach each other's memory.
+"""A plan as an execution plan of MSCCL++ (JSON).
 
 The engine's executor runs packed trees inside a server as they are: a thread block of a GPU reads what its children
-have summed and writes on, in one pass, unit by unit. The format is that of release 0.9 as its source reads it
-(``src/core/executor/execution_plan.cc``); no document states it, and the file has no version. Data stay in place: in
-the input of allreduce, broadcast and reduce_scatter, in the output of allgather. Deliberately absent: reduce, which
-the engine lacks.
+have summed and writes on, in one pass, unit by unit. Between servers its proxies put what NICs carry. The format is
+that of release 0.9 as its source reads it (``src/core/executor/execution_plan.cc``); no document states it, and the
+file has no version. Data stay in place: in the input of allreduce, broadcast and reduce_scatter, in the output of
+allgather. Deliberately absent: reduce, which the engine lacks, and switches that copy and add, whose work the GPUs do
+here; the rate that is kept says so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import UsageError
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.blocks import Block, blocks, crowded
 from topoplan.export.mscclpp.chunks import ALIGNMENT, Chunking, chunked
-from topoplan.export.mscclpp.tasks import tasks
+from topoplan.export.mscclpp.tasks import Wires, tasks
 from topoplan.plans.json_values import compact
 from topoplan.plans.plan import Plan
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
@@ -54,6 +56,7 @@ def execution_plan(plan: Plan, choices: Choices = DEFAULT) -> Exported:
     >>> print(*found.notes, sep="\\n")
     keeps 50 GB/s, all of the rate; 2 chunks, so buffers are multiples of 32 bytes, up to 4294967264
     a GPU takes up to 3 blocks, 4 channels and 0 bytes of scratch
+    at that rate its busiest block reads and writes 100 GB/s of its peers' memory
     """
     if len(plan.ranks) < 2:
         raise UsageError("this plan has one GPU, where nothing moves; an execution plan needs two or more")
@@ -66,11 +69,8 @@ def execution_plan(plan: Plan, choices: Choices = DEFAULT) -> Exported:
         piece = math.gcd(*(count for _, _, count in cut.shards))
         found, wires = tasks(plan, cut.shards, piece=piece)
     made = [blocks(own, unit, most) for own in found]
-    gpus = [
-        _gpu(plan, cut, rank, peers, own)
-        for rank, (peers, own) in enumerate(zip(wires.peers, made, strict=True))
-    ]
-    return Exported(_text(plan, cut, gpus), _notes(plan, cut, made, wires.peers))
+    gpus = [_gpu(plan, cut, rank, wires, own) for rank, own in enumerate(made)]
+    return Exported(_text(plan, cut, gpus), _notes(plan, cut, made, wires))
 
 
 def _unit(plan: Plan, cut: Chunking, size: int) -> int:
@@ -82,21 +82,22 @@ def _unit(plan: Plan, cut: Chunking, size: int) -> int:
     return int(max(unit, 1 << (shortest - 1).bit_length(), ALIGNMENT))
 
 
-def _gpu(
-    plan: Plan, cut: Chunking, rank: int, peers: Sequence[int], own: Sequence[Block]
-) -> dict[str, object]:
+def _gpu(plan: Plan, cut: Chunking, rank: int, wires: Wires, own: Sequence[Block]) -> dict[str, object]:
     block = cut.count // len(plan.ranks)
-    buffer = "o" if plan.collective == "allgather" else "i"
-    remote = sorted({peer for one in own for peer in one.peers})
+    remote = sorted({place for one in own for places in one.remote.values() for place in places})
     return {
         "id": rank,
         "input_chunks": block if plan.collective == "allgather" else cut.count,
         "output_chunks": block if plan.collective == "reduce_scatter" else cut.count,
-        "scratch_chunks": 0,
-        "threadblocks": [one.to_object(number, buffer, remote) for number, one in enumerate(own)],
-        "channels": [{"channel_type": "memory", "connected_to": list(peers)}],
+        "scratch_chunks": wires.scratch[rank],
+        "threadblocks": [one.to_object(number, remote) for number, one in enumerate(own)],
+        "channels": [
+            {"channel_type": kind, "connected_to": peers}
+            for kind, peers in wires.peers[rank].items()
+            if peers
+        ],
         "remote_buffers": [
-            {"rank": peer, "type": buffer, "access_channel_types": ["memory"]} for peer in remote
+            {"rank": peer, "type": buffer, "access_channel_types": [kind]} for kind, peer, buffer in remote
         ],
         "semaphores": [],
     }
@@ -135,13 +136,19 @@ def _largest(cut: Chunking) -> int:
     return (LONGEST - 1) // step * step
 
 
-def _notes(
-    plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], channels: Sequence[Sequence[int]]
-) -> tuple[str, ...]:
+def _notes(plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], wires: Wires) -> tuple[str, ...]:
     rate = float(cut.kept) * plan.rate
-    kept = "all of the rate" if cut.kept == 1 else f"{float(cut.kept):.2%} of the plan's: shares are rounded"
+    kept = "all of the rate" if cut.kept == 1 else f"{float(cut.kept):.2%} of the plan's"
+    channels = max(sum(map(len, peers.values())) for peers in wires.peers)
+    scratch = Fraction(max(wires.scratch), cut.count)
+    busiest = max(block.remote_chunks for own in made for block in own) / cut.count * rate
     return (
         f"keeps {rate:.6g} GB/s, {kept}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
         f"bytes, up to {_largest(cut)}",
-        f"a GPU takes up to {max(map(len, made))} blocks, {max(map(len, channels))} channels and 0 bytes of scratch",
+        f"a GPU takes up to {max(map(len, made))} blocks, {channels} channels and {_scratch(scratch)} of scratch",
+        f"at that rate its busiest block reads and writes {busiest:.4g} GB/s of its peers' memory",
     )
+
+
+def _scratch(part: Fraction) -> str:
+    return f"{float(part):.4g} of the buffer's bytes" if part else "0 bytes"

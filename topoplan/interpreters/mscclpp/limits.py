@@ -156,6 +156,8 @@ def _check_operation(
         )
     if kind is not None:
         _check_ids(operation.channels, len(block.channels[kind]), f"{where}: channel_ids")
+    if not operation.sums:
+        raise PlanError(f"{where}: its reduce_op is not sum, and the engine sums whatever it says")
     if name in SYNCHRONISING:
         if kind not in ("memory", "port") or (name == "flush" and kind != "port"):
             raise PlanError(f"{where}: needs channels of another channel_type than {kind}")

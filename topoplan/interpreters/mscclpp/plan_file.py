@@ -32,7 +32,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of a block; those of a ``pipeline`` stand in ``body``."""
+    """An operation of a block; those of a ``pipeline`` stand in ``body``; ``sums`` unless it says another reduce_op."""
 
     name: str
     channel_type: str | None
@@ -42,6 +42,7 @@ class Operation:
     group: tuple[int, int]
     barrier: tuple[int, int]
     semaphores: tuple[int, ...]
+    sums: bool
     unit: int
     chunks: int
     body: tuple[Operation, ...]
@@ -211,6 +212,7 @@ def _operation(item: object, where: str, *, inner: bool = False) -> Operation:
             _count(value.get("num_threadblocks", 0), f"{where}: num_threadblocks"),
         ),
         semaphores=_counts(value.get("semaphore_ids", []), f"{where}: semaphore_ids"),
+        sums=value.get("reduce_op", "sum") == "sum",
         unit=_count(loop.get("unit_size"), f"{where}: unit_size"),
         chunks=_count(loop.get("num_chunks"), f"{where}: num_chunks"),
         body=body,
