@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from topoplan.cli import arguments
 from topoplan.cli.damage_options import add_damage, damaged, overlaid
 from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan_or_machine
+from topoplan.errors import UsageError
 from topoplan.export.exported import Choices, Exported
 from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
 from topoplan.topology import Topology
@@ -39,6 +41,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="C",
         help="chunks of the buffer (default: as the shares need, or within 1 %% of the rate)",
     )
+    engine.add_argument(
+        "--protocol",
+        choices=("simple", "ll"),
+        help="signals beside the data, or flags in packets, for small buffers (default: simple)",
+    )
     add_damage(parser)
 
 
@@ -49,6 +56,17 @@ def run(options: argparse.Namespace) -> int:
     with progress_line("exporting"):
         exported, told = _export(options)
     notes = (*told, *exported.notes)
+    if exported.files:
+        if options.output in (None, "-"):
+            raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
+        stem = str(Path(options.output).with_suffix(""))
+        names = [stem + end for end, _ in exported.files]
+        for name, (_, content) in zip(names, exported.files, strict=True):
+            check_target(name, "-o")
+            write_whole(name, content)
+        print(f"written: {names[0]} to {names[-1]}, {len(names)} files")
+        print_notes(*notes)
+        return 0
     if options.output not in (None, "-"):
         write_whole(options.output, exported.text)
         print(f"written: {options.output}")
@@ -62,7 +80,12 @@ def run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """The file, and what there is to say of what it was made from."""
     source = read_plan_or_machine(options)
-    choices = Choices(size=options.nbytes, max_blocks=options.max_blocks, chunks=options.chunks)
+    choices = Choices(
+        size=options.nbytes,
+        max_blocks=options.max_blocks,
+        chunks=options.chunks,
+        protocol=options.protocol,
+    )
     if isinstance(source, Topology):
         machine = damaged(options, overlaid(options, source))
         allocation = machine.whole.subset(machine.allocation(options.gpus))

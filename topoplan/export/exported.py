@@ -10,18 +10,21 @@ from topoplan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A file for another program.
+    """A file for another program, or several.
 
     Parameters
     ----------
     text : str
-        The whole file.
+        The whole file; empty where there are several.
     notes : tuple of str
         What the format cannot say, what had to be assumed and what to expect, one line each.
+    files : tuple of (str, bytes)
+        Several files, each with the end of its name, such as ``.0.et``.
     """
 
     text: str
     notes: tuple[str, ...] = ()
+    files: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,14 @@ class Choices:
         Most thread blocks of a GPU.
     chunks : int or None
         Chunks that the buffer is cut into.
+    protocol : str or None
+        ``simple`` or ``ll``: whether flags travel beside the data, or with each packet of it.
     """
 
     size: int | None = None
     max_blocks: int | None = None
     chunks: int | None = None
+    protocol: str | None = None
 
 
 DEFAULT = Choices()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from topoplan.errors import UsageError
+from topoplan.export.dot import plan_dot
 from topoplan.export.exported import DEFAULT, Choices, Exported
-from topoplan.export.mscclpp.emit import execution_plan
+from topoplan.export.mscclpp.emit import execution_plan, execution_plans
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
 from topoplan.plans.plan import Plan, Plans
@@ -28,12 +29,15 @@ class Format:
     of_plan : function of a Plan and Choices
     choices : tuple of str
         Those that it heeds.
+    of_ranges : function of Plans and Choices, or None
+        What makes a file for each range of sizes; None where one plan is all that it holds.
     """
 
     line: str
     of_machine: Callable[[Topology, str | None], Exported] | None
     of_plan: Callable[[Plan, Choices], Exported]
     choices: tuple[str, ...] = ()
+    of_ranges: Callable[[Plans, Choices], Exported] | None = None
 
 
 FORMATS = {
@@ -53,8 +57,10 @@ FORMATS = {
         "reduce_scatter",
         None,
         execution_plan,
-        ("size", "max_blocks", "chunks"),
+        ("size", "max_blocks", "chunks", "protocol"),
+        execution_plans,
     ),
+    "dot": Format("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
 }
 """Every format by its name."""
 
@@ -126,17 +132,20 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
     '</graphs>'
     """
     found = FORMATS[check_format(to)]
-    if len(plan.ranges) > 1:
-        raise UsageError(
-            f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
-        )
+    for field in fields(choices):
+        if getattr(choices, field.name) is not None and field.name not in found.choices:
+            raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
+    chosen = plan.plans[0] if choices.size is None else plan.at(choices.size)
+    if len(plan.ranges) > 1 and choices.size is None:
+        if found.of_ranges is None:
+            raise UsageError(
+                f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
+            )
+        return found.of_ranges(plan, choices)
     servers = {plan.topology.device(name).server for name in plan.ranks}
     if len(servers) > 1 and found.of_machine is not None:
         raise UsageError(
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"
         )
-    for field in fields(choices):
-        if getattr(choices, field.name) is not None and field.name not in found.choices:
-            raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
-    return found.of_plan(plan.plans[0], choices)
+    return found.of_plan(chosen, choices)

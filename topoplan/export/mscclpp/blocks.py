@@ -18,6 +18,8 @@ MOST_CHANNELS = 16
 """Channels of a block, and remote buffers."""
 
 
+SUMS = ("re", "rre", "rres", "repkt", "respkt")
+
 Remote = tuple[str, int, str]
 """A remote buffer: the type of channel over which it is reached, its GPU, and which buffer it is."""
 
@@ -35,6 +37,7 @@ class Block:
 
     def __init__(self, tasks: Sequence[Task], unit: int) -> None:
         self.before = [
+            *(step for task in tasks for step in task.steps),
             *_grouped("signal", [channel for task in tasks for channel in task.announce]),
             *_grouped("wait", [channel for task in tasks for channel in task.expect]),
         ]
@@ -66,8 +69,8 @@ class Block:
 
     @property
     def remote_chunks(self) -> int:
-        """Chunks that the loop reads from peers and writes to them."""
-        places = (place for step in self.body for place in (*step.reads, *step.writes))
+        """Chunks that are read from peers and written to them."""
+        places = (place for step in (*self.before, *self.body) for place in (*step.reads, *step.writes))
         return sum(place.size for place in places if place.peer is not None)
 
     @property
@@ -118,9 +121,9 @@ class Block:
         kind = step.channels[0][0] if step.channels else MEMORY
         if step.channels:
             named["channel_ids"] = [self.channels[kind].index(number) for _, number in step.channels]
-        if step.name != "re":
+        if step.channels or any(place.peer is not None for place in (*step.reads, *step.writes)):
             named["channel_type"] = kind
-        return {**named, "reduce_op": "sum"} if step.name in ("re", "rre", "rres") else named
+        return {**named, "reduce_op": "sum"} if step.name in SUMS else named
 
     def _reference(self, place: Place) -> dict[str, object]:
         where: dict[str, object] = {"type": place.buffer}
@@ -138,7 +141,7 @@ def blocks(tasks: Sequence[Task], unit: int, most: int) -> list[Block]:
         The limits of the engine need more.
     """
     groups = _leaves(tasks, unit)
-    loops = [task for task in tasks if task.body]
+    loops = [task for task in tasks if task.body or task.steps]
     if len(loops) > most - len(groups):
         loops_in_blocks = _merged(loops, unit, most - len(groups))
     else:
@@ -154,14 +157,14 @@ def blocks(tasks: Sequence[Task], unit: int, most: int) -> list[Block]:
 
 def crowded(tasks: Sequence[Task], unit: int, most: int) -> bool:
     """Whether loops have to share blocks."""
-    return sum(bool(task.body) for task in tasks) > most - len(_leaves(tasks, unit))
+    return sum(bool(task.body or task.steps) for task in tasks) > most - len(_leaves(tasks, unit))
 
 
 def _leaves(tasks: Sequence[Task], unit: int) -> list[list[Task]]:
     """The tasks without a loop, as many to a block as its channels allow."""
     groups: list[list[Task]] = []
     for task in tasks:
-        if task.body:
+        if task.body or task.steps:
             continue
         if groups and not Block([*groups[-1], task], unit).beyond:
             groups[-1].append(task)
@@ -184,11 +187,15 @@ def _merged(loops: Sequence[Task], unit: int, most: int) -> list[list[Task]]:
     merged: list[list[Task]] = []
     for way, count in zip(ways, room, strict=True):
         dealt: list[list[Task]] = [[] for _ in range(min(count, len(way)))]
-        for task in sorted(way, key=lambda task: (-len(task.body), task.shard)):
+        for task in sorted(way, key=lambda task: (-_length(task), task.shard)):
             fitting = [group for group in dealt if not Block([*group, task], unit).beyond] or dealt
-            min(fitting, key=lambda group: sum(len(one.body) for one in group)).append(task)
+            min(fitting, key=lambda group: sum(map(_length, group))).append(task)
         merged += [sorted(group, key=lambda task: task.shard) for group in dealt]
     return merged
+
+
+def _length(task: Task) -> int:
+    return len(task.body) + len(task.steps)
 
 
 def _grouped(name: str, channels: Sequence[Channel]) -> list[Step]:

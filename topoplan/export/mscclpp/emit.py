@@ -19,9 +19,10 @@ from topoplan.errors import UsageError
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.blocks import Block, blocks, crowded
 from topoplan.export.mscclpp.chunks import ALIGNMENT, Chunking, chunked
+from topoplan.export.mscclpp.packets import packet_tasks
 from topoplan.export.mscclpp.tasks import Wires, tasks
 from topoplan.plans.json_values import compact
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 
@@ -41,8 +42,23 @@ MOST_TURNS = 65535
 """Most turns of a loop, which the engine counts in 16 bits."""
 
 
-def execution_plan(plan: Plan, choices: Choices = DEFAULT) -> Exported:
+def execution_plan(
+    plan: Plan,
+    choices: Choices = DEFAULT,
+    *,
+    sizes: tuple[int, int | None] = (0, None),
+    usual: int = USUAL_SIZE,
+) -> Exported:
     """The execution plan, with notes on what it takes and what rate it keeps.
+
+    Parameters
+    ----------
+    plan : Plan
+    choices : Choices
+    sizes : (int, int or None)
+        Bytes from which on the engine may take this file, and where it may no longer.
+    usual : int
+        Bytes for which the unit of the loops is chosen where no size is given.
 
     Raises
     ------
@@ -61,16 +77,32 @@ def execution_plan(plan: Plan, choices: Choices = DEFAULT) -> Exported:
     if len(plan.ranks) < 2:
         raise UsageError("this plan has one GPU, where nothing moves; an execution plan needs two or more")
     cut = chunked(plan, chunks=choices.chunks, size=choices.size)
-    unit = _unit(plan, cut, choices.size or USUAL_SIZE)
+    unit = _unit(plan, cut, choices.size or usual)
     most = BLOCKS if choices.max_blocks is None else choices.max_blocks
-    found, wires = tasks(plan, cut.shards)
-    if any(crowded(own, unit, most) for own in found):
+    packets = choices.protocol == "ll"
+    found, wires = packet_tasks(plan, cut.shards) if packets else tasks(plan, cut.shards)
+    if not packets and any(crowded(own, unit, most) for own in found):
         # loops share blocks only where all of them take equally many turns
         piece = math.gcd(*(count for _, _, count in cut.shards))
         found, wires = tasks(plan, cut.shards, piece=piece)
     made = [blocks(own, unit, most) for own in found]
     gpus = [_gpu(plan, cut, rank, wires, own) for rank, own in enumerate(made)]
-    return Exported(_text(plan, cut, gpus), _notes(plan, cut, made, wires))
+    return Exported(
+        _text(plan, cut, gpus, sizes, packets=packets), _notes(plan, cut, made, wires, packets=packets)
+    )
+
+
+def execution_plans(plans: Plans, choices: Choices = DEFAULT) -> Exported:
+    """A file for each range of sizes, which says the smallest and the largest that it is for; as `execution_plan`."""
+    files = []
+    notes = []
+    for number, one in enumerate(plans.ranges):
+        # the unit suits the larger sizes of a range, where it matters
+        size = USUAL_SIZE if one.stop is None else one.stop
+        made = execution_plan(one.plan, choices, sizes=(one.start, one.stop), usual=max(size, one.start))
+        files.append((f".{number}.json", made.text.encode()))
+        notes += [f"{one}: {note}" for note in made.notes]
+    return Exported("", tuple(notes), tuple(files))
 
 
 def _unit(plan: Plan, cut: Chunking, size: int) -> int:
@@ -103,21 +135,28 @@ def _gpu(plan: Plan, cut: Chunking, rank: int, wires: Wires, own: Sequence[Block
     }
 
 
-def _text(plan: Plan, cut: Chunking, gpus: Sequence[dict[str, object]]) -> str:
+def _text(
+    plan: Plan,
+    cut: Chunking,
+    gpus: Sequence[dict[str, object]],
+    sizes: tuple[int, int | None],
+    *,
+    packets: bool,
+) -> str:
     """The file, a thread block to a line."""
     head: dict[str, object] = {
         "name": f"{plan.schedule} {plan.collective} {plan.topology.name}".replace(" ", "_"),
         "collective": NAMES.get(plan.collective, plan.collective),
-        "protocol": "Simple",
+        "protocol": "LL" if packets else "Simple",
         "inplace": True,
         "reuse_resources": False,
     }
     tail: dict[str, object] = {
         "num_threads_per_block": 1024,
-        "use_double_scratch_buffer": False,
+        "use_double_scratch_buffer": packets,
         "buffer_alignment": ALIGNMENT,
-        "min_message_size": 0,
-        "max_message_size": _largest(cut),
+        "min_message_size": sizes[0],
+        "max_message_size": _largest(cut) if sizes[1] is None else min(_largest(cut), sizes[1] - 1),
     }
     rows = []
     for gpu in gpus:
@@ -136,11 +175,15 @@ def _largest(cut: Chunking) -> int:
     return (LONGEST - 1) // step * step
 
 
-def _notes(plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], wires: Wires) -> tuple[str, ...]:
-    rate = float(cut.kept) * plan.rate
-    kept = "all of the rate" if cut.kept == 1 else f"{float(cut.kept):.2%} of the plan's"
+def _notes(
+    plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], wires: Wires, *, packets: bool
+) -> tuple[str, ...]:
+    # a packet is half flag, and the engine keeps two sets of them
+    part = cut.kept / 2 if packets else cut.kept
+    rate = float(part) * plan.rate
+    kept = "all of the rate" if part == 1 else f"{float(part):.2%} of the plan's"
     channels = max(sum(map(len, peers.values())) for peers in wires.peers)
-    scratch = Fraction(max(wires.scratch), cut.count)
+    scratch = Fraction(max(wires.scratch) * (4 if packets else 1), cut.count)
     busiest = max(block.remote_chunks for own in made for block in own) / cut.count * rate
     return (
         f"keeps {rate:.6g} GB/s, {kept}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "

@@ -77,6 +77,8 @@ class Task:
         The loop over units; empty for leaves.
     release, finish, confirm : tuple of Channel
         Channels to signal, to wait for, and to signal then, after it.
+    steps : tuple of Step
+        What is done once, in place of a loop.
     """
 
     shard: int
@@ -88,6 +90,7 @@ class Task:
     release: tuple[Channel, ...] = ()
     finish: tuple[Channel, ...] = ()
     confirm: tuple[Channel, ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 class Wires:
@@ -132,7 +135,7 @@ class Wires:
         return self._landings[shard, parent, child]
 
 
-class _Tree:
+class Tree:
     """One stage: who is above and below whom."""
 
     def __init__(self, stage: Stage) -> None:
@@ -170,7 +173,7 @@ def tasks(
     found: list[list[Task]] = [[] for _ in plan.ranks]
     buffer = "o" if plan.collective == "allgather" else "i"
     for number, (shard, start, count) in enumerate(shards):
-        reduce, broadcast = _trees(plan, shard)
+        reduce, broadcast = shard_trees(plan, shard)
         for tree in (reduce, broadcast):
             for child, parent in tree.parent.items() if tree else ():
                 wires.add(number, parent, child, count if tree is reduce else 0)
@@ -181,7 +184,7 @@ def tasks(
     return found, wires
 
 
-def _trees(plan: Plan, shard: Shard) -> tuple[_Tree | None, _Tree | None]:
+def shard_trees(plan: Plan, shard: Shard) -> tuple[Tree | None, Tree | None]:
     """The reduce tree and the broadcast tree of a shard."""
     ops = [stage.op for stage in shard.stages]
     wanted = {
@@ -199,7 +202,7 @@ def _trees(plan: Plan, shard: Shard) -> tuple[_Tree | None, _Tree | None]:
             f"a shard of this plan has the stages {' '.join(ops)}; a file of MSCCL++ takes {' and '.join(wanted)} with "
             "one root: export a plan of trees or rings"
         )
-    trees = dict(zip(ops, map(_Tree, shard.stages), strict=True))
+    trees = dict(zip(ops, map(Tree, shard.stages), strict=True))
     return trees.get("reduce"), trees.get("broadcast")
 
 
@@ -212,8 +215,8 @@ class _Part:
         shard: int,
         buffer: str,
         pieces: tuple[tuple[int, int], ...],
-        reduce: _Tree | None,
-        broadcast: _Tree | None,
+        reduce: Tree | None,
+        broadcast: Tree | None,
         wires: Wires,
     ) -> None:
         self._rank, self._shard, self._buffer, self._pieces = rank, shard, buffer, pieces
@@ -226,7 +229,7 @@ class _Part:
         if self._broadcast:
             yield from self._down(self._broadcast)
 
-    def _up(self, tree: _Tree, back: _Tree | None) -> Iterator[Task]:
+    def _up(self, tree: Tree, back: Tree | None) -> Iterator[Task]:
         """Add what the children have, hand it to the parent; the root hands the total down."""
         rank, size = self._rank, self._pieces[0][1]
         above = self._above(tree)
@@ -284,7 +287,7 @@ class _Part:
             return []
         return [child for child in back.children[self._rank] if self._kind(child) == MEMORY][:MOST_REFERENCES]
 
-    def _hand_down(self, tree: _Tree, *, added: bool) -> Iterator[Step]:
+    def _hand_down(self, tree: Tree, *, added: bool) -> Iterator[Step]:
         """Put what the rank has to its children, but for those to which the last sum was written."""
         children = tree.children[self._rank]
         near = [child for child in children if self._kind(child) == MEMORY][MOST_REFERENCES if added else 0 :]
@@ -302,7 +305,7 @@ class _Part:
                     yield Step("pws" if tells else "put", self._to([child]), (own,), (there,))
         yield from _signals(self._to([child for child in inner if self._kind(child) == MEMORY]))
 
-    def _down(self, tree: _Tree) -> Iterator[Task]:
+    def _down(self, tree: Tree) -> Iterator[Task]:
         """Wait for the parent, put to the children; leaves wait once, for the last unit."""
         rank, size = self._rank, self._pieces[0][1]
         above = self._above(tree)
@@ -319,7 +322,7 @@ class _Part:
             far = self._to(self._far(tree))
             yield Task(self._shard, False, size, ready, expected, body, done, far, come)
 
-    def _far(self, tree: _Tree) -> list[int]:
+    def _far(self, tree: Tree) -> list[int]:
         """The children on other servers."""
         return [child for child in tree.children[self._rank] if self._kind(child) == PORT]
 
@@ -329,7 +332,7 @@ class _Part:
     def _to(self, children: Sequence[int]) -> tuple[Channel, ...]:
         return self._wires.down(self._shard, self._rank, children)
 
-    def _above(self, tree: _Tree) -> tuple[Channel, ...]:
+    def _above(self, tree: Tree) -> tuple[Channel, ...]:
         """The channel to the parent; none at the root."""
         parent = tree.parent.get(self._rank)
         return () if parent is None else self._wires.up(self._shard, self._rank, parent)
