@@ -42,6 +42,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="chunks of the buffer (default: as the shares need, or within 1 %% of the rate)",
     )
     engine.add_argument(
+        "--chunk", type=arguments.size, metavar="C", help="bytes of the longest chunk of a trace"
+    )
+    engine.add_argument(
         "--protocol",
         choices=("simple", "ll"),
         help="signals beside the data, or flags in packets, for small buffers (default: simple)",
@@ -84,6 +87,7 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
         size=options.nbytes,
         max_blocks=options.max_blocks,
         chunks=options.chunks,
+        chunk=options.chunk,
         protocol=options.protocol,
     )
     if isinstance(source, Topology):

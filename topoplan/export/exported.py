@@ -39,6 +39,8 @@ class Choices:
         Most thread blocks of a GPU.
     chunks : int or None
         Chunks that the buffer is cut into.
+    chunk : int or None
+        Bytes of the longest chunk.
     protocol : str or None
         ``simple`` or ``ll``: whether flags travel beside the data, or with each packet of it.
     """
@@ -46,6 +48,7 @@ class Choices:
     size: int | None = None
     max_blocks: int | None = None
     chunks: int | None = None
+    chunk: int | None = None
     protocol: str | None = None
 
 

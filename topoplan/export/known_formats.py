@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from topoplan.errors import UsageError
+from topoplan.export.chakra import chakra_traces
 from topoplan.export.dot import plan_dot
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.emit import execution_plan, execution_plans
@@ -59,6 +60,12 @@ FORMATS = {
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),
         execution_plans,
+    ),
+    "chakra": Format(
+        "execution traces of Chakra, one for each rank, for ASTRA-sim and a buffer of one --size",
+        None,
+        chakra_traces,
+        ("size", "chunk"),
     ),
     "dot": Format("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
 }
