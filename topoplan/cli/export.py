@@ -14,6 +14,7 @@ from topoplan.cli.sources import read_plan_or_machine
 from topoplan.errors import UsageError
 from topoplan.export.exported import Choices, Exported
 from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
+from topoplan.export.msccl.emit import RUNTIMES
 from topoplan.topology import Topology
 
 
@@ -48,6 +49,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--protocol",
         choices=("simple", "ll"),
         help="signals beside the data, or flags in packets, for small buffers (default: simple)",
+    )
+    engine.add_argument(
+        "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
     )
     add_damage(parser)
 
@@ -89,6 +93,7 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
         chunks=options.chunks,
         chunk=options.chunk,
         protocol=options.protocol,
+        runtime=options.runtime,
     )
     if isinstance(source, Topology):
         machine = damaged(options, overlaid(options, source))

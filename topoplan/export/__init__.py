@@ -1,4 +1,4 @@
-"""Plans and machines as files for other programs: NCCL's topology and graph files, execution plans of MSCCL++."""
+"""Plans and machines as files for other programs: NCCL's files, MSCCL's and MSCCL++'s, traces, graphs."""
 
 from __future__ import annotations
 

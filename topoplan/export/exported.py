@@ -43,6 +43,8 @@ class Choices:
         Bytes of the longest chunk.
     protocol : str or None
         ``simple`` or ``ll``: whether flags travel beside the data, or with each packet of it.
+    runtime : str or None
+        Whose limits the file keeps to, where an engine has several runtimes.
     """
 
     size: int | None = None
@@ -50,6 +52,7 @@ class Choices:
     chunks: int | None = None
     chunk: int | None = None
     protocol: str | None = None
+    runtime: str | None = None
 
 
 DEFAULT = Choices()

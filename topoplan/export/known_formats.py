@@ -10,6 +10,7 @@ from topoplan.errors import UsageError
 from topoplan.export.chakra import chakra_traces
 from topoplan.export.dot import plan_dot
 from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.export.msccl.emit import msccl_algorithm
 from topoplan.export.mscclpp.emit import execution_plan, execution_plans
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
@@ -60,6 +61,12 @@ FORMATS = {
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),
         execution_plans,
+    ),
+    "msccl-xml": Format(
+        "algorithm of MSCCL (XML): allreduce, allgather, reduce_scatter; RCCL up to the releases that carry MSCCL",
+        None,
+        msccl_algorithm,
+        ("size", "max_blocks", "chunks", "runtime"),
     ),
     "chakra": Format(
         "execution traces of Chakra, one for each rank, for ASTRA-sim and a buffer of one --size",

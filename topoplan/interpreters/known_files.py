@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+from topoplan.interpreters.msccl.algorithm_file import read_algorithm_file
+from topoplan.interpreters.msccl.check import check_msccl
 from topoplan.interpreters.mscclpp.check import check_execution_plan
 from topoplan.interpreters.mscclpp.plan_file import read_plan_file
 from topoplan.interpreters.verdict import Verdict
 
 MSCCLPP = "mscclpp"
-ENGINES = {MSCCLPP: "execution plan of MSCCL++"}
+MSCCL = "msccl"
+ENGINES = {MSCCLPP: "execution plan of MSCCL++", MSCCL: "algorithm of MSCCL"}
 """What a file of each engine is called."""
 
 _OURS = re.compile(r'"format"\s*:\s*"topoplan\.')
@@ -26,6 +29,8 @@ def engine_of(text: str) -> str | None:
     'mscclpp'
     >>> engine_of('{"format": "topoplan.plan/1", "gpus": []}')
     """
+    if re.search(r"<algo\s", text[:10_000]) and text.lstrip("\ufeff \t\r\n").startswith("<"):
+        return MSCCL
     if not text.lstrip().startswith("{") or _OURS.search(text):
         return None
     if re.search(r'"gpus"\s*:', text) and re.search(r'"(collective|protocol|inplace)"\s*:', text):
@@ -41,4 +46,6 @@ def read_engine_file(text: str, engine: str) -> Callable[[], Verdict]:
     PlanError
         The file cannot be read.
     """
+    if engine == MSCCL:
+        return partial(check_msccl, read_algorithm_file(text))
     return partial(check_execution_plan, read_plan_file(text))

@@ -22,6 +22,7 @@ from topoplan.errors import PlanError
 from topoplan.interpreters.program import (
     Barrier,
     Block,
+    Fifo,
     Flush,
     Move,
     Post,
@@ -94,6 +95,7 @@ class Machine:
         self._left = [sum(block.rank == rank for block in program.blocks) for rank in range(program.ranks)]
         self._arrived: dict[tuple[int, int], int] = {}
         self._handed: dict[int, list[tuple[Move | Signal, str, int]]] = {}
+        self._held: dict[int, list[Numbers]] = {number: [] for number in program.fifos}
         self._asleep: dict[Hashable, list[int]] = {}
         self._ready: list[tuple[float, int]] = []
         self._tasks: dict[int, _Steps] = {}
@@ -254,32 +256,44 @@ class Machine:
 
     def _move(self, move: Move, where: str, rank: int) -> _Steps:
         total: Numbers | None = None
-        for number, region in enumerate(move.reads):
-            if not region.size:
+        for number, place in enumerate(move.reads):
+            if isinstance(place, Fifo):
+                held = self._held[place.number]
+                while not held:
+                    yield ("fifo", place.number), f"{where}, to which nothing comes"
+                values = held.pop(0)
+                self._wake(("fifo", place.number))
+            elif not place.size:
                 return
-            self._check_alive(region, rank, where)
-            values, states = self.memory.view(region)
-            if move.waits and move.waits[number]:
-                while not (states == _PACKET).all():
-                    yield (
-                        ("cells", region.rank, region.buffer),
-                        f"{where}, which waits for packets in {_named(region)}",
-                    )
-            elif not (states == _PLAIN).all():
-                what = "packets" if (states == _PACKET).any() else "what nobody has written yet"
-                _refuse(where, f"reads {what} in {_named(region)}")
+            else:
+                values, states = self.memory.view(place)
+                self._check_alive(place, rank, where)
+                if move.waits and move.waits[number]:
+                    while not (states == _PACKET).all():
+                        what = f"{where}, which waits for packets in {_named(place)}"
+                        yield ("cells", place.rank, place.buffer), what
+                elif not (states == _PLAIN).all():
+                    found = "packets" if (states == _PACKET).any() else "what nobody has written yet"
+                    _refuse(where, f"reads {found} in {_named(place)}")
             total = values.copy() if total is None else total + values
         if total is None:
             return
         yield None
-        for number, region in enumerate(move.writes):
-            self._check_alive(region, rank, where)
-            values, states = self.memory.view(region)
+        for number, place in enumerate(move.writes):
+            if isinstance(place, Fifo):
+                held = self._held[place.number]
+                while len(held) >= self.program.fifos[place.number][1]:
+                    yield ("fifo", place.number), f"{where}, from which nothing is taken"
+                held.append(total)
+                self._wake(("fifo", place.number))
+                continue
+            self._check_alive(place, rank, where)
+            values, states = self.memory.view(place)
             values[:] = total
             marked = bool(move.marks) and move.marks[number]
             states[:] = _PACKET if marked else _PLAIN
             if marked:
-                self._wake(("cells", region.rank, region.buffer))
+                self._wake(("cells", place.rank, place.buffer))
 
     def _check_alive(self, region: Region, rank: int, where: str) -> None:
         """Refuse to touch what belongs to a caller at the time."""
@@ -291,10 +305,16 @@ class Machine:
             _refuse(where, f"touches the {_named(region)} when its kernel may have ended")
 
     def _check_end(self) -> None:
+        """Nothing waits, and nothing is left for the next call."""
         stuck = [number for number in sorted(self._tasks) if number not in self._servants]
         if stuck:
             others = f"; so do {len(stuck) - 1} more blocks" if len(stuck) > 1 else ""
             raise PlanError(f"{self._waiting[stuck[0]]}, waits for ever{others}")
+        for number, held in sorted(self._held.items()):
+            if held:
+                raise PlanError(
+                    f"{len(held)} chunks that are sent to gpu {self.program.fifos[number][0]} are never received"
+                )
         for number, (first, name) in sorted(self.program.counters.items()):
             left = self._counters[number] - first
             if left:

@@ -7,7 +7,7 @@ shared with what writes such files.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 Address = tuple[int, str]
 """A rank and a buffer of it: ``i`` input, ``o`` output, ``s`` scratch."""
@@ -26,6 +26,17 @@ class Region:
         """What a turn of a loop moves of it."""
         begin = min(number * unit, self.size)
         return replace(self, start=self.start + begin, size=min(unit, self.size - begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """A connection between two ranks: what is written first is read first, and it holds so much and no more."""
+
+    number: int
+
+    def turn(self, number: int, unit: int) -> Fifo:
+        """The same in every turn of a loop."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Move:
 
     Parameters
     ----------
-    reads, writes : tuple of Region
+    reads, writes : tuple of Region or Fifo
     waits : tuple of bool
         For each read whether its elements say themselves when they are there, as packets do.
     marks : tuple of bool
@@ -70,8 +81,8 @@ class Move:
         Whether a switch reads for it, adds or copies.
     """
 
-    reads: tuple[Region, ...]
-    writes: tuple[Region, ...]
+    reads: tuple[Region | Fifo, ...]
+    writes: tuple[Region | Fifo, ...]
     waits: tuple[bool, ...] = ()
     marks: tuple[bool, ...] = ()
     by_switch: bool = False
@@ -80,8 +91,8 @@ class Move:
         """As `Region.turn`."""
         return replace(
             self,
-            reads=tuple(region.turn(number, unit) for region in self.reads),
-            writes=tuple(region.turn(number, unit) for region in self.writes),
+            reads=tuple(place.turn(number, unit) for place in self.reads),
+            writes=tuple(place.turn(number, unit) for place in self.writes),
         )
 
 
@@ -160,6 +171,8 @@ class Program:
         What each counter holds at first, and its name.
     proxies : tuple of int
         Channels that `Post` names.
+    fifos : dict from int to (int, int)
+        Of each connection the rank that it leads to, and how many moves it holds.
     """
 
     collective: str
@@ -169,3 +182,4 @@ class Program:
     blocks: tuple[Block, ...]
     counters: dict[int, tuple[int, str]]
     proxies: tuple[int, ...] = ()
+    fifos: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, Fabric
-from topoplan.interpreters.program import Move, Post, Program
+from topoplan.interpreters.program import Fifo, Move, Post, Program, Region
 from topoplan.plans.loads import full_links, rate_of_loads
 from topoplan.topology import Topology
 
@@ -50,12 +50,16 @@ def traffic(program: Program) -> Traffic:
             move = instruction.what if isinstance(instruction, Post) else instruction
             if not isinstance(move, Move) or move.by_switch:
                 continue
-            for region in move.reads:
-                if region.rank != block.rank:
-                    cells[region.rank, block.rank] += region.size
-            for region in move.writes:
-                if region.rank != block.rank:
-                    cells[block.rank, region.rank] += region.size
+            for place in move.reads:
+                if isinstance(place, Region) and place.rank != block.rank:
+                    cells[place.rank, block.rank] += place.size
+            for place in move.writes:
+                if isinstance(place, Fifo):
+                    # as much as the move has anywhere else: it reads or writes a buffer
+                    size = max(one.size for one in (*move.reads, *move.writes) if isinstance(one, Region))
+                    cells[block.rank, program.fifos[place.number][0]] += size
+                elif place.rank != block.rank:
+                    cells[block.rank, place.rank] += place.size
     whole = max(program.sizes[0, "i"], program.sizes[0, "o"])
     return {pair: Fraction(count, whole) for pair, count in sorted(cells.items())}
 

@@ -16,9 +16,9 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import UsageError
+from topoplan.export.chunks import ALIGNMENT, Chunking, chunked
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.blocks import Block, blocks, crowded
-from topoplan.export.mscclpp.chunks import ALIGNMENT, Chunking, chunked
 from topoplan.export.mscclpp.packets import packet_tasks
 from topoplan.export.mscclpp.tasks import Wires, tasks
 from topoplan.plans.json_values import compact
