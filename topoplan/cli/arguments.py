@@ -240,9 +240,12 @@ def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None
     )
 
 
-def add_plan_file(parser: OneLineParser) -> None:
-    """PLAN.json."""
-    parser.add_argument("plan", metavar="PLAN.json", help="a plan file, or - for stdin")
+def add_plan_file(parser: OneLineParser, *, or_engines: bool = False) -> None:
+    """PLAN.json, or also a file of an engine."""
+    what = "a plan file" + (", an execution plan of MSCCL++, an algorithm of MSCCL" if or_engines else "")
+    parser.add_argument(
+        "plan", metavar="PLAN.json|FILE" if or_engines else "PLAN.json", help=f"{what}, or - for stdin"
+    )
 
 
 def add_json(parser: OneLineParser) -> None:

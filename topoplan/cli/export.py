@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from topoplan.cli import arguments
 from topoplan.cli.damage_options import add_damage, damaged, overlaid
 from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan_or_machine
-from topoplan.export.exported import Exported
+from topoplan.errors import UsageError
+from topoplan.export.exported import Choices, Exported
 from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
+from topoplan.export.msccl.emit import RUNTIMES
 from topoplan.topology import Topology
 
 
@@ -23,6 +26,33 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
     arguments.add_allocation(parser)
     parser.add_argument("--server", metavar="NAME", help="which server of a cluster, such as s0")
+    engine = parser.add_argument_group("files of engines")
+    engine.add_argument(
+        "--size", dest="nbytes", type=arguments.size, metavar="S", help="bytes of the buffer, such as 256MB"
+    )
+    engine.add_argument(
+        "--max-blocks",
+        type=arguments.whole(1, 1024, "number of thread blocks from 1 to 1024"),
+        metavar="B",
+        help="most thread blocks of a GPU",
+    )
+    engine.add_argument(
+        "--chunks",
+        type=arguments.whole(1, 1 << 20, "number of chunks above zero"),
+        metavar="C",
+        help="chunks of the buffer (default: as the shares need, or within 1 %% of the rate)",
+    )
+    engine.add_argument(
+        "--chunk", type=arguments.size, metavar="C", help="bytes of the longest chunk of a trace"
+    )
+    engine.add_argument(
+        "--protocol",
+        choices=("simple", "ll"),
+        help="signals beside the data, or flags in packets, for small buffers (default: simple)",
+    )
+    engine.add_argument(
+        "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
+    )
     add_damage(parser)
 
 
@@ -33,6 +63,17 @@ def run(options: argparse.Namespace) -> int:
     with progress_line("exporting"):
         exported, told = _export(options)
     notes = (*told, *exported.notes)
+    if exported.files:
+        if options.output in (None, "-"):
+            raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
+        stem = str(Path(options.output).with_suffix(""))
+        names = [stem + end for end, _ in exported.files]
+        for name, (_, content) in zip(names, exported.files, strict=True):
+            check_target(name, "-o")
+            write_whole(name, content)
+        print(f"written: {names[0]} to {names[-1]}, {len(names)} files")
+        print_notes(*notes)
+        return 0
     if options.output not in (None, "-"):
         write_whole(options.output, exported.text)
         print(f"written: {options.output}")
@@ -46,8 +87,16 @@ def run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """The file, and what there is to say of what it was made from."""
     source = read_plan_or_machine(options)
+    choices = Choices(
+        size=options.nbytes,
+        max_blocks=options.max_blocks,
+        chunks=options.chunks,
+        chunk=options.chunk,
+        protocol=options.protocol,
+        runtime=options.runtime,
+    )
     if isinstance(source, Topology):
         machine = damaged(options, overlaid(options, source))
         allocation = machine.whole.subset(machine.allocation(options.gpus))
         return export_machine(allocation, options.to, server=options.server), allocation.notes
-    return export_plan(source, options.to), tuple(plan_notes(source))
+    return export_plan(source, options.to, choices), tuple(plan_notes(source))

@@ -132,8 +132,8 @@ def check_target(path: str | None, what: str) -> None:
         raise UsageError(f"cannot write {path}: permission denied; choose another place for it")
 
 
-def write_whole(path: str, text: str) -> None:
-    """Write a file aside and rename it into place, so that nobody ever sees half of it.
+def write_whole(path: str, text: str | bytes) -> None:
+    """Write a file, a text in UTF-8, aside and rename it into place, so that nobody ever sees half of it.
 
     What is there already keeps its permissions; a link is followed; a device or a pipe is written to.
 
@@ -142,17 +142,18 @@ def write_whole(path: str, text: str) -> None:
     UsageError
         It cannot be written; an older file is left as it was.
     """
+    content = text.encode() if isinstance(text, str) else text
     target = Path(path)
     try:
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(content)
             return
         target = Path(os.path.realpath(path))
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
         handle, aside = tempfile.mkstemp(prefix=".", suffix=".part", dir=target.parent)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
             os.chmod(aside, mode)
             os.replace(aside, target)
         except BaseException:

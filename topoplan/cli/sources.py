@@ -95,7 +95,7 @@ def read_claimed_plan(path: str) -> Plans:
     UsageError, PlanError
         The file cannot be read, or is no plan.
     """
-    return _parse_plan(_read_text(path), path)
+    return parse_claimed_plan(read_plan_text(path), path)
 
 
 def read_plan(path: str) -> Plans:
@@ -113,19 +113,20 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
         return read_topology(options)
-    text = _read_text(options.topo)
+    text = read_plan_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
         given = first_given(options, {name: None for name in SETTLED if hasattr(options, name)})
         if given:
             raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
-        return _verified(_parse_plan(text, options.topo), options.topo)
+        return _verified(parse_claimed_plan(text, options.topo), options.topo)
     where = _where(options.topo)
     folder = "" if options.topo == "-" else str(path.parent)
     machine = load_text(text, where, Path(where).stem, folder=folder, **_asked(options))
     return _printable(machine)
 
 
-def _parse_plan(text: str, path: str) -> Plans:
+def parse_claimed_plan(text: str, path: str) -> Plans:
+    """As `read_claimed_plan`, of a text that is read already."""
     where = _where(path)
     if not text.strip():
         raise UsageError(f"{where} is empty; {_REMEDY}")
@@ -148,7 +149,7 @@ def _where(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-def _read_text(path: str) -> str:
+def read_plan_text(path: str) -> str:
     """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
     try:
         return read_text(

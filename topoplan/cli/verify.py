@@ -1,15 +1,19 @@
-"""``topoplan verify``: the independent check of a plan file."""
+"""``topoplan verify``: the independent check of a plan file, or of a file that an engine runs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file
-from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes
+from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
+from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_claimed_plan
-from topoplan.errors import PlanError
+from topoplan.cli.sources import parse_claimed_plan, read_plan_text
+from topoplan.errors import PlanError, UsageError
+from topoplan.formats.load import load
+from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_file
+from topoplan.interpreters.traffic import Loads, machine_loads
+from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan, Plans
@@ -18,14 +22,29 @@ from topoplan.plans.verify import Verification, verify_all
 
 def add_options(parser: OneLineParser) -> None:
     """Add the options of ``verify``."""
-    add_plan_file(parser)
+    add_plan_file(parser, or_engines=True)
+    parser.add_argument(
+        "--machine",
+        metavar="TOPO",
+        help="of an engine's file: print the load of this machine's links, and the rate",
+    )
+    parser.add_argument(
+        "--gpus", type=gpu_list, metavar="LIST", help="with --machine: its GPUs, rank by rank"
+    )
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Recompute trees, postcondition, link loads, rate and bound of a plan file from the file alone."""
+    """Recompute what a plan file claims from the file alone, or run the operations of an engine's file."""
+    text = read_plan_text(options.plan)
+    engine = engine_of(text)
+    if engine is not None:
+        return _run_engine_file(options, text, engine)
+    given = first_given(options, {"machine": None, "gpus": None})
+    if given:
+        raise UsageError(f"{given} goes with an engine's file; a plan names its machine itself")
     with progress_line("reading"):
-        plans = read_claimed_plan(options.plan)
+        plans = parse_claimed_plan(text, options.plan)
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
@@ -50,6 +69,63 @@ def run(options: argparse.Namespace) -> int:
         _print_report(plans, reports[0])
         print_notes(*plan_notes(plans))
     return 0
+
+
+def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int:
+    """Check and run a file of an engine; with a machine, the loads of its links."""
+    machine = None
+    if options.machine is not None:
+        machine = load(options.machine)
+        machine = machine if options.gpus is None else machine.subset(options.gpus)
+    elif options.gpus is not None:
+        raise UsageError("--gpus are those of a machine; give --machine TOPO")
+    check = read_engine_file(text, engine)
+    try:
+        with progress_line("running"):
+            verdict = check()
+    except PlanError as error:
+        if options.json:
+            print_json({"valid": False, "error": str(error)})
+        print_error(f"topoplan verify: wrong {ENGINES[engine]}", str(error))
+        return 1
+    loads = None if machine is None else machine_loads(verdict.traffic, verdict.ranks, machine)
+    if options.json:
+        print_json(_engine_object(ENGINES[engine], verdict, loads))
+        return 0
+    print(f"valid {ENGINES[engine]}: {verdict.summary}")
+    root = "" if verdict.root is None else f" from gpu {verdict.root}"
+    print(
+        f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read finds "
+        "nothing, no block waits for ever, no signal is left over"
+    )
+    if loads is not None:
+        print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {' and '.join(loads.channels)} links")
+        header = ("link", "load", "GB/s")
+        rows = [
+            (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
+            for (src, dst), load in loads.loads.items()
+        ]
+        print(table(header, rows))
+    print_notes(*verdict.notes)
+    return 0
+
+
+def _engine_object(kind: str, verdict: Verdict, loads: Loads | None) -> dict[str, object]:
+    found: dict[str, object] = {
+        "valid": True,
+        "kind": kind,
+        "collective": verdict.collective,
+        "ranks": verdict.ranks,
+        "root": verdict.root,
+        "runs": verdict.runs,
+        "traffic": [[src, dst, float(share)] for (src, dst), share in verdict.traffic.items()],
+        "notes": list(verdict.notes),
+    }
+    if loads is not None:
+        found["rate"] = float(loads.rate)
+        found["bottleneck"] = [list(link) for link in loads.full]
+        found["loads"] = [[src, dst, float(load)] for (src, dst), load in loads.loads.items()]
+    return found
 
 
 def _report_ranges(plans: Plans, reports: Sequence[Verification], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What an exporter takes and hands back: one server of a machine; a file, and what its reader should know."""
+"""What exporters take and hand back: one server of a machine, choices; a file, and what its reader should know."""
 
 from __future__ import annotations
 
@@ -10,18 +10,53 @@ from topoplan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A file for another program.
+    """A file for another program, or several.
 
     Parameters
     ----------
     text : str
-        The whole file.
+        The whole file; empty where there are several.
     notes : tuple of str
         What the format cannot say, what had to be assumed and what to expect, one line each.
+    files : tuple of (str, bytes)
+        Several files, each with the end of its name, such as ``.0.et``.
     """
 
     text: str
     notes: tuple[str, ...] = ()
+    files: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What may be asked of a file for an engine; None leaves it to the exporter.
+
+    Parameters
+    ----------
+    size : int or None
+        Bytes of the buffer that it is made for.
+    max_blocks : int or None
+        Most thread blocks of a GPU.
+    chunks : int or None
+        Chunks that the buffer is cut into.
+    chunk : int or None
+        Bytes of the longest chunk.
+    protocol : str or None
+        ``simple`` or ``ll``: whether flags travel beside the data, or with each packet of it.
+    runtime : str or None
+        Whose limits the file keeps to, where an engine has several runtimes.
+    """
+
+    size: int | None = None
+    max_blocks: int | None = None
+    chunks: int | None = None
+    chunk: int | None = None
+    protocol: str | None = None
+    runtime: str | None = None
+
+
+DEFAULT = Choices()
+"""Nothing asked."""
 
 
 def one_server(topology: Topology, name: str | None, what: str) -> Topology:

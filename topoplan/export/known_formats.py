@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from topoplan.errors import UsageError
-from topoplan.export.exported import Exported
+from topoplan.export.chakra import chakra_traces
+from topoplan.export.dot import plan_dot
+from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.export.msccl.emit import msccl_algorithm
+from topoplan.export.mscclpp.emit import execution_plan, execution_plans
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
 from topoplan.plans.plan import Plan, Plans
@@ -22,14 +26,20 @@ class Format:
     ----------
     line : str
         What it is, for the help.
-    of_machine : function of a Topology and the name of a server or None
-        Which of several servers; None where the machine has one.
-    of_plan : function of a Plan
+    of_machine : function of a Topology and the name of a server or None, or None
+        Which of several servers; None where the machine has one. None where only plans have this format.
+    of_plan : function of a Plan and Choices
+    choices : tuple of str
+        Those that it heeds.
+    of_ranges : function of Plans and Choices, or None
+        What makes a file for each range of sizes; None where one plan is all that it holds.
     """
 
     line: str
-    of_machine: Callable[[Topology, str | None], Exported]
-    of_plan: Callable[[Plan], Exported]
+    of_machine: Callable[[Topology, str | None], Exported] | None
+    of_plan: Callable[[Plan, Choices], Exported]
+    choices: tuple[str, ...] = ()
+    of_ranges: Callable[[Plans, Choices], Exported] | None = None
 
 
 FORMATS = {
@@ -37,13 +47,34 @@ FORMATS = {
         "NCCL_GRAPH_FILE: a plan of rings or of chains, or the best rings and chains of a machine; NCCL cannot run "
         "packed trees inside a server",
         lambda machine, server: machine_graph_xml(machine, server=server),
-        plan_graph_xml,
+        lambda plan, _: plan_graph_xml(plan),
     ),
     "nccl-topo": Format(
         "NCCL_TOPO_FILE: the machine, as NCCL (or RCCL) reads it",
         lambda machine, server: nccl_topo_xml(machine, server=server),
-        lambda plan: nccl_topo_xml(plan.topology),
+        lambda plan, _: nccl_topo_xml(plan.topology),
     ),
+    "mscclpp": Format(
+        "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
+        "reduce_scatter",
+        None,
+        execution_plan,
+        ("size", "max_blocks", "chunks", "protocol"),
+        execution_plans,
+    ),
+    "msccl-xml": Format(
+        "algorithm of MSCCL (XML): allreduce, allgather, reduce_scatter; RCCL up to the releases that carry MSCCL",
+        None,
+        msccl_algorithm,
+        ("size", "max_blocks", "chunks", "runtime"),
+    ),
+    "chakra": Format(
+        "execution traces of Chakra, one for each rank, for ASTRA-sim and a buffer of one --size",
+        None,
+        chakra_traces,
+        ("size", "chunk"),
+    ),
+    "dot": Format("the trees of a plan as a graph of Graphviz", None, lambda plan, _: plan_dot(plan)),
 }
 """Every format by its name."""
 
@@ -91,11 +122,22 @@ def export_machine(machine: TopologyLike, to: str, *, server: str | None = None)
     >>> export_machine(topoplan.load("dgx-1v"), "nccl-topo").text.splitlines()[-1]
     '</system>'
     """
-    return FORMATS[check_format(to)].of_machine(as_topology(machine), server)
+    made = FORMATS[check_format(to)].of_machine
+    if made is None:
+        raise UsageError(f"{to} takes a plan; make one with topoplan plan TOPO -o F.json, and export F.json")
+    return made(as_topology(machine), server)
 
 
-def export_plan(plan: Plans, to: str) -> Exported:
+def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
     """A plan in this format; errors as `export_machine`, and UsageError for plans by size or of several servers.
+
+    Parameters
+    ----------
+    plan : Plan or SizePlans
+    to : str
+        One of `FORMATS`.
+    choices : Choices
+        What is asked of the file; UsageError where the format cannot heed it.
 
     Examples
     --------
@@ -104,14 +146,20 @@ def export_plan(plan: Plans, to: str) -> Exported:
     '</graphs>'
     """
     found = FORMATS[check_format(to)]
-    if len(plan.ranges) > 1:
-        raise UsageError(
-            f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
-        )
+    for field in fields(choices):
+        if getattr(choices, field.name) is not None and field.name not in found.choices:
+            raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
+    chosen = plan.plans[0] if choices.size is None else plan.at(choices.size)
+    if len(plan.ranges) > 1 and choices.size is None:
+        if found.of_ranges is None:
+            raise UsageError(
+                f"this file has {len(plan.ranges)} plans by size, and {to} holds one; make a plan without --sizes"
+            )
+        return found.of_ranges(plan, choices)
     servers = {plan.topology.device(name).server for name in plan.ranks}
-    if len(servers) > 1:
+    if len(servers) > 1 and found.of_machine is not None:
         raise UsageError(
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"
         )
-    return found.of_plan(plan.plans[0])
+    return found.of_plan(chosen, choices)

@@ -1,0 +1,187 @@
+"""Traces of Chakra: their messages are the rows of the transfer table, and take as long in the event simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import topoplan
+from collectives.lowering.lower import lower
+from topoplan.errors import UsageError
+from topoplan.export import Choices, export_plan
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Shard
+from topoplan.simulation.events import run_events
+
+Fields = dict[int, list[int | bytes]]
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, at
+
+
+def fields(data: bytes) -> Fields:
+    """The fields of a message, by their numbers."""
+    found: Fields = {}
+    at = 0
+    while at < len(data):
+        key, at = varint(data, at)
+        value, at = varint(data, at)
+        if key & 7 == 2:
+            found.setdefault(key >> 3, []).append(data[at : at + value])
+            at += value
+        else:
+            found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def messages(data: bytes) -> Iterator[Fields]:
+    at = 0
+    while at < len(data):
+        size, at = varint(data, at)
+        yield fields(data[at : at + size])
+        at += size
+
+
+def packed(data: bytes) -> list[int]:
+    found = []
+    at = 0
+    while at < len(data):
+        value, at = varint(data, at)
+        found.append(value)
+    return found
+
+
+class Node:
+    """A node of a trace, read from its bytes."""
+
+    def __init__(self, message: Fields) -> None:
+        def one(number: int) -> int:
+            value = message[number][0]
+            assert isinstance(value, int)
+            return value
+
+        self.number, self.kind = one(1), one(3)
+        self.name = bytes(message[2][0]).decode()  # type: ignore[arg-type]
+        self.after = packed(bytes(message[5][0])) if 5 in message else []  # type: ignore[arg-type]
+        self.attributes = {}
+        for content in message[10]:
+            parts = fields(bytes(content))  # type: ignore[arg-type]
+            (name,) = parts.pop(1)
+            (value,) = parts.values()
+            self.attributes[bytes(name).decode()] = value[0]  # type: ignore[arg-type]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return int(self.attributes["comm_src"]), int(self.attributes["comm_dst"])
+
+
+def traces(plan: Plan, size: int, chunk: int | None) -> list[list[Node]]:
+    """The nodes of each rank's file."""
+    made = export_plan(plan, "chakra", Choices(size=size, chunk=chunk))
+    found = []
+    for rank, (end, content) in enumerate(made.files):
+        assert end == f".{rank}.et"
+        first, *nodes = messages(content)
+        assert first == {1: [b"0.0.4"]}
+        found.append([Node(one) for one in nodes])
+    return found
+
+
+PLANS = [
+    ("dgx-1v", "allreduce"),
+    ("dgx-2", "allreduce"),
+    ("dgx-1v", "allgather"),
+    ("mi250x", "reduce_scatter"),
+]
+
+
+@pytest.mark.parametrize(("machine", "collective"), PLANS)
+def test_the_messages_are_the_rows_of_the_transfer_table(machine: str, collective: str) -> None:
+    """The same chunks between the same ranks, each after the rows that its source needs."""
+    plan = topoplan.plan(machine, collective)
+    size, chunk = 1 << 20, 1 << 14
+    table = lower(plan, size, chunk_elements=chunk)
+    names = [
+        (f"shard {shard} stage {stage} chunk {turn}", source, destination)
+        for shard, stage, turn, source, destination in zip(
+            table.shard, table.stage, table.chunk, table.source, table.destination, strict=True
+        )
+    ]
+    nodes = traces(plan, size, chunk)
+    sends = {(node.name, *node.ends): node for own in nodes for node in own if node.kind == 5}
+    receives = {node.number: node for own in nodes for node in own if node.kind == 6}
+    assert len(sends) == len(receives) == len(table)
+    for row, name in enumerate(names):
+        send = sends[name]
+        receive = receives[send.number + 1]
+        assert (receive.ends, receive.attributes["comm_tag"]) == (send.ends, send.attributes["comm_tag"])
+        assert (
+            send.attributes["comm_size"]
+            == receive.attributes["comm_size"]
+            == table.stop[row] - table.start[row]
+        )
+        needed = {names[one] for one in table.before(row) if table.destination[one] == table.source[row]}
+        assert needed <= {(receives[one].name, *receives[one].ends) for one in send.after}
+
+
+@pytest.mark.parametrize(("machine", "collective"), PLANS)
+def test_a_replay_takes_as_long_as_the_plan(machine: str, collective: str) -> None:
+    """A plan made of the messages alone, with our routes, in the event simulation; sizes divide without a rest."""
+    plan = topoplan.plan(machine, collective)
+    size, chunk = 15 << 20, 1 << 18
+    edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    carried = 0
+    for own in traces(plan, size, chunk):
+        arrived = {node.number: node for node in own if node.kind == 6}
+        for node in own:
+            if node.kind == 5:
+                _, shard, _, stage, _, turn = node.name.split()
+                edges.setdefault((int(shard), int(stage)), set()).add(node.ends)
+                carried += int(node.attributes["comm_size"])
+                for number in node.after:
+                    assert arrived[number].name.split()[1::4] == [shard, turn]
+    shards = []
+    for number, shard in enumerate(plan.shards):
+        stages = []
+        for position, stage in enumerate(shard.stages):
+            ends = edges[number, position]
+            kept = [
+                edge
+                for edge in stage.edges
+                if ((edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)) in ends
+            ]
+            assert len(kept) == len(ends)
+            stages.append(replace(stage, edges=tuple(kept)))
+        shards.append(Shard(shard.share, tuple(stages)))
+    replayed = run_events(replace(plan, shards=tuple(shards)), nbytes=size, chunk_bytes=chunk)
+    assert replayed.seconds == run_events(plan, nbytes=size, chunk_bytes=chunk).seconds
+    assert carried == sum(
+        shard.share * size * len(stage.edges) for shard in plan.shards for stage in shard.stages
+    )
+
+
+def test_the_model_chooses_the_chunk_where_none_is_given() -> None:
+    """More messages for a larger buffer."""
+    plan = topoplan.plan("dgx-1v")
+    assert len(traces(plan, 1 << 16, None)[0]) < len(traces(plan, 1 << 26, None)[0])
+
+
+def test_what_a_trace_cannot_hold_is_refused() -> None:
+    """No size, a size that does not divide, more messages than a simulator takes."""
+    plan = topoplan.plan("dgx-1v", "allgather")
+    with pytest.raises(UsageError, match="give it with --size"):
+        export_plan(plan, "chakra")
+    with pytest.raises(UsageError, match="cannot be divided among 8 ranks"):
+        export_plan(plan, "chakra", Choices(size=1001))
+    with pytest.raises(UsageError, match="more than 1000000"):
+        export_plan(plan, "chakra", Choices(size=1 << 40, chunk=1 << 16))

@@ -1,0 +1,231 @@
+"""Plans as execution plans of MSCCL++: they run, keep the rate and the engine's limits, and say what they take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+import topoplan
+from tests.support.hand_plans import plan_of, stage, star
+from topoplan.errors import UsageError
+from topoplan.export import Choices, export_machine, export_plan
+from topoplan.interpreters.mscclpp.check import check_execution_plan
+from topoplan.interpreters.mscclpp.plan_file import PlanFile, read_plan_file
+from topoplan.interpreters.traffic import machine_loads
+from topoplan.interpreters.verdict import Verdict
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import Shard
+
+COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter")
+
+
+def exported(plan: Plan, **choices: int) -> tuple[PlanFile, Verdict]:
+    """The file of a plan, checked."""
+    file = read_plan_file(export_plan(plan, "mscclpp", Choices(**choices)).text)
+    return file, check_execution_plan(file, runs=8)
+
+
+def blocks(file: PlanFile) -> int:
+    return max(len(gpu.blocks) for gpu in file.gpus)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "dgx-a100", "mi250", "pcie-x8"])
+def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: str) -> None:
+    """The postcondition holds in eight interleavings, and what is sent loads the links as the file's note says."""
+    plan = topoplan.plan(machine, collective)
+    _, verdict = exported(plan)
+    assert verdict.collective == collective
+    loads = machine_loads(verdict.traffic, len(plan.ranks), plan.topology)
+    kept = float(export_plan(plan, "mscclpp").notes[0].split()[1])
+    assert float(loads.rate) == pytest.approx(kept, rel=1e-5)
+    assert kept >= 0.99 * plan.rate - 1e-4
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_two_servers_put_over_ports(collective: str) -> None:
+    """Two servers of four GPUs, a NIC each: sums land in scratch, totals where they belong, at the plan's rate."""
+    plan = topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), collective)
+    file, verdict = exported(plan)
+    loads = machine_loads(verdict.traffic, 8, plan.topology)
+    assert float(loads.rate) == pytest.approx(plan.rate)
+    assert any(gpu.peers["port"] for gpu in file.gpus)
+    assert any(gpu.chunks["s"] for gpu in file.gpus) == (collective in ("allreduce", "reduce_scatter"))
+    for rank, gpu in enumerate(file.gpus):
+        assert {peer // 4 == rank // 4 for peer in gpu.peers["memory"]} <= {True}
+        assert {peer // 4 == rank // 4 for peer in gpu.peers["port"]} <= {False}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_packets_need_no_signals(machine: str, collective: str) -> None:
+    """Half of every packet is its flag, so half of the rate is left; the file has neither signal nor wait."""
+    plan = topoplan.plan(machine, collective)
+    text = export_plan(plan, "mscclpp", Choices(protocol="ll")).text
+    assert check_execution_plan(read_plan_file(text), runs=8).collective == collective
+    assert "signal" not in text
+    assert "wait" not in text
+    note = export_plan(plan, "mscclpp", Choices(protocol="ll")).notes[0]
+    assert float(note.split()[1]) == pytest.approx(plan.rate / 2, rel=1e-4)
+
+
+def test_packets_stay_in_a_server() -> None:
+    """Over a NIC they would have to be packed first."""
+    with pytest.raises(UsageError, match="packets are written inside a server"):
+        export_plan(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4)), "mscclpp", Choices(protocol="ll"))
+
+
+def test_plans_by_size_are_a_file_for_each_range() -> None:
+    """The engine takes the one whose sizes hold the message; a size picks one."""
+    plans = topoplan.plan_by_size("dgx-1v", sizes=[1 << 10, 1 << 20, 1 << 30])
+    made = export_plan(plans, "mscclpp")
+    assert [end for end, _ in made.files] == [f".{number}.json" for number in range(len(plans.ranges))]
+    sizes = [json.loads(content) for _, content in made.files]
+    assert [one["min_message_size"] for one in sizes] == [one.start for one in plans.ranges]
+    for one, after in pairwise(sizes):
+        assert one["max_message_size"] + 1 == after["min_message_size"]
+    for _, content in made.files:
+        check_execution_plan(read_plan_file(content.decode()), runs=4)
+    assert export_plan(plans, "mscclpp", Choices(size=48 << 20)).text.startswith('{"name"')
+
+
+def test_merged_loops_over_ports_signal_once_a_turn() -> None:
+    """Shards of several chunks in one loop: only the last of their puts tells."""
+    file, _ = exported(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4)), max_blocks=3)
+    assert blocks(file) <= 3
+
+
+def test_a_plan_that_needs_switches_to_add_keeps_less() -> None:
+    """The file has the GPUs do it, and says what rate is left: every byte crosses the links of all GPUs twice."""
+    machine = topoplan.load("dgx-a100")
+    able = replace(
+        machine,
+        devices=tuple(
+            replace(device, multicast=True, reduce=True) if device.kind == "nvswitch" else device
+            for device in machine.devices
+        ),
+    )
+    plan = topoplan.plan(able)
+    kept = float(export_plan(plan, "mscclpp").notes[0].split()[1])
+    assert kept < plan.rate
+    loads = machine_loads(exported(plan)[1].traffic, 8, machine)
+    assert kept == pytest.approx(float(loads.rate), rel=1e-4)
+
+
+def test_four_gpus_of_a_dgx_1v_take_two_chunks_and_three_blocks() -> None:
+    """Blink's allocation without a ring: two trees, so two loops up or down and the leaves' block."""
+    file, _ = exported(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
+    assert (file.gpus[0].chunks["i"], blocks(file)) == (2, 3)
+
+
+def test_fifteen_children_are_split_over_operations() -> None:
+    """Each root of a DGX-2 reads 15 peers: 8 in one operation and 7 in the next, over 15 channels in one block."""
+    file, _ = exported(topoplan.plan("dgx-2"))
+    loop = next(one for one in file.gpus[3].blocks[0].operations if one.name == "pipeline")
+    assert [len(one.reads) - 1 for one in loop.body if one.name in ("rre", "rres")] == [8, 7]
+    assert len(file.gpus[3].blocks[0].channels["memory"]) == 15
+
+
+def test_more_children_than_a_block_has_channels_are_refused() -> None:
+    """17 of them."""
+    tree = star(range(18), 0)
+    plan = plan_of(18, "broadcast", [Shard(Fraction(1), (stage("broadcast", 0, tree),))], root=0)
+    with pytest.raises(UsageError, match="needs 17 channels, and a block of MSCCL\\+\\+ has 16"):
+        export_plan(plan, "mscclpp")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_loops_share_blocks_where_few_are_allowed(collective: str) -> None:
+    """The same bytes over the same links from four blocks of a GPU."""
+    plan = topoplan.plan("dgx-1v", collective)
+    file, verdict = exported(plan, max_blocks=5)
+    assert blocks(file) <= 5
+    assert verdict.traffic == exported(plan)[1].traffic
+
+
+def test_too_few_blocks_are_refused_with_the_option() -> None:
+    """What is left of 64 operations does not hold all trees of a DGX-1V."""
+    with pytest.raises(UsageError, match="--max-blocks"):
+        export_plan(topoplan.plan("dgx-1v"), "mscclpp", Choices(max_blocks=2))
+
+
+def test_shares_are_rounded_to_the_chunks_asked_for_and_the_loss_is_told() -> None:
+    """24ths of a DGX-1V in 16 chunks; what the file sends allows the rate that the note says."""
+    plan = topoplan.plan("dgx-1v")
+    file, verdict = exported(plan, chunks=16)
+    assert file.gpus[0].chunks["i"] == 16
+    note = export_plan(plan, "mscclpp", Choices(chunks=16)).notes[0]
+    assert "of the plan's" in note
+    loads = machine_loads(verdict.traffic, 8, plan.topology)
+    assert float(note.split()[1]) == pytest.approx(float(loads.rate), rel=1e-5)
+    assert loads.rate < plan.rate
+
+
+def test_a_size_that_the_exact_chunks_do_not_divide_gets_others_within_one_percent() -> None:
+    """24 chunks do not divide 256 MiB; 128 do, and cost less than 1 %."""
+    plan = topoplan.plan("dgx-1v")
+    file, _ = exported(plan, size=256 << 20)
+    chunks = file.gpus[0].chunks["i"]
+    assert (256 << 20) % (16 * chunks) == 0
+    assert (
+        float(export_plan(plan, "mscclpp", Choices(size=256 << 20)).notes[0].split()[1]) >= 0.99 * plan.rate
+    )
+    with pytest.raises(UsageError, match="multiple of 384 bytes"):
+        export_plan(plan, "mscclpp", Choices(size=1040))
+
+
+def test_the_unit_follows_the_size() -> None:
+    """A larger buffer is moved in larger units."""
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+
+    def unit(size: int) -> int:
+        file, _ = exported(plan, size=size)
+        return max(one.unit for gpu in file.gpus for block in gpu.blocks for one in block.operations)
+
+    assert unit(1 << 20) < unit(1 << 26) < unit(1 << 31)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (lambda: topoplan.plan("dgx-1v", "reduce"), "MSCCL\\+\\+ has no reduce"),
+        (lambda: topoplan.plan("dgx-1v", gpus=[3]), "has one GPU"),
+        (lambda: topoplan.sparse_plan("dgx-1v", density=0.01), "stages|entries"),
+    ],
+)
+def test_what_the_engine_lacks_is_refused(plan: object, message: str) -> None:
+    """In one line that says so."""
+    with pytest.raises(UsageError, match=message):
+        export_plan(plan(), "mscclpp")  # type: ignore[operator]
+
+
+def test_a_machine_is_no_plan_and_nccl_heeds_no_chunks() -> None:
+    """Options that a format does not heed are refused by name."""
+    with pytest.raises(UsageError, match="mscclpp takes a plan"):
+        export_machine("dgx-1v", "mscclpp")
+    with pytest.raises(UsageError, match="--max-blocks does not go with nccl-topo"):
+        export_plan(topoplan.plan("dgx-1v"), "nccl-topo", Choices(max_blocks=3))
+
+
+def test_rings_run_too() -> None:
+    """Their chains up and down are trees like others; 48 of them share 16 blocks."""
+    plan = topoplan.ring("dgx-1v")
+    file, _ = exported(plan, max_blocks=20)
+    assert blocks(file) <= 20
+
+
+def test_the_file_is_json_of_the_engines_keys_and_the_same_each_time() -> None:
+    """One thread block to a line."""
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    text = export_plan(plan, "mscclpp").text
+    assert text == export_plan(plan, "mscclpp").text
+    value = json.loads(text)
+    assert value["collective"] == "allreduce"
+    assert list(value)[:6] == ["name", "collective", "protocol", "inplace", "reuse_resources", "gpus"]
+    assert text.count('{"id"') == sum(len(gpu["threadblocks"]) + 1 for gpu in value["gpus"])

@@ -1,0 +1,1 @@
+"""Algorithms of MSCCL (XML): connections of trees in channels, and the file."""

@@ -1,0 +1,1 @@
+"""Algorithms of MSCCL (XML), whoever wrote them: their reader, their limits, and what their steps do."""
