@@ -128,9 +128,9 @@ class Communicator:
         engine: str = "auto",
         exact: bool = True,
     ) -> None:
-        if engine != "auto" and not isinstance(backend, str):
+        if (engine != "auto" or not exact) and not isinstance(backend, str):
             raise UsageError(
-                f"the {backend.name} back end is made already; give it the engine, or name it here"
+                f"the {backend.name} back end is made already; give engine and exact to it, or name it here"
             )
         settings = Settings(timeout, engine=engine, exact=exact)
         opened = None if isinstance(backend, str) else backend

@@ -94,7 +94,6 @@ template <class Element, class Operation, class Last>
 __device__ void BothWays::run(const Chunk<Element, Operation, Last>& chunk, long long count, bool gathers, bool spreads,
                               bool whole) {
     constexpr int LANES = Vector<Element>::LANES, BATCH = Vector<Element>::BATCH;
-    const bool slots = gathers || !chunk.own;  // the first operand lies in a slot
 #pragma unroll 1
     for (long long begin = threadIdx.x; begin * LANES < count; begin += BATCH * blockDim.x) {
         Vector<Element> value[BATCH];
@@ -104,7 +103,7 @@ __device__ void BothWays::run(const Chunk<Element, Operation, Last>& chunk, long
             if (at * LANES >= count) continue;
             if (gathers)
                 value[u].raw = Added<Element, Operation>::from((const uint4*)chunk.arriving[0] + at);
-            else if (slots || (whole && (at + 1) * LANES <= count))
+            else if (whole && (at + 1) * LANES <= count)
                 value[u].raw = ((const uint4*)chunk.operand())[at];
             else
 #pragma unroll
@@ -129,15 +128,16 @@ __device__ void BothWays::run(const Chunk<Element, Operation, Last>& chunk, long
             if (at * LANES >= count) continue;
             if (spreads) spread((uint4*)chunk.departing[0] + at, value[u].raw);
 #pragma unroll 1
-            for (int k = 0; k < chunk.departures && !spreads; ++k)
-                ((uint4*)in_global_memory(chunk.departing[k]))[at] = value[u].raw;
-            if (!chunk.kept) continue;
-            if (whole && (at + 1) * LANES <= count)
-                ((uint4*)in_global_memory(chunk.kept))[at] = value[u].raw;
-            else
+            for (int k = spreads ? chunk.departures : 0; k <= chunk.departures; ++k) {
+                Element* const to = k < chunk.departures ? chunk.departing[k] : chunk.kept;
+                if (!to) continue;
+                if (whole && (at + 1) * LANES <= count)
+                    ((uint4*)in_global_memory(to))[at] = value[u].raw;
+                else
 #pragma unroll
-                for (int l = 0; l < LANES; ++l)
-                    if (at * LANES + l < count) in_global_memory(chunk.kept)[at * LANES + l] = value[u].lane[l];
+                    for (int l = 0; l < LANES; ++l)
+                        if (at * LANES + l < count) in_global_memory(to)[at * LANES + l] = value[u].lane[l];
+            }
         }
     }
 }

@@ -41,7 +41,8 @@ class Case:
     Parameters
     ----------
     machine : str
-        Of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy.
+        Of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before "adder"
+        they only add.
     collective : str
     gpus : tuple of int
         Of each server; empty for all.
@@ -58,6 +59,8 @@ class Case:
         Results lie in the arenas.
     exact : bool
         Sums have the plan's order.
+    domains : tuple of int
+        Of each rank; empty for its server.
     again : bool
         All calls put their results at the same place, so that those of the last are left.
     """
@@ -75,20 +78,22 @@ class Case:
     threads: int = 32
     direct: bool = False
     exact: bool = True
+    domains: tuple[int, ...] = ()
     again: bool = False
 
     @property
     def switched(self) -> bool:
-        return self.machine.endswith(" switch")
+        return self.machine.endswith((" switch", " adder"))
 
 
 @cache
 def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
     servers, name = 2 if machine.startswith("2 x ") else 1, machine.removeprefix("2 x ")
-    text = json.loads(topoplan.load(name.removesuffix(" switch")).to_json())
-    for device in text["devices"] if name.endswith(" switch") else ():
-        if device["kind"] == "nvswitch":
-            device["multicast"] = device["reduce"] = True
+    name, _, able = name.partition(" ")
+    text = json.loads(topoplan.load(name).to_json())
+    for device in text["devices"]:
+        if device["kind"] == "nvswitch" and able:
+            device["multicast"], device["reduce"] = able == "switch", True
     topology = topoplan.load(json.dumps(text))
     if servers == 1:
         return topoplan.plan(topology, collective, gpus=list(gpus) or None)
@@ -137,7 +142,7 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
             size,
             threads=case.threads,
             timeout=timeout,
-            domains=domains_of(plan),
+            domains=case.domains or domains_of(plan),
             switched=case.switched,
             filled=filled,
             blocks=case.blocks,

@@ -174,7 +174,7 @@ def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settin
             placed, memory = engine.place(call), call.memory[0]
             assert placed is not None, "it has run"
             stream.begin_capture()
-            engine.queue(placed, int(memory.source.data.ptr), int(memory.result.data.ptr), captured=True)
+            engine.queue(placed, int(memory.source.data.ptr), int(memory.result.data.ptr), captured=memory)
             made.append(stream.end_capture())
         for seed in range(3):
             generator = np.random.default_rng(seed)

@@ -217,7 +217,7 @@ class WindowsClock:
 
     def setting(self, nbytes: int) -> Setting:
         """What the engine runs for so many bytes of the buffer."""
-        if nbytes <= self.packets_to:
+        if self.packets_to and nbytes <= self.packets_to:
             return Setting(self.in_packets(nbytes), SMALL_BLOCKS, 0)
         return self.along_trees(nbytes)
 
@@ -255,7 +255,7 @@ class WindowsClock:
         -------
         (C,) float64, (C,) float64
         """
-        steps, costs = self._steps, self._costs
+        steps, costs, nbytes = self._steps, self._costs, max(nbytes, 1e-9)
         if not len(steps.rank):
             return np.full(len(blocks), costs.launch), np.full(len(blocks), float(nbytes))
         parts = np.clip(np.ceil(blocks * self._longest - 1e-9), 1, blocks)

@@ -35,6 +35,7 @@ from collectives.backends.nccl.connections import (
 )
 from collectives.backends.nccl.engine import BLOCKS, KEPT, SLOT_BYTES, Engine, Placed
 from collectives.backends.nccl.joint_steps import JointSteps, in_words
+from collectives.backends.nccl.kernel_program import WHOLE
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.stepped.program import program_of, waits_for
@@ -57,6 +58,14 @@ DRAIN_SECONDS = 1.0
 
 NOT_READY = 600
 """CUDA's cudaErrorNotReady, which is no error."""
+
+TOLD_SECONDS = 1.0
+"""Time for a rank that gave up to tell why."""
+
+CAPTURES, NOT_READY_TO_CAPTURE = -1, -2
+"""What ranks offer that capture a collective in a graph."""
+
+CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """What Open MPI and MPICH set for the processes that they start."""
@@ -233,7 +242,7 @@ class NcclBackend(OneRank):
         """See `Backend.run`."""
         user, name = self._users_stream(), f"topoplan {call.signature.collective}"
         with self._telling(), self.arrays.here() as stream, self._named(name):
-            if user.is_capturing():
+            if _captures(user):
                 self._capture_for(call, user, stream)
             else:
                 self._run(call, stream)
@@ -261,7 +270,7 @@ class NcclBackend(OneRank):
         if self._engine is None:
             return False
         inside = self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
-        return inside or bool(self._users_stream().is_capturing())
+        return inside or _captures(self._users_stream())
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -285,8 +294,12 @@ class NcclBackend(OneRank):
         placed = None if engine is None else engine.place(call)
         if engine is not None and placed is not None:
             place = engine.place_of_result(result, one.result.nbytes)
-            direct = engine.place(call, direct=True) if place and not placed.small else None
+            whole = call.plan.collective in WHOLE and not placed.small
+            direct = engine.place(call, direct=True) if place and whole else None
+            self._check_engine(engine)
             offers = self._agree(call.signature, place)
+            if min(offers) < 0:
+                raise UsageError(CAPTURED_ALONE)
             if direct is not None and min(offers) == max(offers):
                 placed = direct
             if len(call.table):
@@ -312,16 +325,20 @@ class NcclBackend(OneRank):
                 f"has {self.about_engine}"
             )
         placed = engine.kept(call)
-        if placed is None or call.op is None or (call.op == "avg" and call.dtype not in AVERAGED):
+        self._check_engine(engine)
+        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
+        if max(offers) >= 0:
+            raise UsageError(CAPTURED_ALONE)
+        averaged = call.op == "avg" and call.dtype not in AVERAGED
+        if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
                 "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers; "
                 "run it before on arrays of this type and length"
             )
-        self._agree(call.signature, 0)
         source, result = (0 if not array.size else int(array.data.ptr) for array in (one.source, one.result))
         origin = self._lanes.origin
         origin.wait_event(self._ready(stream))
-        engine.queue(placed, source, result, captured=True)
+        engine.queue(placed, source, result, captured=call.memory)
         user.wait_event(self._ready(origin))
 
     def _users_stream(self) -> Any:
@@ -382,8 +399,10 @@ class NcclBackend(OneRank):
         ended = self._drain()
         steps = None
         if together and ended:
-            steps = JointSteps(self._world, timeout=DESTROY_SECONDS, here=self._gpu, leaving=True)
-        self._engine.region.close(steps, lent=1)  # what the engine itself has of it
+            steps = JointSteps(self._world, timeout=self._timeout, here=self._gpu, leaving=True)
+        with self._gpu():
+            # the engine itself has one array of it
+            self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
 
     def _ready(self, stream: Any) -> Any:
         """An event behind what was queued so far, tables of programs too."""
@@ -398,12 +417,20 @@ class NcclBackend(OneRank):
             origin.wait_event(ready)
             engine.queue(placed, source, result, self._move)
             self._wait()
-        if engine.late or engine.told:
-            peer, row = engine.waiting()
-            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
-            raise BackendError(
-                what if engine.late else f"rank {peer} gave up", rank=self.rank, peer=peer, step=row
-            )
+        self._check_engine(engine)
+
+    def _check_engine(self, engine: Engine) -> None:
+        """Raise what a kernel has met, now or in a graph of the caller's."""
+        if not (engine.late or engine.told):
+            return
+        peer, row = engine.waiting()
+        what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
+        if engine.told:
+            what = f"rank {peer} gave up"
+            end = time.monotonic() + TOLD_SECONDS
+            while self._world.trouble() is None and time.monotonic() < end:
+                time.sleep(1e-3)  # it is about to tell why
+        raise self._world.trouble() or BackendError(what, rank=self.rank, peer=peer, step=row)
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
         """Queue messages behind a kernel (`engine.Move`)."""
@@ -557,6 +584,11 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def _captures(stream: Any) -> bool:
+    """Whether work on a stream goes into a graph; CUDA's default streams are not asked, where it never does."""
+    return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
 
 
 def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:

@@ -59,7 +59,6 @@ def prepare(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str)
     if ranks_per_gpu > 1:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
 
 

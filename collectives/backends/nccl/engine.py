@@ -168,7 +168,7 @@ class Engine:
         self._ran: set[str] = set()
         self._plans: dict[tuple[str, bool], tuple[KernelPlan, Any] | None] = {}
         self._programs: OrderedDict[Layout, Placed] = OrderedDict()
-        self._captured: list[Placed] = []
+        self._captured: list[tuple[Placed, object]] = []
         self._running: Placed | None = None
         words = FIRST_BLOCK + 2 * max(blocks, SMALL_BLOCKS)
         self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * words)
@@ -218,7 +218,7 @@ class Engine:
         return self._programs.get((call.table, call.dtype, call.op, one.given, one.block, False))
 
     def queue(
-        self, placed: Placed, source: int, result: int, move: Move | None = None, *, captured: bool = False
+        self, placed: Placed, source: int, result: int, move: Move | None = None, *, captured: object = None
     ) -> None:
         """Queue a program on arrays at these addresses.
 
@@ -228,11 +228,11 @@ class Engine:
         source, result : int
         move : callable, optional
             Where there are several domains: queues their messages.
-        captured : bool
-            Into a graph, which may be launched as long as the engine lives.
+        captured : object
+            What a graph works on into which the program is captured: it is kept as long as the engine lives.
         """
-        if captured:
-            self._captured.append(placed)
+        if captured is not None:
+            self._captured.append((placed, captured))
         room = 0 if placed.room is None else placed.room.data.ptr
         places = (source, result) if placed.small else (source, result, room)
         with self._stream:
@@ -255,7 +255,7 @@ class Engine:
     def waiting(self) -> tuple[int | None, int | None]:
         """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault.
 
-        Between two kernels it is a peer whose message has not come.
+        Between two kernels it is the peer whose message has not come, where there is one only.
         """
         running = self._running
         words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
@@ -267,7 +267,8 @@ class Engine:
             done = one.job is None or set(blocks[: one.grid]) == {phase << 32 | COMPLETE}
             later = any(block >> 32 > phase for block in blocks)
             if done and not later and one.messages:
-                return min((message.sends, message.peer) for message in one.messages)[1], None
+                peers = {message.peer for message in one.messages if not message.sends}
+                return (peers.pop(), None) if len(peers) == 1 else (None, None)
         return None, None
 
     def stop(self) -> None:
@@ -278,6 +279,11 @@ class Engine:
     def late(self) -> bool:
         """Whether the kernel has ended because it has waited too long."""
         return bool(self._page[FAILED] == LATE)
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether there are graphs that may be launched at any time."""
+        return bool(self._captured)
 
     @property
     def told(self) -> bool:
@@ -325,7 +331,10 @@ class Engine:
         tables = plan.tables(call.table, call.memory[0], call.itemsize, direct=direct)
         kernel = self._ready(call, "switch" if plan.stars else "forest")
         kept: list[Any] = []
-        launches = [self._launch(number, phase, counts, kept) for number, phase in enumerate(tables.phases)]
+        launches, received = [], False
+        for number, phase in enumerate(tables.phases):
+            launches.append(self._launch(number, phase, counts, kept, looks=received))
+            received |= any(not message.sends for message in phase.messages)
         nbytes = tables.room * call.itemsize
         room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
         return Placed(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
@@ -352,13 +361,17 @@ class Engine:
                 self._plans[digest, adds] = plan, counts
         return self._plans[digest, adds]
 
-    def _launch(self, number: int, phase: Phase, counts: Any, kept: list[Any]) -> Launch:
+    def _launch(self, number: int, phase: Phase, counts: Any, kept: list[Any], *, looks: bool) -> Launch:
+        """A kernel and what follows; one without steps too, where it has to look whether those that sent gave up."""
+        blocks = phase.blocks
         if not len(phase.steps):
-            return Launch(None, 0, phase.messages)
-        tables, places = self._put((phase.blocks, phase.steps, phase.ends))
+            if not looks:
+                return Launch(None, 0, phase.messages)
+            blocks = np.zeros(2, dtype=np.int64)
+        tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
         job = self._job([*places, counts.data.ptr, number])
-        return Launch(job, len(phase.blocks) - 1, phase.messages)
+        return Launch(job, len(blocks) - 1, phase.messages)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
         """Put tables into the GPU's memory; where each lies."""

@@ -270,10 +270,12 @@ class _Nccl4pyLink:
         return int(self._made.n_lsa_teams)
 
     def abort(self) -> None:
-        self._made.abort()
+        with _failures(self._core, self._bindings):
+            self._made.abort()
 
     def destroy(self) -> None:
-        self._made.destroy()
+        with _failures(self._core, self._bindings):
+            self._made.destroy()
 
 
 class _Nccl4pyWindows:

@@ -129,7 +129,7 @@ class Region:
         offset = address - self.addresses[self.rank]
         return offset if 0 <= offset < self.nbytes else -1
 
-    def close(self, steps: JointSteps | None, *, lent: int) -> None:
+    def close(self, steps: JointSteps | None, *, lent: int, used: bool = False) -> None:
         """Give the memory back.
 
         Parameters
@@ -139,13 +139,15 @@ class Region:
             process ends.
         lent : int
             Arrays that nobody needs any more; where there are others, memory is kept on all ranks.
+        used : bool
+            So it is where this rank may use it still.
         """
         mapped, self._mapped = self._mapped, None
         if mapped is None:
             return
         if steps is not None:
             with suppress(StepFailed, TopoplanError):
-                if max(steps.take(lambda: len(self._lent))) <= lent:
+                if not any(steps.take(lambda: used or len(self._lent) > lent)):
                     mapped.close(steps)
                     return
         _abandoned.append(mapped)
@@ -363,20 +365,27 @@ class _Windows:
         return tuple(addresses), groups[self._rank], ""
 
     def close(self, steps: JointSteps) -> None:
+        # a step, since destroying a communicator waits for the other ranks
+        with suppress(StepFailed, TopoplanError):
+            steps.take(self._give_back)
+
+    def _give_back(self) -> None:
         window, link, memory = self._window, self._link, self._memory
         self._window, self._link, self._memory = None, None, 0
         with suppress(NcclFailed):
             if window is not None and window.made():
                 window.close()
+        with suppress(NcclFailed):
             if memory:
                 self._windows.free(memory)
+        with suppress(NcclFailed):
             if link is not None:
                 link.destroy()
 
     def _need(self, told: list[Any], place: int | None, what: str) -> None:
         for number, one in enumerate(told):
             if not (one if place is None else one[place]):
-                self.close(self._steps)  # nobody waits for anybody
+                self.close(self._steps)
                 raise StepFailed(number, what)
 
     def _unique_id(self) -> str:

@@ -115,7 +115,7 @@ def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
 
     def task(comm: Communicator, rank: int) -> Any:
         backend: Any = comm._execution.backend
-        shape = (3, LONG) if collective == "allgather" else LONG
+        shape = 3 * LONG if collective == "allgather" else LONG
         given, out = comm.empty(LONG), comm.empty(shape)
         given[:] = cupy.asarray(arrays[rank])
         assert call(comm, given, out) is out
