@@ -44,7 +44,7 @@ class Chunking:
     shards : tuple of (Shard, int, int)
         The shards that get any: each with its first chunk and its number of chunks.
     kept : Fraction
-        The rate with these shares, and switches that neither copy nor add, over the plan's.
+        The rate with these shares, and switches that add and copy or do not, over the plan's.
     """
 
     count: int
@@ -52,7 +52,9 @@ class Chunking:
     kept: Fraction
 
 
-def chunked(plan: Plan, *, chunks: int | None = None, size: int | None = None) -> Chunking:
+def chunked(
+    plan: Plan, *, chunks: int | None = None, size: int | None = None, in_network: bool = False
+) -> Chunking:
     """The shares of a plan in chunks.
 
     Parameters
@@ -63,6 +65,8 @@ def chunked(plan: Plan, *, chunks: int | None = None, size: int | None = None) -
         `MOST_LOST` of the rate.
     size : int or None
         Bytes of the buffer that the chunks have to divide; None for any.
+    in_network : bool
+        Whether switches that can add and copy do.
 
     Raises
     ------
@@ -88,11 +92,11 @@ def chunked(plan: Plan, *, chunks: int | None = None, size: int | None = None) -
             raise UsageError(
                 f"{format_size(size)} is no multiple of {chunks} chunks of {ALIGNMENT} bytes; change --chunks or --size"
             )
-        return _rounded(plan, shards, chunks, blocks)
+        return _rounded(plan, shards, chunks, blocks, in_network)
     if exact <= (MOST_EXACT if size is None else MOST_CHUNKS) and (size is None or _suits(size, exact)):
-        return _rounded(plan, shards, exact, blocks)
+        return _rounded(plan, shards, exact, blocks, in_network)
     for count in _candidates(blocks, size):
-        found = _rounded(plan, shards, count, blocks)
+        found = _rounded(plan, shards, count, blocks, in_network)
         if found.kept >= 1 - MOST_LOST:
             return found
     if size is None:
@@ -119,7 +123,7 @@ def _candidates(blocks: int, size: int | None) -> Iterable[int]:
     return (blocks * part for part in parts if blocks * part <= MOST_CHUNKS)
 
 
-def _rounded(plan: Plan, shards: Sequence[Shard], count: int, blocks: int) -> Chunking:
+def _rounded(plan: Plan, shards: Sequence[Shard], count: int, blocks: int, in_network: bool) -> Chunking:
     sizes = _apportioned([shard.share for shard in shards], count, blocks)
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     kept = tuple(
@@ -127,10 +131,11 @@ def _rounded(plan: Plan, shards: Sequence[Shard], count: int, blocks: int) -> Ch
     )
     fabric = Fabric(plan.topology, plan.channels)
     exact = all(shard.share * count == size for shard, size in zip(shards, sizes, strict=True))
-    if exact and not fabric.in_network:
+    used = fabric if in_network else fabric.forwarding_only()
+    if exact and used is fabric:
         return Chunking(count, kept, Fraction(1))
     rounded = [replace(shard, share=Fraction(size, count)) for shard, _, size in kept]
-    after = forest_rate(rounded, fabric.forwarding_only())
+    after = forest_rate(rounded, used)
     before = forest_rate(plan.shards, fabric)
     return Chunking(count, kept, Fraction(1) if before is None or after is None else after / before)
 

@@ -263,6 +263,9 @@ class Machine:
                     yield ("fifo", place.number), f"{where}, to which nothing comes"
                 values = held.pop(0)
                 self._wake(("fifo", place.number))
+                wanted = next(one.size for one in (*move.reads, *move.writes) if isinstance(one, Region))
+                if values.size != wanted:
+                    _refuse(where, f"receives {wanted} cells at once, where {values.size} are sent")
             elif not place.size:
                 return
             else:

@@ -19,6 +19,7 @@ from topoplan.interpreters.traffic import machine_loads
 from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard
+from topoplan.topology import Topology
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter")
 
@@ -101,21 +102,36 @@ def test_merged_loops_over_ports_signal_once_a_turn() -> None:
     assert blocks(file) <= 3
 
 
-def test_a_plan_that_needs_switches_to_add_keeps_less() -> None:
-    """The file has the GPUs do it, and says what rate is left: every byte crosses the links of all GPUs twice."""
-    machine = topoplan.load("dgx-a100")
-    able = replace(
-        machine,
-        devices=tuple(
-            replace(device, multicast=True, reduce=True) if device.kind == "nvswitch" else device
-            for device in machine.devices
-        ),
+def able(name: str) -> Topology:
+    """A machine whose NVSwitches copy and add."""
+    machine = topoplan.load(name)
+    devices = (
+        replace(device, multicast=True, reduce=True) if device.kind == "nvswitch" else device
+        for device in machine.devices
     )
-    plan = topoplan.plan(able)
+    return replace(machine, devices=tuple(devices))
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [("allreduce", "glres"), ("broadcast", "gstore"), ("allgather", "gstore")]
+)
+def test_switches_add_and_copy_for_the_roots_of_stars(collective: str, name: str) -> None:
+    """One operation of each root, between two meetings, at the rate of the plan."""
+    plan = topoplan.plan(able("dgx-h100"), collective)
+    text = export_plan(plan, "mscclpp").text
+    assert name in text
+    assert "rre" not in text
+    assert float(export_plan(plan, "mscclpp").notes[0].split()[1]) == pytest.approx(plan.rate, rel=1e-5)
+    assert check_execution_plan(read_plan_file(text), runs=8).traffic == {}
+
+
+def test_a_plan_that_needs_switches_otherwise_keeps_less() -> None:
+    """The engine has no sum of a switch that is not stored to all: the GPUs add, and a note says what rate is left."""
+    plan = topoplan.plan(able("dgx-a100"), "reduce_scatter")
     kept = float(export_plan(plan, "mscclpp").notes[0].split()[1])
-    assert kept < plan.rate
-    loads = machine_loads(exported(plan)[1].traffic, 8, machine)
+    loads = machine_loads(exported(plan)[1].traffic, 8, topoplan.load("dgx-a100"))
     assert kept == pytest.approx(float(loads.rate), rel=1e-4)
+    assert kept < plan.rate
 
 
 def test_four_gpus_of_a_dgx_1v_take_two_chunks_and_three_blocks() -> None:

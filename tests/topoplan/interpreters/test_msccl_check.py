@@ -90,6 +90,11 @@ WRONG = {
         'send="1" recv="-1"',
         "2 blocks sends to gpu 1",
     ),
+    "fewer chunks received than sent": (
+        step(0, "s", "i1", "s0"),
+        step(0, "s", "i0", "s0", count=2),
+        "receives 1 cells at once, where 2 are sent",
+    ),
     "a send without a peer": ('send="1" recv="1"', 'send="-1" recv="1"', "has no peer to send to"),
     "a channel beyond nchannels": ('recv="-1" chan="0"', 'recv="-1" chan="1"', "nchannels is 1"),
     "more channels than any runtime has": (

@@ -209,6 +209,10 @@ WRONG: dict[str, tuple[Callable[[File, list[File]], object], str]] = {
         "over a memory channel the engine sends no signal",
     ),
     "the wrong collective": (lambda file, ops: file.update(collective="allgather"), "has 1 to 2"),
+    "a part beyond its group": (
+        lambda file, ops: ops[3].update(tbg_info={"tb_id": 2, "tbg_size": 2}),
+        "its tb_id is 2, and its group has 2 blocks",
+    ),
     "a maximum": (lambda file, ops: ops[3].update(reduce_op="max"), "reduce_op is not sum"),
     "an outsider": (
         lambda file, ops: file["gpus"][0]["remote_buffers"][0].update(rank=2),

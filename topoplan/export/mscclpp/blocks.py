@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from topoplan.errors import UsageError
-from topoplan.export.mscclpp.tasks import BARRIER, MEMORY, MOST_REFERENCES, PORT, Channel, Place, Step, Task
+from topoplan.export.mscclpp.tasks import (
+    BARRIER,
+    MEMORY,
+    MOST_REFERENCES,
+    PORT,
+    SWITCH,
+    Channel,
+    Place,
+    Step,
+    Task,
+)
 
 MOST_OPERATIONS = 64
 """Operations of a block; a loop counts one and what is in it."""
@@ -18,7 +28,7 @@ MOST_CHANNELS = 16
 """Channels of a block, and remote buffers."""
 
 
-SUMS = ("re", "rre", "rres", "repkt", "respkt")
+SUMS = ("re", "rre", "rres", "repkt", "respkt", "glres")
 
 Remote = tuple[str, int, str]
 """A remote buffer: the type of channel over which it is reached, its GPU, and which buffer it is."""
@@ -59,6 +69,8 @@ class Block:
         steps = (*self.before, *self.body, *self.after)
         used = dict.fromkeys(channel for step in steps for channel in step.channels)
         self.channels = {kind: [number for name, number in used if name == kind] for kind in (MEMORY, PORT)}
+        if any(place.kind == SWITCH for step in steps for place in step.writes):
+            self.channels[SWITCH] = [0]
         places = dict.fromkeys(
             (place.kind, place.peer, place.buffer)
             for step in steps
@@ -69,9 +81,9 @@ class Block:
 
     @property
     def remote_chunks(self) -> int:
-        """Chunks that are read from peers and written to them."""
+        """Chunks that are read from peers and written to them, or to a switch."""
         places = (place for step in (*self.before, *self.body) for place in (*step.reads, *step.writes))
-        return sum(place.size for place in places if place.peer is not None)
+        return sum(place.size for place in places if place.peer is not None or place.kind == SWITCH)
 
     @property
     def operations(self) -> int:
@@ -119,6 +131,8 @@ class Block:
             named["src_buff"] = [self._reference(place) for place in step.reads]
             named["dst_buff"] = [self._reference(place) for place in step.writes]
         kind = step.channels[0][0] if step.channels else MEMORY
+        if any(place.kind == SWITCH for place in step.writes):
+            return {**named, "channel_type": SWITCH, **({"reduce_op": "sum"} if step.name in SUMS else {})}
         if step.channels:
             named["channel_ids"] = [self.channels[kind].index(number) for _, number in step.channels]
         if step.channels or any(place.peer is not None for place in (*step.reads, *step.writes)):
@@ -126,6 +140,8 @@ class Block:
         return {**named, "reduce_op": "sum"} if step.name in SUMS else named
 
     def _reference(self, place: Place) -> dict[str, object]:
+        if place.kind == SWITCH:
+            return {"switch_channel_id": 0, "index": place.index, "size": place.size}
         where: dict[str, object] = {"type": place.buffer}
         if place.peer is not None:
             where = {"buffer_id": self.remote[place.kind].index((place.kind, place.peer, place.buffer))}

@@ -4,8 +4,8 @@ The engine's executor runs packed trees inside a server as they are: a thread bl
 have summed and writes on, in one pass, unit by unit. Between servers its proxies put what NICs carry. The format is
 that of release 0.9 as its source reads it (``src/core/executor/execution_plan.cc``); no document states it, and the
 file has no version. Data stay in place: in the input of allreduce, broadcast and reduce_scatter, in the output of
-allgather. Deliberately absent: reduce, which the engine lacks, and switches that copy and add, whose work the GPUs do
-here; the rate that is kept says so.
+allgather. Deliberately absent: reduce, which the engine lacks, and switches that copy and add beyond stars in one
+server: there the GPUs do their work, and the rate that is kept says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topoplan.export.chunks import ALIGNMENT, Chunking, chunked
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.blocks import Block, blocks, crowded
 from topoplan.export.mscclpp.packets import packet_tasks
-from topoplan.export.mscclpp.tasks import Wires, tasks
+from topoplan.export.mscclpp.tasks import SWITCH, Wires, by_switch, tasks
 from topoplan.plans.json_values import compact
 from topoplan.plans.plan import Plan, Plans
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
@@ -76,19 +76,21 @@ def execution_plan(
     """
     if len(plan.ranks) < 2:
         raise UsageError("this plan has one GPU, where nothing moves; an execution plan needs two or more")
-    cut = chunked(plan, chunks=choices.chunks, size=choices.size)
+    packets = choices.protocol == "ll"
+    switched = by_switch(plan) and not packets
+    cut = chunked(plan, chunks=choices.chunks, size=choices.size, in_network=switched)
     unit = _unit(plan, cut, choices.size or usual)
     most = BLOCKS if choices.max_blocks is None else choices.max_blocks
-    packets = choices.protocol == "ll"
-    found, wires = packet_tasks(plan, cut.shards) if packets else tasks(plan, cut.shards)
+    found, wires = packet_tasks(plan, cut.shards) if packets else tasks(plan, cut.shards, switched=switched)
     if not packets and any(crowded(own, unit, most) for own in found):
         # loops share blocks only where all of them take equally many turns
         piece = math.gcd(*(count for _, _, count in cut.shards))
-        found, wires = tasks(plan, cut.shards, piece=piece)
+        found, wires = tasks(plan, cut.shards, piece=piece, switched=switched)
     made = [blocks(own, unit, most) for own in found]
-    gpus = [_gpu(plan, cut, rank, wires, own) for rank, own in enumerate(made)]
+    gpus = [_gpu(plan, cut, rank, wires, own, switched=switched) for rank, own in enumerate(made)]
     return Exported(
-        _text(plan, cut, gpus, sizes, packets=packets), _notes(plan, cut, made, wires, packets=packets)
+        _text(plan, cut, gpus, sizes, packets=packets),
+        _notes(plan, cut, made, wires, packets=packets, switched=switched),
     )
 
 
@@ -114,8 +116,17 @@ def _unit(plan: Plan, cut: Chunking, size: int) -> int:
     return int(max(unit, 1 << (shortest - 1).bit_length(), ALIGNMENT))
 
 
-def _gpu(plan: Plan, cut: Chunking, rank: int, wires: Wires, own: Sequence[Block]) -> dict[str, object]:
+def _gpu(
+    plan: Plan, cut: Chunking, rank: int, wires: Wires, own: Sequence[Block], *, switched: bool
+) -> dict[str, object]:
     block = cut.count // len(plan.ranks)
+    buffer = "o" if plan.collective == "allgather" else "i"
+    channels: list[dict[str, object]] = [
+        {"channel_type": kind, "connected_to": peers} for kind, peers in wires.peers[rank].items() if peers
+    ]
+    if switched:
+        group = {"size": cut.count, "ranks": list(range(len(plan.ranks)))}
+        channels.append({"channel_type": SWITCH, "buffer_type": buffer, "rank_groups": [group]})
     remote = sorted({place for one in own for places in one.remote.values() for place in places})
     return {
         "id": rank,
@@ -123,13 +134,9 @@ def _gpu(plan: Plan, cut: Chunking, rank: int, wires: Wires, own: Sequence[Block
         "output_chunks": block if plan.collective == "reduce_scatter" else cut.count,
         "scratch_chunks": wires.scratch[rank],
         "threadblocks": [one.to_object(number, remote) for number, one in enumerate(own)],
-        "channels": [
-            {"channel_type": kind, "connected_to": peers}
-            for kind, peers in wires.peers[rank].items()
-            if peers
-        ],
+        "channels": channels,
         "remote_buffers": [
-            {"rank": peer, "type": buffer, "access_channel_types": [kind]} for kind, peer, buffer in remote
+            {"rank": peer, "type": letter, "access_channel_types": [kind]} for kind, peer, letter in remote
         ],
         "semaphores": [],
     }
@@ -176,7 +183,7 @@ def _largest(cut: Chunking) -> int:
 
 
 def _notes(
-    plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], wires: Wires, *, packets: bool
+    plan: Plan, cut: Chunking, made: Sequence[Sequence[Block]], wires: Wires, *, packets: bool, switched: bool
 ) -> tuple[str, ...]:
     # a packet is half flag, and the engine keeps two sets of them
     part = cut.kept / 2 if packets else cut.kept
@@ -190,6 +197,7 @@ def _notes(
         f"bytes, up to {_largest(cut)}",
         f"a GPU takes up to {max(map(len, made))} blocks, {channels} channels and {_scratch(scratch)} of scratch",
         f"at that rate its busiest block reads and writes {busiest:.4g} GB/s of its peers' memory",
+        *(("switches add and copy, which needs GPUs of sm_90 or later",) if switched else ()),
     )
 
 

@@ -11,6 +11,9 @@ scratch of their parent, which adds them to its own (``re``); parents put the to
 at the end that all has come: only then has the NIC read it. (``flush`` would do, but release 0.9 takes the number of
 channels to flush from ``dst_buff``.)
 
+Where a switch adds and copies, a star through it is one operation of its root (``glres``; ``gstore`` where it only
+copies), between the same signals.
+
 A rank's buffer is touched by others between its own first signal and the last that it waits for: a broadcast writes to
 children that have said that they are there, and what was read in a reduce_scatter is acknowledged at the end.
 """
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard, Stage
 
@@ -28,7 +32,7 @@ MOST_REFERENCES = 8
 """Most remote buffers that one operation reads, and that it writes."""
 
 
-MEMORY, PORT = "memory", "port"
+MEMORY, PORT, SWITCH = "memory", "port", "switch"
 
 Channel = tuple[str, int]
 """Type, and number among the rank's channels of the type."""
@@ -36,7 +40,10 @@ Channel = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Chunks of a buffer: of a peer that is reached over channels of a type, or the rank's own for a peer of None."""
+    """Chunks of a buffer: of a peer that is reached over channels of a type, or the rank's own for a peer of None.
+
+    Over a switch those of all ranks at once, for a peer of None.
+    """
 
     peer: int | None
     kind: str
@@ -152,7 +159,11 @@ class Tree:
 
 
 def tasks(
-    plan: Plan, shards: Sequence[tuple[Shard, int, int]], *, piece: int | None = None
+    plan: Plan,
+    shards: Sequence[tuple[Shard, int, int]],
+    *,
+    piece: int | None = None,
+    switched: bool = False,
 ) -> tuple[list[list[Task]], Wires]:
     """The tasks of every rank, by shard, and the channels.
 
@@ -163,6 +174,8 @@ def tasks(
         With first chunk and number of chunks.
     piece : int or None
         Chunks that one operation moves, where loops of shards of different sizes are to be of one length.
+    switched : bool
+        Whether switches do what they can (`by_switch`).
 
     Raises
     ------
@@ -180,8 +193,23 @@ def tasks(
         step = piece or count
         pieces = tuple((index, step) for index in range(start, start + count, step))
         for rank, own in enumerate(found):
-            own += _Part(rank, number, buffer, pieces, reduce, broadcast, wires).tasks()
+            part = _Part(rank, number, buffer, pieces, reduce, broadcast, wires)
+            own += part.switched() if switched else part.tasks()
     return found, wires
+
+
+def by_switch(plan: Plan) -> bool:
+    """Whether every shard is a star in one server through switches that do its work: add and copy, or copy."""
+    fabric = Fabric(plan.topology, plan.channels)
+    able = fabric.copying & fabric.adding if plan.collective == "allreduce" else fabric.copying
+    servers = {plan.topology.device(name).server for name in plan.ranks}
+    if not able or len(servers) > 1 or plan.collective not in ("allreduce", "broadcast", "allgather"):
+        return False
+    return all(
+        stage.height == 1 and all(len(edge.route) == 3 and edge.route[1] in able for edge in stage.edges)
+        for shard, _ in plan.shard_counts
+        for stage in shard.stages
+    )
 
 
 def shard_trees(plan: Plan, shard: Shard) -> tuple[Tree | None, Tree | None]:
@@ -228,6 +256,23 @@ class _Part:
             yield from self._up(self._reduce, self._broadcast)
         if self._broadcast:
             yield from self._down(self._broadcast)
+
+    def switched(self) -> Iterator[Task]:
+        """The root has the switch do it when all are there, and tells them when it is done."""
+        tree = self._broadcast
+        assert tree is not None
+        size = self._pieces[0][1]
+        if self._rank != tree.root:
+            above = self._above(tree)
+            yield Task(self._shard, True, size, above, (), (), (), above)
+            return
+        children = self._to(tree.children[self._rank])
+        name = "glres" if self._reduce else "gstore"
+        body = []
+        for index, count in self._pieces:
+            there = Place(None, SWITCH, self._buffer, index, count)
+            body.append(Step(name, (), (there if self._reduce else self._own(index, count),), (there,)))
+        yield Task(self._shard, True, size, (), children, tuple(body), children)
 
     def _up(self, tree: Tree, back: Tree | None) -> Iterator[Task]:
         """Add what the children have, hand it to the parent; the root hands the total down."""

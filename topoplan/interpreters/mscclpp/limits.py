@@ -80,10 +80,11 @@ def check_limits(plan: PlanFile) -> None:
                 )
         if len(gpu.semaphores) > MOST_SEMAPHORES:
             raise PlanError(f"{where}: {len(gpu.semaphores)} semaphores; the engine has {MOST_SEMAPHORES}")
-        for number, block in enumerate(gpu.blocks):
-            _check_block(plan, gpu, block, f"{where}, block {number}")
     _check_pairs(plan)
     _check_groups(plan)
+    for rank, gpu in enumerate(plan.gpus):
+        for number, block in enumerate(gpu.blocks):
+            _check_block(plan, gpu, block, f"gpu {rank}, block {number}")
 
 
 def placed(block: ThreadBlock, where: str) -> Iterator[tuple[Operation, str, Operation | None]]:
@@ -156,6 +157,9 @@ def _check_operation(
         )
     if kind is not None:
         _check_ids(operation.channels, len(block.channels[kind]), f"{where}: channel_ids")
+    part, parts = operation.group
+    if part >= parts:
+        raise PlanError(f"{where}: its tb_id is {part}, and its group has {parts} blocks")
     if not operation.sums:
         raise PlanError(f"{where}: its reduce_op is not sum, and the engine sums whatever it says")
     if name in SYNCHRONISING:

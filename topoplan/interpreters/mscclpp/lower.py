@@ -58,7 +58,7 @@ def programs(plan: PlanFile, *, in_step: bool = False) -> tuple[Program, ...]:
         return (_program(plan, slices, 0, 0, in_step),)
     step = math.gcd(*(one.unit for one in loops))
     # half a step is a cell, so that a turn can be short
-    several = slices * math.ceil(max(5 * one.unit / (step * one.chunks) for one in loops))
+    several = slices * max(1, math.ceil(max(5 * one.unit / (step * one.chunks) for one in loops)))
     chunks = max(plan.gpus[0].chunks["i"], plan.gpus[0].chunks["o"])
     made = []
     if several * step * chunks <= 2 * slices * plan.most:
