@@ -255,11 +255,11 @@ class WindowsClock:
         -------
         (C,) float64, (C,) float64
         """
-        steps, costs, nbytes = self._steps, self._costs, max(nbytes, 1e-9)
+        steps, costs = self._steps, self._costs
         if not len(steps.rank):
             return np.full(len(blocks), costs.launch), np.full(len(blocks), float(nbytes))
         parts = np.clip(np.ceil(blocks * self._longest - 1e-9), 1, blocks)
-        shard = steps.share * nbytes
+        shard = steps.share * max(nbytes, 1e-9)  # nothing takes the hops
         chunk = np.minimum(np.minimum(np.maximum(shard / (PIECES * parts), LEAST_CHUNK), limits), shard)
         chunks = np.maximum(shard / np.maximum(chunk, 1), 1)  # of all parts
         hop = np.where(steps.departures > 0, costs.hop, 0.0)

@@ -424,13 +424,13 @@ class NcclBackend(OneRank):
         if not (engine.late or engine.told):
             return
         peer, row = engine.waiting()
-        what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
-        if engine.told:
-            what = f"rank {peer} gave up"
-            end = time.monotonic() + TOLD_SECONDS
-            while self._world.trouble() is None and time.monotonic() < end:
-                time.sleep(1e-3)  # it is about to tell why
-        raise self._world.trouble() or BackendError(what, rank=self.rank, peer=peer, step=row)
+        if engine.late:
+            what = f"the kernel waited {2 * self._timeout:g} s for rank {peer}"
+            raise BackendError(what, rank=self.rank, peer=peer, step=row)
+        end = time.monotonic() + TOLD_SECONDS
+        while self._world.trouble() is None and time.monotonic() < end:
+            time.sleep(1e-3)  # it is about to tell why
+        raise self._world.trouble() or BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer)
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
         """Queue messages behind a kernel (`engine.Move`)."""
