@@ -38,6 +38,7 @@ from collectives.backends.nccl.joint_steps import JointSteps, in_words
 from collectives.backends.nccl.kernel_program import WHOLE
 from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decision, place
 from collectives.backends.nccl.regions import UNIT, open_region
+from collectives.backends.open_backend import LONGEST_TIMEOUT
 from collectives.backends.stepped.program import program_of, waits_for
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
@@ -157,10 +158,10 @@ class NcclBackend(OneRank):
             )
         if lanes not in ("steps", "trees"):
             raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
-        if step_bytes < 1 or ranks_per_gpu < 1 or not timeout > 0:
+        if step_bytes < 1 or ranks_per_gpu < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
             raise UsageError(
                 f"steps of {step_bytes} bytes, {ranks_per_gpu} ranks per GPU, a timeout of {timeout} s: "
-                "give numbers above zero"
+                f"give numbers above zero, of seconds {LONGEST_TIMEOUT} at most"
             )
         self.library = prepare(cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu, bindings=bindings)
         self.rank = world.rank

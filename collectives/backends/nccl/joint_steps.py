@@ -52,6 +52,10 @@ class JointSteps:
         Gives the context in which steps run, as the GPU that is current; in a thread of their own.
     leaving : bool
         The ranks leave the job.
+
+    Attributes
+    ----------
+    timeout : float
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class JointSteps:
         leaving: bool = False,
     ) -> None:
         self._say = world.farewell if leaving else world.texts
-        self._timeout = timeout
+        self.timeout = timeout
         self._here = here
 
     def take(self, work: Callable[[], Any]) -> list[Any]:
@@ -97,16 +101,16 @@ class JointSteps:
 
         thread = threading.Thread(target=run, name="joint step", daemon=True)
         thread.start()
-        deadline, pause = time.monotonic() + self._timeout, FIRST_SECONDS
+        deadline, pause = time.monotonic() + self.timeout, FIRST_SECONDS
         while True:
             thread.join(pause)
             pause = min(2 * pause, LONGEST_SECONDS)
             told = {} if thread.is_alive() else ended
             if not told and time.monotonic() > deadline:
                 told = {
-                    "failed": f"waited {self._timeout:g} s for NCCL or the driver; NCCL_DEBUG=INFO tells more"
+                    "failed": f"waited {self.timeout:g} s for NCCL or the driver; NCCL_DEBUG=INFO tells more"
                 }
-            said = [json.loads(text) for text in self._say(json.dumps(told), timeout=self._timeout)]
+            said = [json.loads(text) for text in self._say(json.dumps(told), timeout=self.timeout)]
             for rank, one in enumerate(said):
                 if "failed" in one:
                     raise StepFailed(rank, one["failed"])

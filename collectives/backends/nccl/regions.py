@@ -210,7 +210,7 @@ def open_region(
     def look() -> dict[str, Any]:
         teams = 0
         if windows is not None:
-            with connections.call():
+            with suppress(NcclFailed), connections.call():
                 teams = windows.teams(link)
         return {
             "host": _host(),
@@ -218,7 +218,7 @@ def open_region(
             "gpu": runtime.deviceGetPCIBusId(device),
             "device": device,
             "free": int(runtime.memGetInfo()[0]),
-            "queues": int(os.environ.get(QUEUES) or QUEUES_BY_DEFAULT),
+            "queues": _queues(os.environ.get(QUEUES, "")),
             "nccl": described(library),
             "windows": windows is not None,
             "teams": teams,
@@ -367,14 +367,18 @@ class _Windows:
     def close(self, steps: JointSteps) -> None:
         # a step, since destroying a communicator waits for the other ranks
         with suppress(StepFailed, TopoplanError):
+            steps.take(self._unmap)
             steps.take(self._give_back)
 
-    def _give_back(self) -> None:
-        window, link, memory = self._window, self._link, self._memory
-        self._window, self._link, self._memory = None, None, 0
+    def _unmap(self) -> None:
+        window, self._window = self._window, None
         with suppress(NcclFailed):
             if window is not None and window.made():
                 window.close()
+
+    def _give_back(self) -> None:
+        link, memory = self._link, self._memory
+        self._link, self._memory = None, 0
         with suppress(NcclFailed):
             if memory:
                 self._windows.free(memory)
@@ -408,9 +412,12 @@ class _Windows:
         return self._window.made()
 
     def _settle(self) -> None:
-        """Wait until NCCL has done what was begun; whoever takes the step does not wait without end."""
+        """Wait until NCCL has done what was begun, as long as the step may take."""
         assert self._link is not None, "the step before"
+        end = time.monotonic() + self._steps.timeout
         while not self._link.ready():
+            if time.monotonic() > end:
+                raise NcclFailed("nothing, and does not end")
             time.sleep(1e-3)
 
     def _addresses(self) -> list[int]:
@@ -445,7 +452,8 @@ class _ByCuda:
         self._nbytes = nbytes
         self._memory = 0
         self._opened: list[int] = []
-        self.kind = "peer access" if len({one.process for one in ranks}) == 1 else "ipc"
+        alone = len({(one.host, one.process) for one in ranks}) == len({one.host for one in ranks})
+        self.kind = "peer access" if alone else "ipc"
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
         self._steps.take(self._look)
@@ -504,6 +512,11 @@ class _ByCuda:
         except self._runtime.CUDARuntimeError as error:
             if getattr(error, "status", None) != ALREADY_ENABLED:
                 raise
+
+
+def _queues(text: str) -> int:
+    """What the variable means to CUDA, for which what is no number above zero means nothing."""
+    return int(text) if text.isdigit() and int(text) else QUEUES_BY_DEFAULT
 
 
 def _process() -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.nccl import regions
+from collectives.backends.nccl.backend import NcclBackend
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
@@ -153,6 +154,27 @@ def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
     assert said(cupy, 2).startswith("windows over peer access")
     machine.room = REGION + regions.SPARE
     assert said(cupy, 2) == "messages: rank 0 has 264MB free on its GPU, and a region takes 272MB"
+
+
+def test_a_process_on_each_host_opens_no_handles(
+    pairs: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs.peers = True
+    monkeypatch.setattr(regions, "_process", lambda: f"process {pairs.device // 2}")
+    assert said(cupy, 4).startswith("windows over peer access, messages between 2 domains")
+
+
+@pytest.mark.parametrize("text", ["", "abc", "0", "-3"])
+def test_a_number_of_queues_that_is_none_means_what_cuda_takes_by_default(text: str) -> None:
+    assert regions._queues(text) == 8
+
+
+@pytest.mark.parametrize("timeout", [0.0, float("inf"), 1e12])
+def test_timeouts_that_sockets_do_not_take_are_refused(
+    machine: Machine, cupy: ModuleType, timeout: float
+) -> None:
+    with pytest.raises(UsageError, match="give numbers above zero, of seconds 100000 at most"):
+        NcclBackend(cupy, None, timeout=timeout)  # type: ignore[arg-type]
 
 
 def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) -> None:
