@@ -16,6 +16,7 @@ from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
+from tests.support.hand_plans import forest_plan
 from topoplan.plans.plan import Plan
 
 
@@ -85,3 +86,31 @@ def outcome(results: list[Any]) -> list[Any]:
         if isinstance(result, Exception):
             raise result
     return results
+
+
+def check_bits(cupy: ModuleType, collective: str, length: int, *, calls: int, **options: Any) -> None:
+    """Four ranks run a collective so often, along binary trees: with the bits of loopback every time."""
+    arrays = floats(4, length)
+    plan = forest_plan(4, collective, "binary")
+
+    def call(comm: Communicator, given: Any) -> Any:
+        if collective == "allreduce":
+            return comm.all_reduce(given, op="avg")
+        if collective == "reduce":
+            return comm.reduce(given, root=plan.root)
+        if collective == "broadcast":
+            return comm.broadcast(given, root=plan.root)
+        return comm.all_gather(given) if collective == "allgather" else comm.reduce_scatter(given, op="min")
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        found = [call(comm, given) for _ in range(calls)]
+        return [None if one is None else one.get() for one in found]
+
+    found = outcome(on_every_rank(cupy, plan, task, **options))
+    with Communicator(plan, "loopback") as comm:
+        wanted = call(comm, arrays)
+    for rank, want in enumerate(wanted):
+        for one in found[rank]:
+            assert (one is None) == (want is None)
+            assert one is None or one.tobytes() == np.asarray(want).tobytes()

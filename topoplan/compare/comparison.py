@@ -93,10 +93,10 @@ def compare(
     nccl = rivals.get(best)
     over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
-    idle = _idle_switches(topology, trees)
+    able = fully_used(topology)
+    idle = _idle_switches(topology, able, trees)
     helped = None
     if idle:
-        able = fully_used(topology)
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         notes.append(
@@ -132,13 +132,12 @@ def compare(
     )
 
 
-def _idle_switches(topology: Topology, trees: Plan) -> tuple[str, ...]:
+def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:
     """Switches on the links of a plan that could do more in the network than they do."""
     if len(trees.ranks) == 1:
         return ()
     used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
-    could = {one.name: one for one in fully_used(topology).devices}
-    return tuple(name for name in used if could[name] != topology.device(name))
+    return tuple(name for name in used if able.device(name) != topology.device(name))
 
 
 def columns() -> tuple[Schedule, ...]:

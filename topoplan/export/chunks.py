@@ -111,6 +111,12 @@ def chunked(
     )
 
 
+def kept_rate(plan: Plan, part: Fraction) -> str:
+    """What is left of a plan's rate, in words."""
+    kept = "all of the rate" if part == 1 else f"{float(part):.2%} of the plan's"
+    return f"keeps {float(part) * plan.rate:.6g} GB/s, {kept}"
+
+
 def _suits(size: int, chunks: int) -> bool:
     return size > 0 and size % (ALIGNMENT * chunks) == 0
 

@@ -288,9 +288,7 @@ class NcclBackend(OneRank):
         self._programs.clear()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
-        one = call.memory[0]
-        buffers = (one.source, one.result)
-        source, result = (0 if not array.size else int(array.data.ptr) for array in buffers)
+        one, (source, result) = call.memory[0], _addresses(call)
         engine = self._engine
         placed = None if engine is None else engine.place(call)
         if engine is not None and placed is not None:
@@ -319,7 +317,7 @@ class NcclBackend(OneRank):
 
     def _capture_for(self, call: Call[Any], user: Any, stream: Any) -> None:
         """Put a collective into the graph that the caller captures; all ranks do."""
-        engine, one = self._engine, call.memory[0]
+        engine = self._engine
         if engine is None or not engine.alone:
             raise UsageError(
                 "a collective can be captured in a graph with the windows engine on one server; this communicator "
@@ -336,15 +334,14 @@ class NcclBackend(OneRank):
                 "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers; "
                 "run it before on arrays of this type and length"
             )
-        source, result = (0 if not array.size else int(array.data.ptr) for array in (one.source, one.result))
         origin = self._lanes.origin
         origin.wait_event(self._ready(stream))
-        engine.queue(placed, source, result, captured=call.memory)
+        engine.queue(placed, *_addresses(call), captured=call.memory)
         user.wait_event(self._ready(origin))
 
     def _users_stream(self) -> Any:
         """Where the caller queues what it tells the GPU."""
-        with self._cupy.cuda.Device(self.arrays.device):
+        with self._gpu():
             return self._cupy.cuda.get_current_stream()
 
     def _open_engine(self, region_bytes: int) -> str:
@@ -356,7 +353,7 @@ class NcclBackend(OneRank):
                 raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
         if wanted == "messages" or self.size == 1:
             return "messages"
-        processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
+        processors = self._gpu().attributes["MultiProcessorCount"]
         steps = JointSteps(self._world, timeout=self._timeout, here=self._gpu)
         with self._gpu():
             found = open_region(
@@ -574,7 +571,7 @@ class NcclBackend(OneRank):
         """Wait until the GPU has ended what was queued, but not for long; whether it has."""
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
-        with contextlib.suppress(runtime.CUDARuntimeError), self._cupy.cuda.Device(self.arrays.device):
+        with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
             while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)):
                 if time.monotonic() > end:
                     return False
@@ -585,6 +582,14 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def _addresses(call: Call[Any]) -> tuple[int, int]:
+    """Where a rank's input and result lie; 0 for those without elements."""
+    one = call.memory[0]
+    return int(one.source.data.ptr) if one.source.size else 0, int(
+        one.result.data.ptr
+    ) if one.result.size else 0
 
 
 def _captures(stream: Any) -> bool:

@@ -158,16 +158,21 @@ class KernelPlan:
         adds: bool = False,
         copies: bool = False,
     ) -> None:
-        size = len(key.plan.ranks)
         self.steps = found = steps_of(key, domains, adds=adds, copies=copies)
         self.stride = stride
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
-        self.parts = parts = min(_parts(key, found, blocks), max(1, room // max(self._part_bytes(size), 1)))
+        self._lay(key, base, 1)
+        self._lay(key, base, min(_parts(key, found, blocks), max(1, room // max(self.nbytes, 1))))
+
+    def _lay(self, key: PlanKey, base: int, parts: int) -> None:
+        """Give flags and slots of so many parts their places in the arenas."""
+        found, stride = self.steps, self.stride
+        self.parts = parts
         self.data, self.credit, self.slots = np.zeros((3, len(found.slots), parts), dtype=np.int64)
-        end = np.full(size, base, dtype=np.int64)
+        end = np.full(len(key.plan.ranks), base, dtype=np.int64)
         inside = np.flatnonzero(~found.crosses).tolist()
         for edge in inside:
             source, destination = found.source[edge], found.destination[edge]
@@ -186,19 +191,6 @@ class KernelPlan:
             self.slots[edges] = end.max() + length * np.arange(parts)
             end[:] = end.max() + length * parts
         self.nbytes = int(end.max(initial=base)) - base
-
-    def _part_bytes(self, size: int) -> int:
-        """Bytes of the arenas for one part of each step."""
-        found = self.steps
-        inside = ~found.crosses
-        end = np.zeros(size, dtype=np.int64)
-        alone = inside & (found.star < 0)
-        np.add.at(end, found.source[inside], FLAG_BYTES)
-        np.add.at(end, found.destination[inside], FLAG_BYTES)
-        np.add.at(end, found.destination[alone], found.slots[alone] * self.stride)
-        _, firsts = np.unique(found.star, return_index=True)
-        shared = int(found.slots[firsts[found.star[firsts] >= 0]].sum())
-        return int(end.max(initial=0)) + shared * self.stride
 
     @property
     def most_ends(self) -> int:
@@ -310,7 +302,7 @@ class _Tables:
             own = (
                 result if final and result is not None else self._placed("message", arrivals[0], start, stop)
             )
-            self._receives(arrivals[0], own)
+            self._message(arrivals[0], own, sends=False)
             arrivals, value = [], own
         elif not arrivals:
             value = own
@@ -324,7 +316,7 @@ class _Tables:
                 kept = self._placed("sum", step.shard, start, stop)
             for edge in arrivals:
                 if crosses[edge]:
-                    self._receives(edge, self._placed("message", edge, start, stop))
+                    self._message(edge, self._placed("message", edge, start, stop), sends=False)
             value = kept
         self._values[id(step)] = value
         for edge in step.departures:
@@ -353,9 +345,6 @@ class _Tables:
             self._room[what, number] = (KEPT, start - self._length)
             self._length += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
         return self._room[what, number]
-
-    def _receives(self, edge: int, place: Buffer) -> None:
-        self._message(edge, place, sends=False)
 
     def _message(self, edge: int, place: Buffer, *, sends: bool) -> None:
         peer = int((self._found.destination if sends else self._found.source)[edge])

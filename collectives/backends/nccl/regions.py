@@ -230,18 +230,16 @@ def open_region(
         refusal = _refusal(ranks, gpus, nbytes)
         if refusal:
             return refusal
-        hosts = [one.host for one in ranks]
-        order = list(dict.fromkeys(hosts))
-        together = all(one.teams == 1 for one in ranks)
-        domains = (0,) * size if together else tuple(order.index(host) for host in hosts)
+        order = list(dict.fromkeys(one.host for one in ranks))
+        by_host = tuple(order.index(one.host) for one in ranks)
         why = _no_windows(ranks)
-        ways: list[Mapped] = []
+        ways: list[tuple[Mapped, tuple[int, ...]]] = []
         if not why:
             assert windows is not None, "rank by rank"
-            ways.append(_Windows(cupy, library, windows, steps, rank, domains, nbytes))
-        by_host = tuple(order.index(host) for host in hosts)
-        ways.append(_ByCuda(runtime, steps, rank, by_host, ranks, nbytes))
-        for way, reached in zip(ways, (domains, by_host)[-len(ways) :], strict=True):
+            domains = (0,) * size if all(one.teams == 1 for one in ranks) else by_host
+            ways.append((_Windows(cupy, library, windows, steps, rank, domains, nbytes), domains))
+        ways.append((_ByCuda(runtime, steps, rank, by_host, ranks, nbytes), by_host))
+        for way, reached in ways:
             try:
                 addresses, multicast, less = way.open()
                 _find_each_other(steps, rank, addresses, runtime)
@@ -348,14 +346,16 @@ class _Windows:
     def open(self) -> tuple[tuple[int, ...], int, str]:
         ids = self._steps.take(self._unique_id)
         support = self._steps.take(lambda: self._connect(bytes.fromhex(ids[self._members[0]])))
-        self._need(support, 0, "NCCL has no windows among these GPUs (NCCL_DEBUG=INFO tells more)")
-        self._need(self._steps.take(self._register), None, "NCCL makes no window")
+        self._need(
+            [able for able, _ in support], "NCCL has no windows among these GPUs (NCCL_DEBUG=INFO tells more)"
+        )
+        self._need(self._steps.take(self._register), "NCCL makes no window")
         seen = self._steps.take(self._addresses)
         for number, one in enumerate(seen):
             if not all(one):
                 raise StepFailed(number, "NCCL does not reach the memory of all GPUs beside it")
-        able = all(one[1] for one in support)
-        groups = self._steps.take(self._multicast if able else lambda: 0)
+        copies = all(one for _, one in support)
+        groups = self._steps.take(self._multicast if copies else lambda: 0)
         addresses = [0] * self._size
         for peer, address in zip(self._members, seen[self._rank], strict=True):
             addresses[peer] = address
@@ -386,9 +386,9 @@ class _Windows:
             if link is not None:
                 link.destroy()
 
-    def _need(self, told: list[Any], place: int | None, what: str) -> None:
+    def _need(self, told: Sequence[bool], what: str) -> None:
         for number, one in enumerate(told):
-            if not (one if place is None else one[place]):
+            if not one:
                 self.close(self._steps)
                 raise StepFailed(number, what)
 

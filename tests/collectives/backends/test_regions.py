@@ -12,7 +12,7 @@ from collectives import Communicator
 from collectives.backends.nccl import regions
 from collectives.backends.nccl.backend import NcclBackend
 from tests.support.fake_streams import Machine
-from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
+from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
 
@@ -80,30 +80,8 @@ def test_collectives_of_several_hosts_have_the_bits_of_loopback(
     pairs: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
     pairs.peers = True
-    arrays = floats(4, length)
-    plan = forest_plan(4, collective, "binary")
-
-    def call(comm: Communicator, given: Any) -> Any:
-        if collective == "allreduce":
-            return comm.all_reduce(given, op="avg")
-        if collective == "reduce":
-            return comm.reduce(given, root=plan.root)
-        if collective == "broadcast":
-            return comm.broadcast(given, root=plan.root)
-        return comm.all_gather(given) if collective == "allgather" else comm.reduce_scatter(given, op="min")
-
-    def task(comm: Communicator, rank: int) -> Any:
-        given = cupy.asarray(arrays[rank])
-        found = [call(comm, given) for _ in range(2)]
-        return [None if one is None else one.get() for one in found]
-
-    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20, timeout=40.0, engine="windows"))
-    with Communicator(plan, "loopback") as comm:
-        wanted = call(comm, arrays)
-    for rank, want in enumerate(wanted):
-        for one in found[rank]:
-            assert (one is None) == (want is None)
-            assert one is None or one.tobytes() == np.asarray(want).tobytes()
+    settings = {"region_bytes": REGION, "bindings": "nccl4py", "chunk_bytes": 1 << 20, "timeout": 40.0}
+    check_bits(cupy, collective, length, calls=2, **settings, engine="windows")
     assert pairs.memory == {}
 
 

@@ -13,7 +13,7 @@ import pytest
 from collectives import Communicator
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
 from tests.support.fake_streams import Machine
-from tests.support.gpu_ranks import cupy, floats, machine, on_every_rank, outcome
+from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 
@@ -70,30 +70,8 @@ def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
     machine.gpus, machine.peers = 4, True
-    arrays = floats(4, length)
-    plan = forest_plan(4, collective, "binary")
-
-    def call(comm: Communicator, given: Any) -> Any:
-        if collective == "allreduce":
-            return comm.all_reduce(given, op="avg")
-        if collective == "reduce":
-            return comm.reduce(given, root=plan.root)
-        if collective == "broadcast":
-            return comm.broadcast(given, root=plan.root)
-        return comm.all_gather(given) if collective == "allgather" else comm.reduce_scatter(given, op="min")
-
-    def task(comm: Communicator, rank: int) -> Any:
-        given = cupy.asarray(arrays[rank])
-        found = [call(comm, given) for _ in range(3)]
-        return [None if one is None else one.get() for one in found]
-
-    found = outcome(run(cupy, 4, task, collective, chunk_bytes=1 << 20, timeout=40.0))
-    with Communicator(plan, "loopback") as comm:
-        wanted = call(comm, arrays)
-    for rank, want in enumerate(wanted):
-        for one in found[rank]:
-            assert (one is None) == (want is None)
-            assert one is None or one.tobytes() == np.asarray(want).tobytes()
+    settings = {"region_bytes": REGION, "bindings": "nccl4py", "chunk_bytes": 1 << 20, "timeout": 40.0}
+    check_bits(cupy, collective, length, calls=3, **settings)
     # three calls and one empty run on each rank
     assert machine.launches == 4 * 4
     assert machine.graph_launches == 0

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import quoteattr
 
 from topoplan.errors import UsageError
-from topoplan.export.chunks import Chunking, chunked
+from topoplan.export.chunks import Chunking, chunked, kept_rate
 from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.plans.build import stage_order
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard, Stage
 
@@ -41,11 +42,8 @@ RUNTIMES = {
 }
 """By the names of ``--runtime``."""
 
-STAGES = {
-    "allreduce": ["reduce", "broadcast"],
-    "allgather": ["broadcast"],
-    "reduce_scatter": ["reduce"],
-}
+HELD = ("allreduce", "allgather", "reduce_scatter")
+"""Collectives without a root, which the file could not name."""
 
 
 @dataclass(slots=True)
@@ -79,17 +77,17 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT) -> Exported:
     2 channels and up to 5 blocks of a GPU, in the limits of MSCCL 0.7: 32 and 216
     """
     runtime = RUNTIMES[choices.runtime or "msccl"]
-    wanted = STAGES.get(plan.collective)
-    if wanted is None:
+    if plan.collective not in HELD:
         raise UsageError(
             f"an algorithm of MSCCL cannot say for which root it is, so {plan.collective} is left out; it holds "
             "allreduce, allgather and reduce_scatter"
         )
     if len(plan.ranks) < 2:
         raise UsageError("this plan has one GPU, where nothing moves; an algorithm needs two or more")
+    wanted = stage_order(plan.collective)
     for shard in plan.shards:
         if (
-            [stage.op for stage in shard.stages] != wanted
+            tuple(stage.op for stage in shard.stages) != wanted
             or len({one.root for one in shard.stages}) > 1
             or plan.sparse
         ):
@@ -116,10 +114,8 @@ def msccl_algorithm(plan: Plan, choices: Choices = DEFAULT) -> Exported:
                 f"this plan needs {number} {what}, more than the {limit} of {runtime.name}; plan fewer trees (--order "
                 "trees), or another --runtime"
             )
-    kept = "all of the rate" if cut.kept == 1 else f"{float(cut.kept):.2%} of the plan's"
     notes = (
-        f"keeps {float(cut.kept) * plan.rate:.6g} GB/s, {kept}; {cut.count} chunks, of which the buffer's elements "
-        "have to be a multiple",
+        f"{kept_rate(plan, cut.kept)}; {cut.count} chunks, of which the buffer's elements have to be a multiple",
         f"{used} channels and up to {blocks} blocks of a GPU, in the limits of {runtime.name}: {runtime.channels} and "
         f"{runtime.blocks}",
     )

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import UsageError
-from topoplan.export.chunks import ALIGNMENT, Chunking, chunked
+from topoplan.export.chunks import ALIGNMENT, Chunking, chunked, kept_rate
 from topoplan.export.exported import DEFAULT, Choices, Exported
 from topoplan.export.mscclpp.blocks import Block, blocks, crowded
 from topoplan.export.mscclpp.packets import packet_tasks
@@ -188,12 +188,11 @@ def _notes(
     # a packet is half flag, and the engine keeps two sets of them
     part = cut.kept / 2 if packets else cut.kept
     rate = float(part) * plan.rate
-    kept = "all of the rate" if part == 1 else f"{float(part):.2%} of the plan's"
     channels = max(sum(map(len, peers.values())) for peers in wires.peers)
     scratch = Fraction(max(wires.scratch) * (4 if packets else 1), cut.count)
     busiest = max(block.remote_chunks for own in made for block in own) / cut.count * rate
     return (
-        f"keeps {rate:.6g} GB/s, {kept}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
+        f"{kept_rate(plan, part)}; {cut.count} chunks, so buffers are multiples of {ALIGNMENT * cut.count} "
         f"bytes, up to {_largest(cut)}",
         f"a GPU takes up to {max(map(len, made))} blocks, {channels} channels and {_scratch(scratch)} of scratch",
         f"at that rate its busiest block reads and writes {busiest:.4g} GB/s of its peers' memory",

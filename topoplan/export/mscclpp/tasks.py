@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.plans.build import stage_order
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard, Stage
 
@@ -214,17 +215,9 @@ def by_switch(plan: Plan) -> bool:
 
 def shard_trees(plan: Plan, shard: Shard) -> tuple[Tree | None, Tree | None]:
     """The reduce tree and the broadcast tree of a shard."""
-    ops = [stage.op for stage in shard.stages]
-    wanted = {
-        "allreduce": ["reduce", "broadcast"],
-        "broadcast": ["broadcast"],
-        "allgather": ["broadcast"],
-        "reduce_scatter": ["reduce"],
-    }.get(plan.collective)
-    if wanted is None:
-        raise UsageError(
-            f"MSCCL++ has no {plan.collective}; it runs allreduce, broadcast, allgather and reduce_scatter"
-        )
+    if plan.collective == "reduce":
+        raise UsageError("MSCCL++ has no reduce; it runs allreduce, broadcast, allgather and reduce_scatter")
+    ops, wanted = tuple(stage.op for stage in shard.stages), stage_order(plan.collective)
     if plan.sparse or ops != wanted or len({stage.root for stage in shard.stages}) > 1:
         raise UsageError(
             f"a shard of this plan has the stages {' '.join(ops)}; a file of MSCCL++ takes {' and '.join(wanted)} with "
