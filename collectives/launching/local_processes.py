@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from collectives.backends.open_backend import check_backend
@@ -224,11 +224,19 @@ def start_ranks(backend: str, command: Sequence[str], ranks: int, *, grace: floa
         from collectives.launching.mpiexec import run_mpi
 
         return run_mpi(command, ranks, grace=grace)
-    return launch_local(command, ranks, environment=_meeting_point(), grace=grace)
+    with reserved_port() as port:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return launch_local(command, ranks, environment=place, grace=grace)
 
 
-def _meeting_point() -> dict[str, str]:
-    """Where torch's processes find each other: a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port of 127.0.0.1 where a process that asks for it by number can listen, and nobody else gets it by chance.
+
+    A socket stays bound to it, without listening. The kernel therefore hands it out neither to a bind to port 0 nor
+    to a connection; a server that sets ``SO_REUSEADDR``, as servers do, can listen there all the same.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -6,7 +6,6 @@ The share of copy bandwidth counts all bytes that are read and written, as the c
 from __future__ import annotations
 
 import re
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from collectives.backends.nccl.library import described, find_library
 from collectives.kernels import Chunks, Kernels, work_of
 from tests.gpu_report import last_line
 from tests.jobs.nccl_rank import start
+from tests.support.ports import free_port
 from topoplan.errors import UsageError
 
 RUNS = 20
@@ -162,12 +162,6 @@ def timings(text: str) -> list[tuple[int, float]]:
     """
     found = [re.fullmatch(r"(\d+) (\d[\d.e+-]*)", line.strip()) for line in text.splitlines()]
     return [(int(one[1]), float(one[2])) for one in found if one is not None]
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens at just now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def gpu_seconds(cupy: Any, call: Callable[[], object], runs: int = RUNS) -> float:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -23,6 +22,7 @@ from tests.support.checkout import ROOT
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 from tests.support.sparse_steps import (
     TWO_SERVERS,
     as_it_is,
@@ -42,13 +42,6 @@ RANKS = 6
 STOPPED, KILLED = RANKS - 1, RANKS - 2
 Told = list[dict[str, Any]]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.thorough
@@ -26,14 +26,11 @@ Told = list[dict[str, Any]]
 
 def torchrun(folder: Path, processes: int) -> tuple[subprocess.CompletedProcess[str], Told]:
     """How a job ends, and what its ranks have written; torchrun itself sees to it that no process is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     plan = folder / "plan.json"
     plan.write_text(forest_plan(processes, "allreduce", "star").to_json(), encoding="utf-8")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOPOPLAN_PLAN": str(plan)}
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     starter = [sys.executable, "-m", "torch.distributed.run", *address, "--nproc-per-node", str(processes)]
     done = subprocess.run(
         [*starter, str(ROOT / "tests" / "jobs" / "torch_hook_ranks.py"), str(folder)],

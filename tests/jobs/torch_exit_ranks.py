@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from torch import nn
 
 from collectives.torch import HookState, topoplan_hook
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 
 PATIENCE = 30.0
 """Seconds that a rank may take."""
@@ -95,9 +95,7 @@ def main(how: str, runs: int) -> None:
     """Returns in every rank too, so that each ends as any program does."""
     told = []
     for _ in range(runs):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         pids = []
         for number in range(2):
             pid = os.fork()

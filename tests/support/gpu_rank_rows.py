@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.gpu_report import COMMAND, CannotRun, driver, last_line, program
 from tests.support.gpu_kernel_rows import cupy_here
+from tests.support.ports import free_port
 
 ERROR_SECONDS = 10.0
 """In which every rank must have raised after another refused or died."""
@@ -98,7 +99,6 @@ def seconds_of(text: str, task: str, ranks: Sequence[int], limit: float) -> floa
 
 def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: object) -> str:
     """What some ranks print that do tasks; on one GPU, or with a GPU each."""
-    from tests.bench.gpu import free_port
     from tests.jobs.nccl_rank import refused_by_nccl, start
 
     place: dict[str, object] = {"ranks_per_gpu": count, **_first_gpu()} if shared else {}

@@ -23,6 +23,7 @@ from tests.support.gpu_exchange_checks import (
 )
 from tests.support.hand_plans import SHAPES
 from tests.support.kernel_data import EVERY_CASE
+from tests.support.ports import free_port
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES
 
@@ -107,7 +108,7 @@ def test_a_rank_that_sends_to_itself_gets_its_bytes_step_by_step_and_as_a_graph(
 
 
 def test_nccl_with_one_rank(nccl: Library) -> None:
-    ended, text = start(1, "check", port=bench.free_port())
+    ended, text = start(1, "check", port=free_port())
     assert ended, text
 
 
@@ -116,7 +117,7 @@ def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: Library, lanes: str) -> 
     gpus = min(8, cupy.cuda.runtime.getDeviceCount())
     if gpus < 2:
         pytest.skip("one GPU only")
-    ended, text = start(gpus, "check", port=bench.free_port(), lanes=lanes)
+    ended, text = start(gpus, "check", port=free_port(), lanes=lanes)
     assert ended, text
 
 
@@ -126,7 +127,7 @@ def test_nccl_with_several_ranks_on_one_gpu(nccl: Library, ranks: int) -> None:
     if nccl.version < SHARED_GPU:
         pytest.skip(f"NCCL {described(nccl)} puts one rank on a GPU; 2.30.3 and newer can do more")
     ended, text = start(
-        ranks, "check", port=bench.free_port(), ranks_per_gpu=ranks, cuda_visible_devices=0, timeout=180
+        ranks, "check", port=free_port(), ranks_per_gpu=ranks, cuda_visible_devices=0, timeout=180
     )
     refused = None if ended else refused_by_nccl(text)
     if refused:
@@ -137,6 +138,6 @@ def test_nccl_with_several_ranks_on_one_gpu(nccl: Library, ranks: int) -> None:
 def test_a_killed_rank_is_named_by_the_others(cupy: Any, nccl: Library) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU only")
-    ended, text = start(2, "die", port=bench.free_port())
+    ended, text = start(2, "die", port=free_port())
     assert not ended
     assert "rank 1 is gone" in text

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from collectives.launching.local_processes import launch_local
+from collectives.launching.local_processes import launch_local, reserved_port
 from topoplan.errors import UsageError
 
 PRINT_PLACE = """
@@ -102,7 +104,7 @@ def test_the_worst_status_is_returned_and_no_process_is_left(then: str, status: 
 
 LAUNCH = """
 import sys
-from collectives.launching.local_processes import launch_local
+from collectives.launching.local_processes import launch_local, reserved_port
 launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
 """
 
@@ -131,3 +133,16 @@ def test_a_program_that_does_not_exist_and_no_processes_are_refused() -> None:
         launch_local(["/no/such/program"], 2)
     with pytest.raises(UsageError, match="0 processes cannot be started"):
         launch_local(["true"], 0)
+
+
+def test_a_reserved_port_is_given_to_nobody_by_chance_and_a_server_may_listen_there() -> None:
+    with reserved_port() as port:
+        with ExitStack() as others:
+            chance = [others.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(200)]
+            assert port not in {int(one.getsockname()[1]) for one in chance}
+        with pytest.raises(OSError, match="in use"), socket.socket() as careless:
+            careless.bind(("127.0.0.1", port))
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", port)) as server:
+                socket.create_connection(("127.0.0.1", port)).close()
+                server.accept()[0].close()

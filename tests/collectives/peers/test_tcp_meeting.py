@@ -23,6 +23,7 @@ from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.rendezvous_client import Control, Watcher
 from collectives.peers.rendezvous_state import Hub, pack
 from tests.support.hand_plans import forest_plan
+from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
 
@@ -44,11 +45,6 @@ def meet(*places: tuple[int, int], meeting: str, timeout: float = 5.0, **options
     for thread in threads:
         thread.join(30)
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_rank_0_hosts_the_rendezvous_by_itself_and_leaves_no_path_behind(tmp_path: Path) -> None:
