@@ -1,10 +1,10 @@
 """A machine as data: devices and the directed links between them.
 
-Devices are GPUs and everything that only forwards (NVSwitch, PCIe switch, CPU, NIC, network switch). A link
-has one direction; a full-duplex wire is two links. ``bandwidth`` is in GB/s (1e9 bytes per second) for that
-direction and already counts the ``count`` parallel wires. Switches forward without copying or adding unless
-they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1``: `Topology.to_json` writes it and
-`topoplan.load` reads it, and so it is with `Topology.to_networkx`.
+Devices are GPUs, helpers that add and copy but are no ranks, and everything that only forwards (NVSwitch, PCIe switch,
+CPU, NIC, network switch). A link has one direction; a full-duplex wire is two links. ``bandwidth`` is in GB/s (1e9
+bytes per second) for that direction and already counts the ``count`` parallel wires. Switches forward without copying
+or adding unless they say ``multicast`` or ``reduce``. The text form is ``topoplan.topology/1``: `Topology.to_json`
+writes it and `topoplan.load` reads it, and so it is with `Topology.to_networkx`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = "topoplan.topology/1"
 """What the JSON of a topology says it is."""
 
-DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch")
+DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch", "helper")
 LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
 
 SLOWEST, FASTEST = 1e-6, 1e9
@@ -63,14 +63,15 @@ MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or a forwarding device.
+    """A GPU, a helper, or a forwarding device.
 
     Parameters
     ----------
     name : str
         Unique in its topology, for example ``gpu0`` or ``s1.gpu0``.
     kind : str
-        One of gpu, nvswitch, pcie, cpu, nic, switch.
+        One of gpu, nvswitch, pcie, cpu, nic, switch, helper. A helper adds and copies what it is sent, as a GPU does,
+        and has nothing of its own to send.
     server : str
         Name of the server that holds it; empty for network switches.
     model, busid : str

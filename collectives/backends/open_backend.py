@@ -154,6 +154,28 @@ def _check_gpu(name: str) -> None:
         find_library(cupy)
 
 
+RUN_HELPERS = ("loopback", "paced loopback")
+"""The back ends, by `Backend.name`, that add and copy for devices that are no ranks: no process runs there."""
+
+
+def check_helpers(plans: Plans, name: str) -> None:
+    """Raise `UsageError` where trees pass devices that are no ranks and the back end has nobody to add and copy there.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> check_helpers(topoplan.plan("dgx-1v"), "tcp")
+    """
+    if name in RUN_HELPERS:
+        return
+    for plan in plans.plans:
+        if plan.helpers:
+            raise UsageError(
+                f"{plan.helpers[0]} adds and copies in this plan and is no rank, and the {name} back end runs ranks "
+                "alone; use loopback, or leave the helpers out of the machine"
+            )
+
+
 def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:
     """The back end of this name.
 

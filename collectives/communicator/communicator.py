@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
 from collectives.backends.backend import Backend, GivesMemory, Step, Traces
-from collectives.backends.open_backend import Settings, open_backend
+from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
@@ -145,6 +145,7 @@ class Communicator:
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
             store = PlanStore(plan)
+            check_helpers(plan, backend if isinstance(backend, str) else backend.name)
             if opened is None:
                 assert isinstance(backend, str), "a name, or it would be open"
                 opened = open_backend(backend, plan, settings)

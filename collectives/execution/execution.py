@@ -32,6 +32,7 @@ from collectives.backends.backend import (
     Repeat,
     Repeats,
 )
+from collectives.backends.open_backend import check_helpers
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.plan_store import PlanStore, made_here
 from collectives.execution.request import Kind, Request
@@ -256,6 +257,7 @@ class Execution(Generic[Array]):
     def _lower(self, kind: Kind) -> tuple[PlanKey, TransferTable, Signature]:
         """What is run for calls of a kind; kept once their chunk size is settled."""
         key = self._store.key(self._plan(kind.collective, kind.root, kind.nbytes))
+        check_helpers(key.plan, self.backend.name)
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
         table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)

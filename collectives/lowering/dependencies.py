@@ -113,12 +113,16 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
     implied: list[int] = []
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    value = list(range(len(plan.ranks)))
+    size = len(plan.ranks)
+    value = list(range(len(plan.vertices)))
     sums: dict[tuple[int, int], int] = {}
     for position, stage in enumerate(shard.stages):
         for edge in _data_order(stage):
-            add = stage.op == "reduce"
-            source, destination = (edge.child, edge.parent) if add else (edge.parent, edge.child)
+            source, destination = (
+                (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+            )
+            # A helper begins with nothing: what comes first is stored.
+            add = stage.op == "reduce" and (destination < size or destination in writer)
             row = len(transfers)
             conflicts = {writer[rank] for rank in (source, destination) if rank in writer}
             conflicts.update(readers.get(destination, ()))
@@ -142,11 +146,11 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
             writer[destination] = row
             if add:
                 operands = (value[destination], value[source])
-                value[destination] = sums.setdefault(operands, len(plan.ranks) + len(sums))
+                value[destination] = sums.setdefault(operands, len(plan.vertices) + len(sums))
             else:
                 value[destination] = value[source]
     if plan.collective in ("allreduce", "broadcast", "allgather"):
-        _check_one_value(value, number)
+        _check_one_value(value[:size], number)
     return transfers
 
 

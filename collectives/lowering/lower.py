@@ -144,4 +144,5 @@ def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTab
         chunk=chunk.astype(np.int32),
         offsets=offsets,
         prerequisites=row_of[first[earlier_edge] + np.repeat(chunk, needed)],
+        helpers=len(key.plan.vertices) - len(key.plan.ranks) if key.plan.helpers else 0,
     )

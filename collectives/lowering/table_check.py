@@ -59,7 +59,8 @@ def _check_rows(table: TransferTable) -> None:
     last_chunk = [-1] * len(table.queues)
     for row in range(len(table)):
         source, destination, queue = (int(c[row]) for c in (table.source, table.destination, table.queue))
-        if not (0 <= source < table.ranks and 0 <= destination < table.ranks) or source == destination:
+        vertices = table.ranks + table.helpers
+        if not (0 <= source < vertices and 0 <= destination < vertices) or source == destination:
             raise _fault(table, row, f"moves data from rank {source} to rank {destination}")
         if not 0 <= queue < len(table.queues) or table.queues[queue][:2] != (source, destination):
             raise _fault(table, row, f"from rank {source} stands in queue {queue}, which joins other ranks")
@@ -84,7 +85,7 @@ def _check_races(table: TransferTable) -> None:
         for earlier in table.before(row).tolist():
             before |= closure[earlier] | 1 << earlier
         closure.append(before)
-    for rank in range(table.ranks):
+    for rank in range(table.ranks + table.helpers):
         touching = np.flatnonzero((table.source == rank) | (table.destination == rank))
         touching = touching[np.argsort(table.start[touching], kind="stable")]
         open_rows: list[int] = []
@@ -105,7 +106,7 @@ def _check_result(table: TransferTable, plan: Plan) -> None:
     cuts = np.unique(np.concatenate((blocks, table.bounds, table.start, table.stop)))
     first, last = np.searchsorted(cuts, table.start), np.searchsorted(cuts, table.stop)
     held = _initial(table, plan, cuts)
-    received = np.zeros((table.ranks, len(cuts) - 1), dtype=np.bool_)
+    received = np.zeros((table.ranks + table.helpers, len(cuts) - 1), dtype=np.bool_)
     for row in range(len(table)):
         source, destination = int(table.source[row]), int(table.destination[row])
         part = slice(int(first[row]), int(last[row]))
@@ -134,13 +135,11 @@ def _owner(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray
 
 
 def _initial(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each rank holds each contribution in each piece, (N, N, pieces)."""
-    eye = np.eye(table.ranks, dtype=np.int64)[:, :, None]
+    """How often each vertex, rank or helper, holds each contribution in each piece, (V, N, pieces)."""
+    eye = np.eye(table.ranks + table.helpers, table.ranks, dtype=np.int64)[:, :, None]
     if plan.collective not in ("broadcast", "allgather"):
         return np.repeat(eye, len(cuts) - 1, axis=2)
-    start: NDArray[np.int64] = (
-        eye * (np.arange(table.ranks)[:, None] == _owner(table, plan, cuts))[:, None, :]
-    )
+    start: NDArray[np.int64] = eye * (np.arange(len(eye))[:, None] == _owner(table, plan, cuts))[:, None, :]
     return start
 
 
@@ -154,7 +153,7 @@ def _check_postcondition(
     wanted = (ranks == owner).astype(np.int64) if copied else np.ones((table.ranks, pieces), dtype=np.int64)
     everywhere = plan.collective in ("allreduce", "broadcast", "allgather")
     due = np.ones((table.ranks, pieces), dtype=np.bool_) if everywhere else ranks == owner
-    wrong = np.argwhere((held != wanted[None]) & due[:, None, :])
+    wrong = np.argwhere((held[: table.ranks] != wanted[None]) & due[:, None, :])
     if wrong.size:
         rank, contribution, piece = (int(x) for x in wrong[0])
         raise PlanError(

@@ -61,6 +61,9 @@ class TransferTable:
     offsets : (R + 1,) int64
     prerequisites : (P,) int64
         Row i may run after the rows ``prerequisites[offsets[i] : offsets[i + 1]]``, all of them before i.
+    helpers : int
+        Number of devices that are no ranks; in rows they follow the ranks. They begin with nothing, so the first row
+        that leads to one stores.
 
     Raises
     ------
@@ -97,6 +100,7 @@ class TransferTable:
     chunk: NDArray[np.int32]
     offsets: NDArray[np.int64]
     prerequisites: NDArray[np.int64]
+    helpers: int = 0
 
     def __post_init__(self) -> None:
         rows = len(self.source)
@@ -153,10 +157,10 @@ def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> 
 
 @lru_cache(maxsize=64)
 def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
-    written = np.zeros((table.ranks, len(table.bounds) - 1), dtype=np.bool_)
+    written = np.zeros((table.ranks + table.helpers, len(table.bounds) - 1), dtype=np.bool_)
     written[table.destination, table.shard] = True
     filled = np.diff(table.bounds) > 0
     return tuple(
         (int(rank), int(table.bounds[shard]), int(table.bounds[shard + 1]))
-        for rank, shard in np.argwhere(~written & filled)
+        for rank, shard in np.argwhere(~written[: table.ranks] & filled)
     )

@@ -242,8 +242,8 @@ def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
 
 
 def _provable(lengths: Lengths, fabric: Fabric) -> bool:
-    """False where a switch that copies or adds makes lengths prove nothing."""
-    if not fabric.in_network:
+    """False where a helper, or a switch that copies or adds, makes lengths prove nothing."""
+    if not fabric.in_network and not fabric.helpers:
         return True
     try:
         lengths.bound(fabric, "allreduce", None)

@@ -50,6 +50,7 @@ def tree_table(plan: Plan) -> str:
     listed = plan.shard_counts[:MOST_ROWS]
     apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts}) > 1
     alike = isinstance(plan.shards, ImageShards)
+    names = plan.vertices
     rows = []
     for number, (shard, count) in enumerate(listed):
         stage = _shown_stage(shard)
@@ -60,9 +61,9 @@ def tree_table(plan: Plan) -> str:
                 *((_channels(plan, shard),) if apart else ()),
                 str(shard.share),
                 f"{weight:.4g}",
-                plan.ranks[stage.root],
+                names[stage.root],
                 str(stage.height),
-                _edges(plan, stage),
+                _edges(names, stage),
             )
         )
     text = table(
@@ -83,11 +84,11 @@ def _channels(plan: Plan, shard: Shard) -> str:
     return "+".join(channel for channel in plan.channels if channel in crossed)
 
 
-def _edges(plan: Plan, stage: Stage) -> str:
+def _edges(names: Sequence[str], stage: Stage) -> str:
     arrow = "<" if stage.op == "reduce" else ">"
     edges = stage.top_down()
     shown = edges if len(edges) <= MOST_EDGES else edges[:FIRST_EDGES]
-    text = " ".join(f"{plan.ranks[edge.parent]}{arrow}{plan.ranks[edge.child]}" for edge in shown)
+    text = " ".join(f"{names[edge.parent]}{arrow}{names[edge.child]}" for edge in shown)
     return text if len(shown) == len(edges) else f"{text} … and {len(edges) - len(shown)} more"
 
 

@@ -62,7 +62,7 @@ class Generation:
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
-            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [self.gain])
+            self.program.add([[*[0] * self.rows, *packing.root_counts]], [self.gain])
             self.offset = 1
 
     @property
@@ -142,7 +142,7 @@ class Generation:
         if not self.packing.shared:
             forest = Fraction(min(cheapest))
         else:
-            counts = self.packing.orbits.rank_counts
+            counts = self.packing.root_counts
             forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
         return total / forest if forest else Fraction(total + 1) * 10**9
 

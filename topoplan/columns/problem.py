@@ -124,6 +124,11 @@ class Packing:
         return self.orbits.first_ranks if self.root is None else (self.root,)
 
     @cached_property
+    def root_counts(self) -> tuple[int, ...]:
+        """Number of ranks that each root whose trees are packed stands for."""
+        return self.orbits.rank_counts if self.root is None else (1,)
+
+    @cached_property
     def shared(self) -> bool:
         """True where every rank owns an equal part of the buffer."""
         return self.collective in ("allgather", "reduce_scatter")

@@ -28,6 +28,7 @@ def plan_dot(plan: Plan) -> Exported:
     edges = sum(len(stage.edges) for shard in plan.shards for stage in shard.stages)
     if edges > MOST_EDGES:
         raise UsageError(f"this plan has {edges} tree edges, and more than {MOST_EDGES} cannot be drawn")
+    names = plan.vertices
     lines = [f"digraph {_quoted(f'{plan.collective} on {plan.topology.name}')} {{", "  rankdir=TB;"]
     for number, shard in enumerate(plan.shards):
         for position, stage in enumerate(shard.stages):
@@ -36,8 +37,8 @@ def plan_dot(plan: Plan) -> Exported:
             members = {stage.root, *(end for edge in stage.edges for end in (edge.parent, edge.child))}
             for rank in sorted(members):
                 double = ", peripheries=2" if rank == stage.root else ""
-                name = _quoted(f"{number}.{position}.{plan.ranks[rank]}")
-                lines.append(f"    {name} [label={_quoted(plan.ranks[rank])}{double}];")
+                name = _quoted(f"{number}.{position}.{names[rank]}")
+                lines.append(f"    {name} [label={_quoted(names[rank])}{double}];")
             for edge in stage.top_down():
                 route = edge.route[::-1] if stage.op == "reduce" else edge.route
                 ends = [_quoted(f"{number}.{position}.{device}") for device in (route[0], route[-1])]

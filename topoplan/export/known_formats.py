@@ -149,6 +149,12 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
     for field in fields(choices):
         if getattr(choices, field.name) is not None and field.name not in found.choices:
             raise UsageError(f"--{field.name.replace('_', '-')} does not go with {to}; leave it out")
+    helped = next((one for one in plan.plans if one.helpers), None)
+    if helped is not None and to != "dot":
+        raise UsageError(
+            f"trees of this plan pass {helped.helpers[0]}, which is no rank, and {to} knows ranks alone; leave the "
+            "helpers out of the machine"
+        )
     chosen = plan.plans[0] if choices.size is None else plan.at(choices.size)
     if len(plan.ranges) > 1 and choices.size is None:
         if found.of_ranges is None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, TopologyError, UsageError
 from topoplan.topology import Link, Topology
 from topoplan.units import exact
 
@@ -129,10 +129,21 @@ class Fabric:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """Ranks first, then the forwarding devices on usable links, in the topology's order."""
+        """Ranks first, then helpers, then the forwarding devices on usable links, in the topology's order."""
         touched = {end for link in self.links for end in (link.src, link.dst)}
-        rest = (d.name for d in self.topology.devices if d.kind != "gpu" and d.name in touched)
-        return self.ranks + tuple(rest)
+        rest = (d for d in self.topology.devices if d.kind not in ("gpu", "helper") and d.name in touched)
+        return self.vertices + tuple(device.name for device in rest)
+
+    @cached_property
+    def helpers(self) -> tuple[str, ...]:
+        """Devices on usable links that add and copy but are no ranks."""
+        touched = {end for link in self.links for end in (link.src, link.dst)}
+        return tuple(d.name for d in self.topology.devices if d.kind == "helper" and d.name in touched)
+
+    @cached_property
+    def vertices(self) -> tuple[str, ...]:
+        """What trees join, as edges number it: the ranks, then the helpers."""
+        return self.ranks + self.helpers
 
     @cached_property
     def link_index(self) -> dict[tuple[str, str], int]:
@@ -321,7 +332,10 @@ def usable_fabric(
         The links asked for do not connect the ranks; the message and ``cut`` name the devices on one side.
     UsageError
         Unknown value of ``channels``.
+    TopologyError
+        A helper has no link in, or none out.
     """
+    _check_helpers(topology)
     if channels not in CHANNEL_CHOICES:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
     for choice in CHANNEL_CHOICES[channels]:
@@ -329,6 +343,18 @@ def usable_fabric(
         if not fabric.unreachable(collective, root):
             return fabric
     raise _no_path(topology, channels, collective, root)
+
+
+def _check_helpers(topology: Topology) -> None:
+    """A helper that nothing reaches, or that reaches nothing, is a mistake in the machine."""
+    for device in topology.devices:
+        if device.kind == "helper":
+            for end in ("dst", "src"):
+                if not any(getattr(link, end) == device.name for link in topology.links):
+                    raise TopologyError(
+                        f"helper {device.name} has no link {'in' if end == 'dst' else 'out'}; add one to the machine, "
+                        "or take the helper out of it"
+                    )
 
 
 def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:

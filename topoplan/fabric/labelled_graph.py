@@ -1,7 +1,8 @@
 """A fabric as labelled arrays, and its colour refinement: the ground on which symmetries are found and checked.
 
-Nodes are positions in `Fabric.nodes`, ranks first. A node's label says whether it is a rank and whether it copies or
-adds; a link's label stands for its bandwidth, channel and latency. Names, kinds, models and NUMA nodes are left out.
+Nodes are positions in `Fabric.nodes`, ranks first. A node's label says whether it is a rank or a helper and whether it
+copies or adds; a link's label stands for its bandwidth, channel and latency. Names, kinds, models and NUMA nodes are
+left out.
 
 Refinement (Weisfeiler and Leman 1968, directed) names every colour by its place among the sorted signatures, so that
 isomorphic colourings get equal names, and two nodes share a colour only if their signatures are equal: no hashing.
@@ -186,6 +187,7 @@ def wiring_of(fabric: Fabric) -> Wiring:
     position = {name: i for i, name in enumerate(fabric.nodes)}
     kinds = np.zeros(len(position), dtype=np.int64)
     kinds[: fabric.size] = 4
+    kinds[fabric.size : len(fabric.vertices)] = 8
     for device in fabric.topology.devices:
         if (device.multicast or device.reduce) and device.name in position:
             kinds[position[device.name]] += 2 * device.multicast + device.reduce

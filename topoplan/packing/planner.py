@@ -19,8 +19,10 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
+from topoplan.in_network import with_in_network
 from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.fewest_trees import fewest_peeled
+from topoplan.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
 from topoplan.packing.integer_minimisation import minimise_trees
 from topoplan.packing.mwu import pack_mwu
 from topoplan.packing.three_phase import THREE_PHASE, composed_optimum, plan_three_phase
@@ -58,6 +60,7 @@ def plan(
     threshold: float = 0.05,
     nbytes: int | None = None,
     time_limit: float | None = None,
+    in_network: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
@@ -88,6 +91,9 @@ def plan(
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
         for no limit. It is looked at between the rounds of the search, and the first round is always made.
+    in_network : str or None
+        Which switches copy and add: ``none``, ``nvswitch``, ``switch`` or ``all`` (see
+        `topoplan.in_network.with_in_network`); None for what the machine says of them.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 
@@ -98,7 +104,8 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none.
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none;
+        switches that are to copy and add and are not there.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -113,8 +120,12 @@ def plan(
     >>> best = topoplan.plan(dgx, "allreduce", gpus=[1, 4, 5, 7])
     >>> best.rate, best.gap, best.trees, best.height
     (50.0, 0.0, 2, 2)
+    >>> topoplan.plan("dgx-h100", in_network="nvswitch").rate
+    450.0
     """
     started = time.perf_counter()
+    if in_network is not None:
+        topology = with_in_network(topology, in_network)
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     collective = asked.collective
     _check_choice("method", method, METHODS)
@@ -145,7 +156,7 @@ def plan(
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
-        if fabric.in_network:
+        if fabric.in_network or fabric.helpers:
             made = _certified_in_network(made, fabric)
     elif method == THREE_PHASE:
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
@@ -174,6 +185,8 @@ def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
     if certified.gap == 0:
         return certified
     note = "these trees were packed for switches that only forward; --method exact uses that they copy or add"
+    if fabric.helpers:
+        note = "these trees join ranks alone; --method exact lets them pass helpers"
     return replace(certified, notes=(*made.notes, note))
 
 
@@ -185,6 +198,9 @@ def _plan_exact(
     deadline: Deadline,
     progress: Callable[[str], None] | None,
 ) -> Plan:
+    inner = has_inner_vertices(fabric)
+    if inner and fabric.helpers:
+        return plan_over_inner_vertices(fabric, collective, root=root, deadline=deadline, progress=progress)
     packing = Packing(fabric, collective, root)
     one_hop: Plan | None = None
     if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
@@ -207,6 +223,10 @@ def _plan_exact(
         method="exact",
         notes=packed.notes,
     )
+    if inner and made.gap > 0 and not deadline.cut:
+        made = plan_over_inner_vertices(
+            fabric, collective, root=root, known=made, deadline=deadline, progress=progress
+        )
     if order == "trees" and LARGEST < fabric.size <= MOST_PEELED and made.gap == 0:
         bound = made.certificate.bound(fabric, collective, root) * packing.scale
         peeled = fewest_peeled(packing, bound, fewer_than=made.trees)

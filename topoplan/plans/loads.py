@@ -32,12 +32,12 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
         The route does not join the edge's ranks, or there is no such link on the edge's channel.
     """
     if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
-        fabric.ranks[edge.parent],
-        fabric.ranks[edge.child],
+        fabric.vertices[edge.parent],
+        fabric.vertices[edge.child],
     ):
         raise PlanError(
-            f"the route {'-'.join(edge.route)} does not lead from {fabric.ranks[edge.parent]} "
-            f"to {fabric.ranks[edge.child]}",
+            f"the route {'-'.join(edge.route)} does not lead from {fabric.vertices[edge.parent]} "
+            f"to {fabric.vertices[edge.child]}",
             rank=edge.child,
         )
     if edge.channel not in fabric.channels:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.formats.topology_json import topology_from_object
-from topoplan.plans.certificates import Certificate, certificate_from_object
+from topoplan.plans.certificates import Certificate, Steiner, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
     compact,
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import networkx
 
 FORMAT = "topoplan.plan/1"
+LATER_FORMAT = "topoplan.plan/2"
+"""What a plan says that readers of `FORMAT` cannot read: its trees join helpers, or its bound lets them."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
@@ -224,6 +226,28 @@ class Plan(Plans):
         return any(stage.entries is not None for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
+    def vertices(self) -> tuple[str, ...]:
+        """Devices that tree edges and roots name by their numbers: the ranks, then the machine's helpers."""
+        return Fabric(self.topology, self.channels).vertices
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """Devices that are no ranks and add or copy in the plan's trees."""
+        size, names = len(self.ranks), self.vertices
+        used = {
+            end
+            for shard, _ in self.shard_counts
+            for stage in shard.stages
+            for end in (stage.root, *(edge.child for edge in stage.edges))
+            if size <= end < len(names)
+        }
+        return tuple(names[end] for end in sorted(used))
+
+    @property
+    def _is_later(self) -> bool:
+        return isinstance(self.certificate, Steiner) or bool(self.helpers)
+
+    @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
         """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
         return shard_counts(self.shards)
@@ -234,7 +258,7 @@ class Plan(Plans):
         return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
-        """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
+        """The plan file, format ``topoplan.plan/1`` or ``/2``; the same bytes for the same plan, always."""
         return plan_text(self.to_object()) + "\n"
 
     @staticmethod
@@ -252,7 +276,7 @@ class Plan(Plans):
         """The plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": FORMAT,
+            "format": LATER_FORMAT if self._is_later else FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -281,7 +305,8 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        check_format(value, FORMAT)
+        if value.get("format") != LATER_FORMAT:
+            check_format(value, FORMAT)
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")
@@ -343,7 +368,7 @@ class Plan(Plans):
                     shard=number,
                     stage=position,
                     op=stage.op,
-                    root=self.ranks[stage.root],
+                    root=self.vertices[stage.root],
                     share=shard.share,
                     entries=stage.entries,
                 )

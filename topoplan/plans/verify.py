@@ -86,8 +86,8 @@ def verify(plan: Plan) -> Verification:
         _check_symmetries(plan, plan.shards, fabric)
     _check_shares(plan)
     for number, (shard, _) in enumerate(plan.shard_counts):
-        _check_trees(shard, number, fabric.size)
-        _check_postcondition(plan, shard, number)
+        _check_trees(shard, number, len(fabric.vertices))
+        _check_postcondition(plan, shard, number, len(fabric.vertices))
     _check_channels(plan, fabric)
     _check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
@@ -250,13 +250,18 @@ def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArra
 
     Parameters
     ----------
-    start : (N, N) int64
-        ``start[r, s]`` is how often rank r holds the contribution of rank s at first.
+    start : (V, N) int64
+        ``start[r, s]`` is how often vertex r, a rank or a helper, holds the contribution of rank s at first.
 
     Returns
     -------
-    (N, N) int64
+    (V, N) int64
         Counts above `MANY` are `MANY`.
+
+    Raises
+    ------
+    PlanError
+        A helper sends before it has anything to send.
     """
     held = start.copy()
     chosen: NDArray[np.int64] | None = None
@@ -270,17 +275,24 @@ def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArra
         chosen = None
         if stage.op == "broadcast":
             for edge in edges:
+                _check_sender(held, edge.parent)
                 held[edge.child] = held[edge.parent]
         else:
             for edge in reversed(edges):
+                _check_sender(held, edge.child)
                 held[edge.parent] = np.minimum(held[edge.parent] + held[edge.child], MANY)
     return held
 
 
-def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
+def _check_sender(held: NDArray[np.int64], vertex: int) -> None:
+    if vertex >= held.shape[1] and not held[vertex].any():
+        raise PlanError("is a helper and sends before it holds anything", rank=vertex)
+
+
+def _check_postcondition(plan: Plan, shard: Shard, number: int, vertices: int) -> None:
     size = len(plan.ranks)
     last = len(shard.stages) - 1
-    start = np.eye(size, dtype=np.int64)
+    start = np.eye(vertices, size, dtype=np.int64)
     wanted = np.ones(size, dtype=np.int64)
     destinations = list(range(size))
     if plan.collective in ("broadcast", "allgather"):
@@ -289,7 +301,10 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
     elif plan.collective in ("reduce", "reduce_scatter"):
         owner = plan.root if plan.collective == "reduce" else _owner(plan, shard, number)
         destinations = [_integer(owner)]
-    held = contributions(shard.stages, start)
+    try:
+        held = contributions(shard.stages, start)
+    except PlanError as error:
+        raise error.within(number, last) from None
     for rank in destinations:
         wrong = np.flatnonzero(held[rank] != wanted)
         if wrong.size:

@@ -105,5 +105,6 @@ FILLS: Mapping[str, tuple[str, str]] = {
     "cpu": ("#595959", "#FFFFFF"),
     "nic": (YELLOW, BLACK),
     "switch": (BLACK, "#FFFFFF"),
+    "helper": (GREEN, "#FFFFFF"),
 }
 """Fill and text colour of every kind of device."""

@@ -15,7 +15,7 @@ from topoplan.plot.panels import Panel, Point, box_width, full_width, tiled
 from topoplan.plot.wires import Wire
 from topoplan.topology import Device, Topology
 
-_RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5}
+_RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5, "helper": 3}
 _BESIDE = 12
 _SIDE = 0.1
 _RAIL = 0.16

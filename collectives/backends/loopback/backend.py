@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.backend import Call
-from collectives.backends.loopback.pieces import Piece, PieceRunner, cut, shard_programs
+from collectives.backends.loopback.pieces import Piece, PieceRunner, cut, shard_programs, with_helpers
 from collectives.backends.loopback.workers import MOST_THREADS, Workers, usable_cores
 from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.signature import Signature
@@ -69,17 +69,18 @@ class Loopback:
         """See `Backend.run`."""
         programs = shard_programs(call.table)
         operator = np.add if call.op is None else reduction(call.op, call.memory[0].result.dtype)
+        memory = with_helpers(call)
         pieces = cut(programs, chunk_elements=call.table.chunk_elements, itemsize=call.itemsize)
         moved = call.itemsize * sum((one.stop - one.start) * len(one.steps) for one in programs)
         threads = min(self._workers.threads, 1 + moved // BYTES_PER_THREAD)
         if threads == 1:
-            self._runners[0].run(pieces, call.memory, operator)
+            self._runners[0].run(pieces, memory, operator)
             return
         length = -(-len(pieces) // (threads * TASKS_PER_THREAD))
         tasks = [pieces[first : first + length] for first in range(0, len(pieces), length)]
 
         def work(worker: int, task: Sequence[Piece]) -> None:
-            self._runners[worker].run(task, call.memory, operator)
+            self._runners[worker].run(task, memory, operator)
 
         self._workers.share(tasks, work, threads=threads)
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from collectives.arrays.numpy_arrays import NumpyArrays
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.pacing import Clock, LinkPlayer, WallClock
+from collectives.backends.loopback.pieces import with_helpers
 from collectives.backends.loopback.wires import wires_of
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.edge_streams import Stream, streams
@@ -98,7 +99,7 @@ class PacedLoopback:
         table = recut(key, call.table, itemsize=call.itemsize, scale=self.scale)
         wires = wires_of(key, table)
         operator = np.add if call.op is None else reduction(call.op, call.memory[0].result.dtype)
-        mover = ChunkMover(wires.parts, call.memory, operator, chunk_elements=table.chunk_elements)
+        mover = ChunkMover(wires.parts, with_helpers(call), operator, chunk_elements=table.chunk_elements)
         windows = [AHEAD + part.window if mover.passing(part) else None for part in wires.parts]
         paces = wires.paces(call.itemsize, self.scale, windows)
         player = LinkPlayer(

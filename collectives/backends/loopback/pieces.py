@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import RankArrays
+from collectives.backends.backend import Call, RankArrays
 from collectives.lowering.edge_streams import streams
 from collectives.lowering.transfer_table import TransferTable
 
@@ -87,6 +87,19 @@ def shard_programs(table: TransferTable) -> tuple[ShardProgram, ...]:
         ends[stream.shard] = (stream.start, stream.stop)
     return tuple(
         ShardProgram(shard, *ends[shard], tuple(slots[shard]), tuple(steps[shard])) for shard in sorted(steps)
+    )
+
+
+def with_helpers(call: Call[NDArray[Any]]) -> Memory:
+    """The memory of a call, and for every helper of its table one that neither gives nor gets: it works in scratch."""
+    size = call.table.ranks
+    nothing = call.memory[0].source[:0]
+    return (
+        *call.memory,
+        *(
+            RankArrays(vertex, (0, 0), nothing, (0, 0), nothing)
+            for vertex in range(size, size + call.table.helpers)
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from topoplan.plans.certificates.certificate import (
 )
 from topoplan.plans.certificates.one_fabric import Cut, Lengths, Partition, Trivial
 from topoplan.plans.certificates.sparse import BetweenServers, Entries, InsideServer, Sparse
+from topoplan.plans.certificates.steiner import Steiner
 
 __all__ = [
     "BetweenServers",
@@ -21,6 +22,7 @@ __all__ = [
     "OneFabric",
     "Partition",
     "Sparse",
+    "Steiner",
     "Trivial",
     "certificate_from_object",
     "explain_certificate",

@@ -55,13 +55,7 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     >>> forest_length(fabric, [int(link.dst == "nvswitch0") for link in fabric.links], "allreduce", None)
     Fraction(30, 1)
     """
-    part = zero_parts(fabric, length)
-    arcs: Arcs = {}
-    for (src, dst), y in zip(fabric.ends, length, strict=True):
-        a, b = part[src], part[dst]
-        if a != b:
-            known = arcs.setdefault(a, {})
-            known[b] = min(y, known.get(b, y))
+    part, arcs = parted(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
     place = {vertex: number for number, vertex in enumerate(where)}
     counts = [0] * len(where)
@@ -71,7 +65,7 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
         return Fraction(0)
     if len(where) > MOST_VERTICES:
         return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
-    table = [_distances(arcs, start, where) for start in where]
+    table = [distances(arcs, start, where) for start in where]
     # A broadcast or reduce may do without a way between two ranks: such an arc is dearer than any tree.
     dear = (sum(length) + 1) * len(where)
     for start, row in zip(where, table, strict=True):
@@ -85,6 +79,18 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     if found >= dear:
         raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
     return found
+
+
+def parted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
+    """The vertex of every node, one for all at distance zero from each other, and the lengths of arcs between them."""
+    part = zero_parts(fabric, length)
+    arcs: Arcs = {}
+    for (src, dst), y in zip(fabric.ends, length, strict=True):
+        a, b = part[src], part[dst]
+        if a != b:
+            known = arcs.setdefault(a, {})
+            known[b] = min(y, known.get(b, y))
+    return part, arcs
 
 
 def _forest_at_least(
@@ -129,7 +135,7 @@ def _nearest(arcs: Arcs, where: Sequence[int]) -> list[int]:
     return near
 
 
-def _distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
+def distances(arcs: Arcs, start: int, ends: Sequence[int]) -> list[int]:
     """Distance from one vertex to some, -1 where there is no way."""
     best = {start: 0}
     heap = [(0, start)]
@@ -205,21 +211,21 @@ def cheapest_forest(
     down = _table(distance)
     up: Table = down.T.copy()
     if collective == "broadcast":
-        return Fraction(_arborescence(down, known_root(root)))
+        return Fraction(arborescence_of(down, known_root(root)))
     if collective == "reduce":
-        return Fraction(_arborescence(up, known_root(root)))
+        return Fraction(arborescence_of(up, known_root(root)))
     if collective in ("allgather", "reduce_scatter"):
         weights = [1] * size if counts is None else list(counts)
         table = down if collective == "allgather" else up
         return Fraction(
-            sum(_arborescence(table, rank) * weight for rank, weight in enumerate(weights)), sum(weights)
+            sum(arborescence_of(table, rank) * weight for rank, weight in enumerate(weights)), sum(weights)
         )
     least: int | None = None
     lowest = [_at_least(down, rank) + _at_least(up, rank) for rank in range(size)]
     for rank in sorted(range(size), key=lambda rank: (lowest[rank], rank)):
         if least is not None and lowest[rank] >= least:
             break
-        both = _arborescence(down, rank) + _arborescence(up, rank)
+        both = arborescence_of(down, rank) + arborescence_of(up, rank)
         least = both if least is None else min(least, both)
     assert least is not None, "there is a rank"
     return Fraction(least)
@@ -238,7 +244,7 @@ def arborescence_length(distance: Sequence[Sequence[int]], root: int) -> int:
     >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
     6
     """
-    return _arborescence(_table(distance), root)
+    return arborescence_of(_table(distance), root)
 
 
 def _table(distance: Sequence[Sequence[int]]) -> Table:
@@ -258,7 +264,7 @@ def _at_least(distance: Table, root: int) -> int:
     return int(cheapest.sum() - cheapest[root])
 
 
-def _arborescence(distance: Table, root: int) -> int:
+def arborescence_of(distance: Table, root: int) -> int:
     """Chu-Liu and Edmonds in rows of an array: each vertex takes its cheapest arc, cycles become one vertex."""
     size = len(distance)
     if size == 1:

@@ -185,14 +185,12 @@ class Lengths(OneFabric):
     lengths: tuple[tuple[str, str, Fraction], ...]
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        for src, dst, value in self.lengths:
-            if (src, dst) not in fabric.link_index:
-                raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
-            if value < 0:
-                raise PlanError(
-                    f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
-                )
-        length = self.link_lengths(fabric, collective)
+        length = self.checked_lengths(fabric, collective)
+        if fabric.helpers:
+            raise PlanError(
+                f"trees may pass helper {fabric.helpers[0]}, which these lengths do not count: they prove nothing "
+                "there; a cut or the kind steiner does"
+            )
         scale = lcm(*(value.denominator for value in length))
         whole = [int(value * scale) for value in length]
         _check_switches(fabric, whole, collective)
@@ -201,6 +199,17 @@ class Lengths(OneFabric):
             raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
         total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
         return total / cheapest
+
+    def checked_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
+        """`link_lengths`, where all are of usable links and none is below zero; else PlanError."""
+        for src, dst, value in self.lengths:
+            if (src, dst) not in fabric.link_index:
+                raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
+            if value < 0:
+                raise PlanError(
+                    f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
+                )
+        return self.link_lengths(fabric, collective)
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
         """The listed lengths, and 0 for the other links."""

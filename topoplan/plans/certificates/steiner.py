@@ -1,0 +1,134 @@
+"""Lengths where trees may pass devices that are no ranks: helpers that add and copy, switches that copy or add.
+
+`Steiner`: any y, as in `topoplan.plans.certificates.one_fabric.Lengths`. L is the length of the lightest forest of the
+collective whose trees span the ranks and may have inner vertices besides: helpers in every tree, and as roots of an
+allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. Where data may be coded
+instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
+
+For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020). With
+y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all, a star
+around a worker is 4 (n - 1) long up and down, one around a helper 2 (n + n (n - 2) / n), which is as long, and no tree
+is shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+from typing import ClassVar
+
+import numpy as np
+
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificates.certificate import registered
+from topoplan.plans.certificates.forest_length import Table, arborescence_of, distances, known_root, parted
+from topoplan.plans.certificates.one_fabric import Lengths
+from topoplan.trees.steiner import inner_sets, like_vertices, set_count
+
+MOST_COMPARED = 4096
+"""Sets of inner vertices that are compared for one root; where there are more the certificate proves nothing."""
+
+
+@registered
+@dataclass(frozen=True, slots=True)
+class Steiner(Lengths):
+    """Lengths of the links, under which a lightest tree may pass helpers and switches."""
+
+    kind: ClassVar[str] = "steiner"
+
+    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        length = self.checked_lengths(fabric, collective)
+        scale = lcm(*(value.denominator for value in length))
+        whole = [int(value * scale) for value in length]
+        lightest = lightest_forest(fabric, whole, collective, root)
+        if lightest == 0:
+            raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
+        return sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0)) / lightest
+
+
+def inner_devices(fabric: Fabric, op: str) -> tuple[str, ...]:
+    """Devices that are no ranks and may be inner vertices of a tree of this kind, reduce or broadcast."""
+    merging = fabric.adding if op == "reduce" else fabric.copying
+    return (
+        *fabric.helpers,
+        *(name for name in fabric.nodes if name in merging and name not in fabric.helpers),
+    )
+
+
+def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root: int | None) -> Fraction:
+    """Length of the lightest forest of a collective whose trees may pass inner vertices.
+
+    Parameters
+    ----------
+    length : sequence of int, one per link
+        Zero or more.
+
+    Raises
+    ------
+    PlanError
+        A tree cannot span all ranks, or there are too many sets of inner vertices to compare.
+    """
+    part, arcs = parted(fabric, length)
+    where = sorted({part[rank] for rank in range(fabric.size)})
+    position = {name: node for node, name in enumerate(fabric.nodes)}
+
+    def beside(names: Iterable[str]) -> set[int]:
+        return {part[position[name]] for name in names} - set(where)
+
+    inner = {op: beside(inner_devices(fabric, op)) for op in ("reduce", "broadcast")}
+    vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]
+    place = {vertex: number for number, vertex in enumerate(vertices)}
+    dear = (sum(length) + 1) * len(vertices)
+    table = np.array(
+        [[dear if reach < 0 else reach for reach in distances(arcs, start, vertices)] for start in vertices],
+        dtype=np.int64 if dear * (len(vertices) + 1) < 1 << 61 else object,
+    )
+    terminals = list(range(len(where)))
+    trees = {
+        "broadcast": _Lightest(table, terminals, sorted(place[v] for v in inner["broadcast"])),
+        "reduce": _Lightest(table.T.copy(), terminals, sorted(place[v] for v in inner["reduce"])),
+    }
+    if collective in ("broadcast", "reduce"):
+        found = Fraction(trees[collective].length(place[part[known_root(root)]]))
+    elif collective in ("allgather", "reduce_scatter"):
+        one = trees["broadcast" if collective == "allgather" else "reduce"]
+        total = 0
+        for members in like_vertices(table, terminals):
+            ranks = sum(place[part[rank]] in members for rank in range(fabric.size))
+            total += ranks * one.length(members[0])
+        found = Fraction(total, fabric.size)
+    else:
+        roots = like_vertices(table, terminals) + like_vertices(
+            table, sorted(place[v] for v in beside(fabric.helpers))
+        )
+        found = Fraction(
+            min(trees["reduce"].length(alike[0]) + trees["broadcast"].length(alike[0]) for alike in roots)
+        )
+    if found >= dear:
+        raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
+    return found
+
+
+@dataclass(frozen=True)
+class _Lightest:
+    """Lightest arborescences over the terminals that may pass inner vertices, in one table of distances."""
+
+    table: Table
+    terminals: Sequence[int]
+    inner: Sequence[int]
+
+    def length(self, root: int) -> int:
+        classes = like_vertices(self.table, [vertex for vertex in self.inner if vertex != root])
+        if set_count(classes) > MOST_COMPARED:
+            raise PlanError(
+                f"{set_count(classes)} sets of helpers and switches are too many to compare: "
+                "the certificate's lengths prove nothing there; a cut does"
+            )
+        lengths = []
+        for chosen in inner_sets(classes):
+            kept = sorted({root, *self.terminals, *chosen})
+            lengths.append(arborescence_of(self.table[np.ix_(kept, kept)], kept.index(root)))
+        return min(lengths)
