@@ -138,10 +138,15 @@ class CupyArrays:
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
         with self._cupy.cuda.Device(self.device):
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.get_current_stream())
-        self._called.append(event)
+            self.behind(self._cupy.cuda.get_current_stream())
         return found
+
+    def behind(self, stream: Any) -> None:
+        """Let what is next done in `here` wait for what a stream of this GPU was told to do."""
+        with self._cupy.cuda.Device(self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        self._called.append(event)
 
     def shape(self, array: Any) -> tuple[int, ...]:
         """See `ArrayLibrary.shape`."""

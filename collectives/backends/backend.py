@@ -216,6 +216,19 @@ class GivesMemory(Protocol):
         """Whether results may be written to this contiguous array at once, also where that is not so of all arrays."""
 
 
+@runtime_checkable
+class HasEngines(Protocol):
+    """A back end that moves data in one of several ways.
+
+    Attributes
+    ----------
+    about_engine : str
+        Which one it is, and why no better one; empty where it has no choice. The same on all ranks.
+    """
+
+    about_engine: str
+
+
 class OneRank:
     """What back ends of one rank that have a `World` tell the other ranks through it, between collectives.
 

@@ -63,8 +63,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--engine",
         choices=("auto", "windows", "messages"),
         default="auto",
-        help="of nccl: windows, one kernel for each collective that writes to the other GPUs' memory; messages, NCCL's "
-        "sends and receives (default: windows where all ranks have them)",
+        help="of nccl, and of torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
+        "memory; messages, NCCL's sends and receives (default: windows where all ranks have them)",
+    )
+    parser.add_argument(
+        "--inexact",
+        action="store_true",
+        help="of windows: let a switch that can add do so, in an order of its own",
     )
     parser.add_argument(
         "--np",
@@ -147,7 +152,9 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
     from collectives.benchmark import measure, predicted
 
     pace = _pace(options)
-    backend = open_backend(options.backend, plan, Settings(options.timeout, pace, options.engine))
+    backend = open_backend(
+        options.backend, plan, Settings(options.timeout, pace, options.engine, not options.inexact)
+    )
     chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
     notes = plan_notes(plan)
     rows: list[Row] = []
@@ -175,7 +182,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         if options.trace:
             _write_trace(options, communicator)
     if 0 in backend.ranks:
-        _report(options, plan, rows, notes)
+        _report(options, plan, rows, notes, communicator.engine)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -215,7 +222,7 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
         return None
 
 
-def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str]) -> None:
+def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str], engine: str) -> None:
     from collectives.benchmark import REPEATS
 
     if options.json:
@@ -225,6 +232,7 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
                 "machine": plan.topology.name,
                 "ranks": list(plan.ranks),
                 "backend": options.backend,
+                **({"engine": engine} if engine else {}),
                 "rows": [row.to_object() for row in rows],
                 "notes": notes,
             }
@@ -233,7 +241,8 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
     ranks = counted(len(plan.ranks), "rank")
     for schedule in dict.fromkeys(row.schedule for row in rows):
         what = "" if schedule == "plan" else f", {schedule}"
-        print(f"# {plan.collective} of {ranks}, {options.backend}{what}, median of {REPEATS}")
+        how = f" ({engine})" if engine else ""
+        print(f"# {plan.collective} of {ranks}, {options.backend}{how}{what}, median of {REPEATS}")
         print(_format_table([row for row in rows if row.schedule == schedule]))
     print_notes(*notes)
     if options.trace:

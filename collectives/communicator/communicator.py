@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, Step, Traces
+from collectives.backends.backend import Backend, GivesMemory, HasEngines, Step, Traces
 from collectives.backends.open_backend import Settings, open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
@@ -89,6 +89,8 @@ class Communicator:
         Name of the back end.
     ranks : tuple of int
         The ranks whose arrays this process holds.
+    engine : str
+        How the back end moves data, and why no better way; empty where it has no choice.
     one_rank : bool
         Whether methods take one array, not a list.
     arrays : ArrayLibrary
@@ -162,6 +164,7 @@ class Communicator:
                 opened.close()
             raise
         self.backend = opened.name
+        self.engine = opened.about_engine if isinstance(opened, HasEngines) else ""
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays

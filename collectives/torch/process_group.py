@@ -3,7 +3,8 @@
 allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
 to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
 variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A file that is no
-plan of this job is a `UsageError` of that collective, on all ranks.
+plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves tensors between
+GPUs: auto, windows or messages, as for `Communicator`.
 
 Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
 both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
@@ -15,6 +16,7 @@ used.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -46,6 +48,8 @@ OPERATIONS = (
     (dist.ReduceOp.PRODUCT, "prod"),
 )
 """What plans reduce by."""
+
+ENGINE = "TOPOPLAN_ENGINE"
 
 DELEGATED = (
     "_end_coalescing",
@@ -268,7 +272,8 @@ class PlannedGroup(dist.ProcessGroup):
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
                 with ExitStack() as on_error:
-                    backend = backend_of(self, gather, timeout=self._timeout)
+                    engine = os.environ.get(ENGINE) or "auto"
+                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
                     self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
                     on_error.pop_all()

@@ -63,8 +63,8 @@ NOT_READY = 600
 TOLD_SECONDS = 1.0
 """Time for a rank that gave up to tell why."""
 
-CAPTURES, NOT_READY_TO_CAPTURE = -1, -2
-"""What ranks offer that capture a collective in a graph."""
+CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
+"""What ranks offer that capture a collective in a graph, or have their arrays on the host."""
 
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
@@ -260,18 +260,28 @@ class NcclBackend(OneRank):
         with self._telling():
             self._agree(signature, 0)
 
+    def agree_on_host(self, signature: Signature) -> None:
+        """Compare with all ranks a collective that something else carries, since its arrays are on the host."""
+        with self._telling():
+            self._agree(signature, ON_HOST)
+
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """See `GivesMemory.empty`: of the region, where there is one."""
-        nbytes = math.prod(shape) * self.arrays.itemsize(like)
-        memory = None if self._engine is None else self._engine.region.array(nbytes)
+        memory = self.memory(math.prod(shape) * self.arrays.itemsize(like))
         return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
+
+    def memory(self, nbytes: int) -> Any | None:
+        """A CuPy array of bytes in the region, contents undefined; None where it has no more room."""
+        return None if self._engine is None else self._engine.region.array(nbytes)
 
     def writes(self, array: Any) -> bool:
         """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
-        if self._engine is None:
-            return False
-        inside = self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
-        return inside or _captures(self._users_stream())
+        inside = self.holds(array.data.ptr, array.nbytes)
+        return inside or (self._engine is not None and _captures(self._users_stream()))
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether memory is of `memory`, where results may be written at once."""
+        return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -297,8 +307,6 @@ class NcclBackend(OneRank):
             direct = engine.place(call, direct=True) if place and whole else None
             self._check_engine(engine)
             offers = self._agree(call.signature, place)
-            if min(offers) < 0:
-                raise UsageError(CAPTURED_ALONE)
             if direct is not None and min(offers) == max(offers):
                 placed = direct
             if len(call.table):
@@ -326,8 +334,6 @@ class NcclBackend(OneRank):
         placed = engine.kept(call)
         self._check_engine(engine)
         offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
-        if max(offers) >= 0:
-            raise UsageError(CAPTURED_ALONE)
         averaged = call.op == "avg" and call.dtype not in AVERAGED
         if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
@@ -368,7 +374,7 @@ class NcclBackend(OneRank):
             )
             if isinstance(found, str):
                 if wanted == "windows":
-                    raise UsageError(f'the windows engine cannot be had: {found}; use engine="messages"')
+                    raise no_windows(found)
                 return f"messages: {found}"
             most = min(BLOCKS, processors // found.sharing)
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
@@ -511,6 +517,14 @@ class NcclBackend(OneRank):
                     rank=self.rank,
                     peer=peer,
                 )
+            if (ON_HOST in (offer, offers[-1])) and offer != offers[-1]:
+                raise BackendError(
+                    "one of the two has its arrays on the host and the other on a GPU; move them to the same kind",
+                    rank=self.rank,
+                    peer=peer,
+                )
+        if min(offers) < 0 <= max(offers):
+            raise UsageError(CAPTURED_ALONE)
         return offers
 
     def _about(self, offer: int) -> str:
@@ -582,6 +596,13 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def no_windows(why: str) -> UsageError:
+    """What is raised where windows are demanded and cannot be had; the bare reason is its cause."""
+    error = UsageError(f'the windows engine cannot be had: {why}; use engine="messages"')
+    error.__cause__ = UsageError(why)
+    return error
 
 
 def _addresses(call: Call[Any]) -> tuple[int, int]:
