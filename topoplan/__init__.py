@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     )
     from topoplan.formats.load import load
     from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
+    from topoplan.packing.mesh import plan_mesh
     from topoplan.packing.planner import plan
+    from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan
     from topoplan.plans.size_plans import SizePlans, load_plan
     from topoplan.plans.verify import verify
@@ -47,6 +49,7 @@ _HOME = {
     "Device": "topoplan.topology",
     "InfeasibleError": "topoplan.errors",
     "Link": "topoplan.topology",
+    "MeshPlans": "topoplan.plans.mesh_plans",
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
@@ -60,6 +63,7 @@ _HOME = {
     "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
+    "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
@@ -67,6 +71,7 @@ _HOME = {
     "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
+    "plan_mesh": "topoplan.packing.mesh",
     "probe": "topoplan.probing.probe",
     "ring": "topoplan.schedules.rings.ring",
     "simulate": "topoplan.simulation.model",
@@ -84,6 +89,7 @@ __all__ = [
     "Device",
     "InfeasibleError",
     "Link",
+    "MeshPlans",
     "Plan",
     "PlanError",
     "ProbeError",
@@ -97,6 +103,7 @@ __all__ = [
     "cluster",
     "double_binary_tree",
     "load",
+    "load_mesh",
     "load_plan",
     "lowest_tree",
     "nvswitch_cluster",
@@ -104,6 +111,7 @@ __all__ = [
     "overlay",
     "plan",
     "plan_by_size",
+    "plan_mesh",
     "probe",
     "ring",
     "simulate",

@@ -6,7 +6,7 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -214,6 +214,30 @@ class GivesMemory(Protocol):
 
     def writes(self, array: Any) -> bool:
         """Whether results may be written to this contiguous array at once, also where that is not so of all arrays."""
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A back end that can be made for the groups of its ranks, too."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """New back ends, one for each group that has ranks of this process; all ranks must call it at once.
+
+        Parameters
+        ----------
+        groups : sequence of sequence of int
+            Ranks; every rank is in one of them. Rank i of a new back end is the i-th of its group.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As where such a back end is made.
+        """
+
+
+def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
+    """The group that a rank is in."""
+    return next(group for group in groups if rank in group)
 
 
 @runtime_checkable

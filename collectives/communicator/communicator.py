@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, HasEngines, Step, Traces
+from collectives.backends.backend import Backend, GivesMemory, HasEngines, Splits, Step, Traces
 from collectives.backends.open_backend import Settings, open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
@@ -28,6 +28,7 @@ from topoplan.plans.plan import Plan, Plans
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+    from topoplan.plans.mesh_plans import MeshPlans
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
@@ -542,6 +543,49 @@ class Communicator:
                     if one[name] is not None:
                         self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state))
+
+    def split(self, mesh: MeshPlans, axis: str) -> Any:
+        """The communicator of this rank's group along an axis of a mesh, with its plan; all ranks must call it at once.
+
+        It is independent of this one: collectives of both may run at the same time, and each is closed by itself.
+
+        Parameters
+        ----------
+        mesh : MeshPlans
+            For as many ranks as there are (`topoplan.plan_mesh`, `topoplan.load_mesh`).
+        axis : str
+
+        Returns
+        -------
+        Communicator
+            Where a process holds all ranks, a list with that of each group, in the order of the mesh.
+
+        Raises
+        ------
+        UsageError
+            The mesh has other ranks or no such axis, the ranks have different ones, or the back end cannot be split.
+        BackendError
+            Another rank failed, or does not call it.
+        """
+        backend = self._open().backend
+        wanted = [group for group in mesh.groups if group.axis == axis]
+        if len(mesh.ranks) != self.size or not wanted:
+            raise UsageError(
+                f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
+                f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
+            )
+        if not isinstance(backend, Splits):
+            raise UsageError(
+                f"the {backend.name} back end cannot be split; make a communicator over the members of each group"
+            )
+        if self.one_rank:
+            said = self.gather_texts(f"{axis} {mesh.digest}")
+            if len(set(said)) > 1:
+                raise UsageError("the ranks split by different meshes or axes; give all of them the same")
+        made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
+        mine = [group for group in wanted if set(group.members) & set(self.ranks)]
+        found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
+        return found[0] if self.one_rank else found
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from topoplan.bounds.upper_bound import bound
-from topoplan.cli import arguments, plan_sizes
+from topoplan.cli import arguments, plan_mesh, plan_sizes
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.entry_points import Explanation, explanations
@@ -94,6 +94,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="write the plan file; - prints it in place of the summary",
     )
     plan_sizes.add_options(parser)
+    plan_mesh.add_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -120,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     plan_sizes.check_options(options)
+    plan_mesh.check_options(options)
     sparse = asked_for(options)
     if options.schedule != TREES:
         _check_schedule(options)
@@ -131,6 +133,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_bound(options)
     if options.sizes is not None:
         return plan_sizes.run(options)
+    if options.mesh is not None:
+        return plan_mesh.run(options)
     with progress_line("planning") as progress:
         made = plan_sparse(options) if sparse else _plan(options, progress)
     explained = explanations(made) if options.explain else {}

@@ -16,6 +16,7 @@ from topoplan.interpreters.traffic import Loads, machine_loads
 from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
+from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.verify import Verification, verify_all
 
@@ -43,24 +44,15 @@ def run(options: argparse.Namespace) -> int:
     given = first_given(options, {"machine": None, "gpus": None})
     if given:
         raise UsageError(f"{given} goes with an engine's file; a plan names its machine itself")
+    if is_mesh(text):
+        return _run_mesh(options, text)
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
     except PlanError as error:
-        if options.json:
-            print_json(
-                {
-                    "valid": False,
-                    "error": error.fault,
-                    "shard": error.shard,
-                    "stage": error.stage,
-                    "rank": error.rank,
-                }
-            )
-        print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
-        return 1
+        return _refused(error, as_json=options.json)
     if not isinstance(plans, Plan):
         _report_ranges(plans, reports, as_json=options.json)
     elif options.json:
@@ -68,6 +60,49 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_report(plans, reports[0])
         print_notes(*plan_notes(plans))
+    return 0
+
+
+def _refused(error: PlanError, *, as_json: bool) -> int:
+    if as_json:
+        print_json(
+            {
+                "valid": False,
+                "error": error.fault,
+                "shard": error.shard,
+                "stage": error.stage,
+                "rank": error.rank,
+            }
+        )
+    print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
+    return 1
+
+
+def _run_mesh(options: argparse.Namespace, text: str) -> int:
+    """Check the plans of a mesh, each alone and all together."""
+    mesh = MeshPlans.from_json(text)
+    try:
+        with progress_line("checking"):
+            reports = verify_mesh(mesh)
+    except PlanError as error:
+        return _refused(error, as_json=options.json)
+    if options.json:
+        groups = [
+            _report_object(group.plan, report) for group, report in zip(mesh.groups, reports, strict=True)
+        ]
+        rate = {"rate": mesh.rate, "bound": mesh.bound, "optimal": mesh.gap == 0}
+        print_json({"valid": True, **rate, "groups": groups})
+        return 0
+    print(
+        f"valid: {counted(len(reports), 'group')}, each with each contribution exactly once wherever it must be"
+    )
+    print(
+        f"rate   {mesh.rate:.9g} GB/s in all groups of weight 1 at once, recomputed from their loads together"
+    )
+    print(
+        f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {len(mesh.certificate.lengths)} links"
+    )
+    print("rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}")
     return 0
 
 

@@ -52,7 +52,7 @@ class Generation:
         packing = self.packing
         self.rows = len(packing.limits)
         self.known: set[TreeColumn] = set()
-        groups = len(packing.roots) if packing.shared else 0
+        groups = packing.owner_rows
         wide = max(packing.limits).bit_length() > GUIDED_BITS
         self.guided = self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) and not has_tables(
             packing.fabric
@@ -62,7 +62,7 @@ class Generation:
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
-            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [self.gain])
+            self.program.add([[*[0] * self.rows, *packing.owner_parts]], [self.gain])
             self.offset = 1
 
     @property
@@ -84,7 +84,8 @@ class Generation:
                 continue
             self.known.add(tree)
             self.trees.append(tree)
-            owners = [-int(tree.root == root) for root in packing.roots] if packing.shared else []
+            place = packing.owner_row(tree)
+            owners = [-int(place == row) for row in range(packing.owner_rows)]
             vectors.append([*tree.usage, *owners])
         self.program.add(vectors, [0 if packing.shared else self.gain] * len(vectors))
         return len(vectors)
@@ -102,15 +103,15 @@ class Generation:
             fresh = 0
             for effort in self.pricing.efforts:
                 found = self.pricing.cheapest(lengths, effort)
-                if len(found) < len(packing.roots) and (packing.shared or not found):
+                if len({packing.owner_row(tree) for tree in found.values()}) < max(1, packing.owner_rows):
                     return False
                 if hopeless is not None and prices is not None and self._proved(lengths, found) < hopeless:
                     return False
                 fresh = self.add(
                     [
                         tree
-                        for place, tree in sorted(found.items())
-                        if prices is None or length_of(tree, lengths) < prices[place if packing.shared else 0]
+                        for _, tree in sorted(found.items())
+                        if prices is None or length_of(tree, lengths) < prices[packing.owner_row(tree)]
                     ]
                 )
                 if fresh:
@@ -138,12 +139,12 @@ class Generation:
     def _proved(self, lengths: list[int], found: dict[int, TreeColumn]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        cheapest = [length_of(tree, lengths) for tree in found.values()]
-        if not self.packing.shared:
-            forest = Fraction(min(cheapest))
-        else:
-            counts = self.packing.orbits.rank_counts
-            forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
+        cheapest: dict[int, int] = {}
+        for tree in found.values():
+            row, length = self.packing.owner_row(tree), length_of(tree, lengths)
+            cheapest[row] = min(length, cheapest.get(row, length))
+        parts = self.packing.owner_parts if self.packing.shared else [1]
+        forest = Fraction(sum(n * cheapest[row] for row, n in enumerate(parts)), self.packing.owners)
         return total / forest if forest else Fraction(total + 1) * 10**9
 
     def _add_others(self, lengths: list[int], price: int) -> None:

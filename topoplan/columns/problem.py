@@ -133,6 +133,24 @@ class Packing:
         """Number of equal parts of the buffer: N for allgather and reduce-scatter, else 1."""
         return self.fabric.size if self.shared else 1
 
+    @property
+    def owner_rows(self) -> int:
+        """Rows beside those of the links: one for each rank whose part must move at the common rate."""
+        return len(self.roots) if self.shared else 0
+
+    @property
+    def owner_parts(self) -> Sequence[int]:
+        """How much of the common rate each of these rows asks for."""
+        return self.orbits.rank_counts
+
+    def owner_row(self, column: TreeColumn) -> int:
+        """The row of a column among them; 0 where there is none."""
+        return self._places[column.root] if self.shared else 0
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {root: place for place, root in enumerate(self.roots)}
+
     def owner(self, column: TreeColumn) -> int:
         """The rank whose part of the buffer a column carries; 0 where there is one part."""
         return column.root if self.shared else 0

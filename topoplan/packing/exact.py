@@ -17,7 +17,7 @@ rank is its only tree of height 1): then it is proved. Otherwise it is the lowes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
@@ -137,7 +137,7 @@ def _pack_few(
         target = generator.value
         certificate = tight = packing.certificate(generator.duals())
     if order == "height":
-        generator = _lowest(packing, target, generator, progress)
+        generator = lowest(generator, target, progress)
     weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
@@ -160,23 +160,26 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     return ExactPacking(packing, generator.weights(), best, (note,))
 
 
-def _lowest(
-    packing: Packing, target: Fraction, generator: Generation, progress: Progress | None
-) -> Generation:
-    """Column generation at the lowest height that reaches the target."""
+def lowest(generator: Generation, target: Fraction, progress: Progress | None) -> Generation:
+    """Column generation at the lowest height that reaches the target, given what trees of any height have found."""
+
+    def limited_to(height: int) -> Generation:
+        pricing = replace(generator.pricing, height=height)
+        return Generation(pricing, progress=progress, deadline=generator.deadline)
+
     tallest = max(tree.height for tree in generator.weights())
     pool = generator.trees
     for height in range(1, tallest):
         if generator.deadline.over():
             return generator
-        limited = Generation(Pricing(packing, height), progress=progress, deadline=generator.deadline)
+        limited = limited_to(height)
         limited.add([tree for tree in pool if tree.height <= height])
         if limited.run(target, hopeless=target):
             return limited
         pool = sorted({*pool, *limited.trees}, key=lambda tree: tree.order)
     if generator.deadline.over():
         return generator
-    limited = Generation(Pricing(packing, tallest), progress=progress, deadline=generator.deadline)
+    limited = limited_to(tallest)
     limited.add([tree for tree in pool if tree.height <= tallest])
     return limited if limited.run(target) else generator
 

@@ -180,15 +180,19 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
     PlanError
         It is no plan file.
     """
+    return parse_plan_file(read_plan_file(path))
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> str:
+    """The text of a file of plans; errors of reading as `load_plan`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"{os.fspath(path)} cannot be read: {error.strerror}; give a plan file, made by topoplan plan -o"
         ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{os.fspath(path)} is binary, not text; give a plan file") from None
-    return parse_plan_file(text)
 
 
 def parse_plan_file(text: str) -> Plans:

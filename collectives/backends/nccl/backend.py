@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
-from collectives.backends.backend import AVERAGED, Call, OneRank
+from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, group_of
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
@@ -40,6 +40,7 @@ from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decis
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.open_backend import LONGEST_TIMEOUT
 from collectives.backends.stepped.program import program_of, waits_for
+from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
@@ -184,6 +185,14 @@ class NcclBackend(OneRank):
             "exact": exact,
         }
         self._graphs = graphs and lanes == "steps"
+        self._alike: dict[str, Any] = {
+            **self._settings,
+            "graphs": graphs,
+            "ranks_per_gpu": ranks_per_gpu,
+            "bindings": bindings,
+            "region_bytes": region_bytes,
+        }
+        self._then: list[Callable[[], None]] = []
         self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
         self._captures = 0
         self._closed = False
@@ -238,6 +247,28 @@ class NcclBackend(OneRank):
         except BaseException:
             world.close()
             raise
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`; with the settings of this one."""
+        if not isinstance(self._world, TcpWorld):
+            raise UsageError(
+                "ranks that meet over MPI are not split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
+            )
+        members = group_of(groups, self.rank)
+        local = self._world.control.local
+        address, place = meeting_within(self.gather_texts, members, rank=self.rank, local=local)
+        try:
+            world = TcpWorld(address, members.index(self.rank), len(members), timeout=self._timeout)
+            made = NcclBackend(
+                self._cupy, world, device=self.arrays.device, timeout=self._timeout, **self._alike
+            )
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        if place is not None:
+            made._then.append(place.close)
+        return [made]
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
@@ -296,6 +327,8 @@ class NcclBackend(OneRank):
             self._connections.left(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
+        for close in self._then:
+            close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)

@@ -68,18 +68,13 @@ class SharedMembers(SharedBackend):
 
 
 class LinkedMembers(TcpBackend):
-    """`TcpBackend` of the ranks of a process group; closes what they have met over, too.
+    """`TcpBackend` of the ranks of a process group.
 
     Parameters
     ----------
     rank, size : int
     rendezvous : str
     timeout : float
-
-    Attributes
-    ----------
-    then : list of callable
-        Called when this has been closed.
 
     Raises
     ------
@@ -88,19 +83,11 @@ class LinkedMembers(TcpBackend):
     """
 
     def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
-        self.then: list[Callable[[], None]] = []
         limit = min(timeout / 2, MEETING_SECONDS)
         super().__init__(
             rank, size, rendezvous=rendezvous, timeout=timeout, meeting_timeout=limit, arrays=_on_cpu()
         )
         self.reach_others(limit)
-
-    def close(self) -> None:
-        """See `Backend.close`."""
-        super().close()
-        if os.getpid() == self._process:
-            for close in self.then:
-                close()
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:

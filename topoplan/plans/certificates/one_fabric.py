@@ -185,6 +185,14 @@ class Lengths(OneFabric):
     lengths: tuple[tuple[str, str, Fraction], ...]
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        self.check(fabric)
+        cheapest = self.forest(fabric, collective, root)
+        if cheapest == 0:
+            raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
+        return self.volume(fabric) / cheapest
+
+    def check(self, fabric: Fabric) -> None:
+        """Raise `PlanError` where a length is below zero, or of no link."""
         for src, dst, value in self.lengths:
             if (src, dst) not in fabric.link_index:
                 raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
@@ -192,15 +200,19 @@ class Lengths(OneFabric):
                 raise PlanError(
                     f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
                 )
+
+    def volume(self, fabric: Fabric) -> Fraction:
+        """What the links carry a second, each by its length."""
+        length = self.link_lengths(fabric, "")
+        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True)), Fraction(0))
+
+    def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        """Length of the cheapest forest of one byte; links that the fabric lacks do not count."""
         length = self.link_lengths(fabric, collective)
         scale = lcm(*(value.denominator for value in length))
         whole = [int(value * scale) for value in length]
         _check_switches(fabric, whole, collective)
-        cheapest = forest_length(fabric, whole, collective, root)
-        if cheapest == 0:
-            raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
-        total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
-        return total / cheapest
+        return forest_length(fabric, whole, collective, root) / scale
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
         """The listed lengths, and 0 for the other links."""
