@@ -159,6 +159,9 @@ def choose_by_size(
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
     )
+    if engine == "windows":
+        # its packets are the one-shot road, whatever the plan
+        competing = tuple(one for one in competing if not one.exchanges)
     tested = grid_of_sizes(sizes)
     if progress:
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
