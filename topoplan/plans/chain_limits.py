@@ -1,19 +1,18 @@
 """What limits the rate of schedules with few start-ups one after another: the proof of a bound on time at every size.
 
 A schedule pays the start-ups of its longest chain of hops, and moves the buffer at its rate. Chains of many hops allow
-the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of start-ups has
-a rate of at most so much. Two kinds:
+the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of start-ups
+has a rate of at most so much. Two kinds:
 
-- `Groups`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then what one group has
-  for another crosses straight from one to the other, and nothing of a third is added or copied on the way. Between
+- `Groups`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then what one group
+  has for another crosses straight from one to the other, and nothing of a third is added or copied on the way. Between
   groups of p and q ranks one byte crosses at least
 
       pq times where a chain has one hop only,   min(p, q) times where it has one hop more inside,   else once
 
-  for an allreduce (where a hop inside comes first, q ranks take in what is added up; where it comes last, p ranks send
-  what they have: all of the p or all of the q take part). A broadcast leaves the root's group q times or once, and of an
-  allgather the p blocks of a group leave it once for each of q ranks, or once. Sums over pairs of groups across a set S
-  of devices bound the rate by the capacity out of S.
+  for an allreduce. (With one hop more inside either all q ranks take in what was added up on the other side, or all p
+  send what they have.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves
+  its group q times or once. Sums over pairs of groups across a set S of devices bound the rate by what leaves S.
 - `Heights`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of that
   height, by tables (`topoplan.trees.hop_constrained_exact`), so rate <= sum of c(e) y(e) over that. For few ranks.
 
@@ -157,7 +156,9 @@ class Heights(ChainLimit):
         given = {(src, dst): length for src, dst, length in self.lengths}
         lengths = [given.get((link.src, link.dst), 0) for link in fabric.links]
         if min(lengths, default=0) < 0 or sum(lengths) * fabric.size >= UNREACHABLE:
-            raise PlanError("lengths of a chain limit must be whole numbers from 0 on, and small enough to add")
+            raise PlanError(
+                "lengths of a chain limit must be whole numbers from 0 on, and small enough to add"
+            )
         least = self._least(rank_distances(fabric, lengths), collective, root)
         if not least:
             raise PlanError("trees of this height have no length under those of a chain limit")
@@ -196,11 +197,9 @@ def limit_from_object(item: object) -> ChainLimit:
         ends = read_list(row, "limit: length")
         if len(ends) != 3:
             raise PlanError(f"limit: a length must be [src, dst, length], not {ends!r}"[:200])
-        lengths.append(
-            (*read_texts(ends[:2], "limit: length"), read_whole(ends[2], "limit: length"))
-        )
-    height = read_whole(value.get("height"), "limit: height")
-    return Heights(chain, height, tuple((str(src), str(dst), int(y)) for src, dst, y in lengths))
+        src, dst = read_texts(ends[:2], "limit: length")
+        lengths.append((src, dst, read_whole(ends[2], "limit: length")))
+    return Heights(chain, read_whole(value.get("height"), "limit: height"), tuple(lengths))
 
 
 def rank_groups(fabric: Fabric, between: str, side: set[int]) -> list[tuple[int, ...]]:

@@ -3,9 +3,9 @@
 Small messages want few start-ups, large ones bandwidth, and no one plan is best at both. The ranges cover every size
 from 0 bytes on without gap or overlap; what chose them is `topoplan.choice`.
 
-In the file, format ``topoplan.plans/1`` (``/2`` where ranks of a plan exchange elements), each plan is an object of format ``topoplan.plan/1`` without its ``topology``,
-which stands once beside the ranges. Writing is deterministic and reading believes nothing but the types, as for single
-plans.
+In the file, format ``topoplan.plans/1`` (``/2`` where ranks of a plan exchange elements), each plan is the object of a
+plan file without its ``topology``, which stands once beside the ranges. Writing is deterministic and reading believes
+nothing but the types, as for single plans.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class SizePlans(Plans):
             f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(_without_topology(one.plan))}}}'
             for one in self.ranges
         )
-        times = "" if self.times is None else f' "times": {compact(self.times.to_object())},\n'
+        times = "" if self.times is None else f',\n "times": {compact(self.times.to_object())}'
         return (
-            f'{{"format": {compact(self.format)},\n "collective": {compact(self.collective)},\n "ranges": [\n {rows}\n ],\n'
-            f'{times} "topology": {compact(self.topology.to_object())}}}\n'
+            f'{{"format": {compact(self.format)},\n "collective": {compact(self.collective)},\n'
+            f' "ranges": [\n {rows}\n ],\n "topology": {compact(self.topology.to_object())}{times}}}\n'
         )
 
     @staticmethod
@@ -184,8 +184,8 @@ class SizePlans(Plans):
                 {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)}
                 for one in self.ranges
             ],
-            **({} if self.times is None else {"times": self.times.to_object()}),
             "topology": self.topology.to_object(),
+            **({} if self.times is None else {"times": self.times.to_object()}),
         }
 
     @staticmethod

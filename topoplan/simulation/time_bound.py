@@ -24,7 +24,7 @@ from topoplan.plans.chain_limits import ChainLimit, arcs_of, distances
 from topoplan.plans.plan import Plan
 from topoplan.plans.size_plans import SizePlans, SizeTimes
 from topoplan.simulation.latency import LAUNCH, device_kinds, link_latency
-from topoplan.simulation.model import simulate
+from topoplan.simulation.model import clock
 from topoplan.topology import Topology
 
 MOST_SOURCES = 64
@@ -144,12 +144,8 @@ def _diameter(topology: Topology, channels: tuple[str, ...], collective: str, ro
 
 def times_of(plans: SizePlans, limits: Sequence[ChainLimit], sizes: Sequence[int]) -> SizeTimes:
     """The times of plans by size at some sizes beside the bound, for their file."""
-    bound = _bound_of(plans, limits)
-    points = []
-    for size in sizes:
-        plan = plans.at(size)
-        seconds = simulate(plan, nbytes=size).seconds
-        points.append((size, rounded(seconds), rounded(bound.seconds(size))))
+    bound, time = _bound_of(plans, limits), clock(plans)
+    points = [(size, rounded(time(size).seconds), rounded(bound.seconds(size))) for size in sizes]
     return SizeTimes(tuple(limits), tuple(points))
 
 
@@ -163,10 +159,10 @@ def check_times(plans: SizePlans) -> TimeBound | None:
     """
     if plans.times is None:
         return None
-    bound = _bound_of(plans, plans.times.limits)
+    bound, time = _bound_of(plans, plans.times.limits), clock(plans)
     for size, seconds, least in plans.times.points:
         for name, claimed, found in (
-            ("model time", seconds, simulate(plans.at(size), nbytes=size).seconds),
+            ("model time", seconds, time(size).seconds),
             ("bound on time", least, bound.seconds(size)),
         ):
             if not math.isclose(claimed, found, rel_tol=DIGITS):

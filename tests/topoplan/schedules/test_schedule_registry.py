@@ -116,7 +116,7 @@ ABSENT = {
     ("relay-ring", "pcie-x8"),
     *(
         (name, machine)
-        for name in ("nvls", "nvls-tree", "one-shot-three-phase")
+        for name in ("nvls", "nvls-tree", "one-shot-three-phase", "rails", "relayed-rails")
         for machine in ("v100x4", "dgx-1v", "pcie-x8")
     ),
 }
