@@ -49,6 +49,7 @@ TAKERS: dict[str, Asked] = {
     "load": topoplan.load,
     "lowest_tree": topoplan.lowest_tree,
     "one_hop": topoplan.one_hop,
+    "one_shot": topoplan.one_shot,
     "overlay": topoplan.overlay,
     "plan": topoplan.plan,
     "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),

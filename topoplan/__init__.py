@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.double_binary_tree import double_binary_tree
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
+    from topoplan.schedules.one_shot import one_shot
     from topoplan.schedules.rings.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
@@ -68,6 +69,7 @@ _HOME = {
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
+    "one_shot": "topoplan.schedules.one_shot",
     "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
@@ -108,6 +110,7 @@ __all__ = [
     "lowest_tree",
     "nvswitch_cluster",
     "one_hop",
+    "one_shot",
     "overlay",
     "plan",
     "plan_by_size",

@@ -7,7 +7,7 @@ is complete when the collective returns. Neither needs the caller to synchronise
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
@@ -248,6 +248,11 @@ class CupyArrays:
         with self.here() as stream:
             self.kernels.divide(total, self.dtype(total), ranks)
             stream.synchronize()
+
+    def join(self, target: Any, parts: Sequence[Any], op: str) -> None:
+        """See `ArrayLibrary.join`."""
+        with self.here():
+            self.kernels.join(target, parts, op, self.dtype(target), self.itemsize(target))
 
 
 class _Placed:

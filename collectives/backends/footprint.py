@@ -66,7 +66,7 @@ def footprint(plan: Plan) -> Footprint:
     Raises
     ------
     UsageError
-        The plan has more than `LARGEST` edges.
+        The plan has more than `LARGEST` edges, or ranks exchange what they have.
 
     Examples
     --------
@@ -82,6 +82,10 @@ def footprint(plan: Plan) -> Footprint:
         raise UsageError(
             f"the plan has {edges} tree edges, and up to {LARGEST} are explained one by one; "
             "explain a smaller allocation"
+        )
+    if plan.exchanges:
+        raise UsageError(
+            "this plan's ranks exchange what they have in rounds of their own; explain one of its trees or rings"
         )
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk

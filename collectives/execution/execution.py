@@ -33,6 +33,7 @@ from collectives.backends.backend import (
     Repeats,
 )
 from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.exchange import Exchanges
 from collectives.execution.plan_store import PlanStore, made_here
 from collectives.execution.request import Kind, Request
 from collectives.lowering.dependencies import PlanKey
@@ -152,6 +153,7 @@ class Execution(Generic[Array]):
         self._repeats = isinstance(backend, Repeats) and not self._tells
         self._gives = backend if isinstance(backend, GivesMemory) else None
         self._repeated: dict[Asked, RepeatedCall] = {}
+        self._exchanges: dict[str, Exchanges[Array]] = {}
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; the result, or a list with one for each rank of this process.
@@ -163,6 +165,10 @@ class Execution(Generic[Array]):
         """
         self._check_alive()
         library, kind = self.backend.arrays, request.kind
+        if kind not in self._lowered:
+            plan = self._plan(kind.collective, kind.root, kind.nbytes)
+            if plan.exchanges:
+                return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct or self._gives:
@@ -272,6 +278,37 @@ class Execution(Generic[Array]):
             _keep(self._lowered, kind, (key, table, signature))
         return key, table, signature
 
+    def _run_exchange(self, request: Request[Array], plan: Plan) -> Any:
+        """Run an allreduce whose ranks exchange what they have; results as of `run`."""
+        library, kind = self.backend.arrays, request.kind
+        assert kind.op is not None, "an allreduce adds up"
+        key = self._store.key(plan)
+        if key.digest not in self._exchanges:
+            _keep(self._exchanges, key.digest, Exchanges(key.plan))
+        first = request.inputs[0]
+        lines = [library.line(one) for one in request.inputs]
+        totals = [library.empty((kind.count,), first) for _ in lines]
+        told = kind.op if request.about is None else f"{kind.op} {request.about}"
+        self._exchanges[key.digest].run(
+            lines,
+            totals,
+            self.backend.ranks,
+            library,
+            op=kind.op,
+            run_round=lambda *given, about, **asked: self.run_round(
+                *given, about=f"{told}: {about}", **asked
+            ),
+        )
+        results = []
+        for total, output in zip(totals, request.outputs, strict=True):
+            if kind.op == "avg":
+                library.divide(total, self.backend.size)
+            result = library.shaped(total, kind.shape)
+            if output is not None:
+                library.copy(output, result)
+            results.append(result if output is None else output)
+        return results[0] if self.backend.one_rank else results
+
     def run_round(
         self,
         plan: Plan,
@@ -282,7 +319,7 @@ class Execution(Generic[Array]):
         results: Sequence[Array],
         about: str,
     ) -> None:
-        """Run one round of a sparse plan.
+        """Run one round of a plan that exchanges elements or entries.
 
         Parameters
         ----------

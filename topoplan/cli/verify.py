@@ -18,7 +18,11 @@ from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.verify import Verification, verify_all
+from topoplan.simulation.latency import LAUNCH
+from topoplan.simulation.time_bound import TimeBound, check_times
+from topoplan.units import format_size
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -51,10 +55,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
+            bound = check_times(plans) if isinstance(plans, SizePlans) else None
     except PlanError as error:
         return _refused(error, as_json=options.json)
     if not isinstance(plans, Plan):
-        _report_ranges(plans, reports, as_json=options.json)
+        _report_ranges(plans, reports, bound, as_json=options.json)
     elif options.json:
         print_json(_report_object(plans, reports[0]))
     else:
@@ -163,21 +168,53 @@ def _engine_object(kind: str, verdict: Verdict, loads: Loads | None) -> dict[str
     return found
 
 
-def _report_ranges(plans: Plans, reports: Sequence[Verification], *, as_json: bool) -> None:
-    """The report of each range, one after another."""
+def _report_ranges(
+    plans: Plans, reports: Sequence[Verification], bound: TimeBound | None, *, as_json: bool
+) -> None:
+    """The report of each range, one after another, and of the times that the file states."""
     pairs = list(zip(plans.ranges, reports, strict=True))
     if as_json:
         rows = [
             {"from": one.start, "to": one.stop, **_report_object(one.plan, report)} for one, report in pairs
         ]
-        print_json({"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest})
+        told = {} if bound is None else {"times": _times_object(plans, bound)}
+        print_json(
+            {"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest, **told}
+        )
         return
     for one, report in pairs:
         print(f"{one}, {one.plan.schedule}")
         _print_report(one.plan, report)
         print()
     print(f"all {counted(len(pairs), 'range')} valid; they cover every size")
+    if bound is not None:
+        points = _points(plans)
+        steps = ", ".join(
+            f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
+            for chain, rate in bound.steps
+        )
+        size, seconds, least = max(points, key=lambda point: point[1] / point[2])
+        print(
+            f"times of {counted(len(points), 'size')} recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and"
+        )
+        print(f"the least of {steps}")
+        print(f"furthest from it: {seconds / least:.2f} times at {format_size(size)}")
     print_notes(*plan_notes(plans))
+
+
+def _points(plans: Plans) -> tuple[tuple[int, float, float], ...]:
+    return plans.times.points if isinstance(plans, SizePlans) and plans.times is not None else ()
+
+
+def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
+    """The bound on time as it was recomputed, and how far the times of the file are from it."""
+    return {
+        "launch": LAUNCH,
+        "steps": [
+            {"start_ups": chain, "rate": None if rate is None else float(rate)} for chain, rate in bound.steps
+        ],
+        "worst": max((seconds / least for _, seconds, least in _points(plans)), default=None),
+    }
 
 
 def _report_object(plan: Plan, report: Verification) -> dict[str, object]:

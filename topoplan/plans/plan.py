@@ -8,9 +8,10 @@ part of a plan; lowering adds them.
 In allgather and reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the
 shards stand in the order of their owners.
 
-The plan file, format ``topoplan.plan/1``, is deterministic: fixed key order, exact shares, no time and no random part,
-so the same plan is the same file byte for byte. ``seconds`` (the time it took to plan) is null in files for that
-reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types; `topoplan.verify` checks the rest.
+The plan file, format ``topoplan.plan/1`` (``/2`` where ranks exchange elements), is deterministic: fixed key order,
+exact shares, no time and no random part, so the same plan is the same file byte for byte. ``seconds`` (the time it took
+to plan) is null in files for that reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types;
+`topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     import networkx
 
 FORMAT = "topoplan.plan/1"
+EXCHANGE_FORMAT = "topoplan.plan/2"
+"""Of plans in which ranks exchange elements: gathers without entries."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 ROOTED = ("broadcast", "reduce")
@@ -224,6 +227,11 @@ class Plan(Plans):
         return any(stage.entries is not None for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange elements in any stage: all send what they have, and add up what arrives."""
+        return any(stage.kind == "exchange" for shard, _ in self.shard_counts for stage in shard.stages)
+
+    @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
         """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
         return shard_counts(self.shards)
@@ -234,7 +242,7 @@ class Plan(Plans):
         return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
-        """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
+        """The plan file; the same bytes for the same plan, always."""
         return plan_text(self.to_object()) + "\n"
 
     @staticmethod
@@ -252,7 +260,7 @@ class Plan(Plans):
         """The plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": FORMAT,
+            "format": EXCHANGE_FORMAT if self.exchanges else FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -281,7 +289,7 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        check_format(value, FORMAT)
+        check_format(value, EXCHANGE_FORMAT if value.get("format") == EXCHANGE_FORMAT else FORMAT)
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")

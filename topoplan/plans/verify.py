@@ -10,8 +10,10 @@ its root had chosen, before any of the exchange, to every rank of its tree. Entr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,9 +88,10 @@ def verify(plan: Plan) -> Verification:
         _check_symmetries(plan, plan.shards, fabric)
     _check_shares(plan)
     for number, (shard, _) in enumerate(plan.shard_counts):
-        _check_trees(shard, number, fabric.size)
+        _check_trees(shard, number, fabric.size, sparse=plan.sparse)
         _check_postcondition(plan, shard, number)
     _check_channels(plan, fabric)
+    _check_exchanges(plan)
     _check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
@@ -226,7 +229,7 @@ def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
     return [total[label] / orbit.count(label) for label in orbit]
 
 
-def _check_trees(shard: Shard, number: int, size: int) -> None:
+def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) -> None:
     if not shard.stages:
         raise PlanError("has no stage", shard=number)
     for position, stage in enumerate(shard.stages):
@@ -234,7 +237,7 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             raise PlanError(
                 f"op {stage.op!r} is none of {', '.join(OPERATIONS)}", shard=number, stage=position
             )
-        if stage.entries is None and stage.op == "gather":
+        if sparse and stage.kind == "exchange":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
         try:
             if stage.entries is not None:
@@ -345,6 +348,41 @@ def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
                     rank=edge.child,
                 )
     return first
+
+
+def _check_exchanges(plan: Plan) -> None:
+    """Hold exchanges of elements to what gives all ranks the same bits: all add up what the same ranks have sent."""
+    if not plan.exchanges:
+        return
+    if plan.collective != "allreduce":
+        raise PlanError(f"elements are exchanged in an allreduce only, not in a {plan.collective}")
+    rounds(plan)  # refuses shards that cannot run side by side
+    for number, shard in enumerate(plan.shards):
+        for position, roots, reached in exchanged(shard):
+            for rank, senders in sorted(reached.items()):
+                if senders != roots:
+                    raise PlanError(
+                        f"adds up what {len(senders)} of {len(roots)} ranks of an exchange have sent, so its sum has "
+                        "other bits; everybody in an exchange sends to everybody",
+                        shard=number,
+                        stage=position,
+                        rank=rank,
+                    )
+
+
+def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int]]]]:
+    """The exchanges of a shard: the first stage, the senders, and for each rank those whose elements it has then."""
+    position = 0
+    for kind, run in groupby(shard.stages, key=lambda stage: stage.kind):
+        stages = list(run)
+        if kind == "exchange":
+            roots = [stage.root for stage in stages]
+            reached: dict[int, list[int]] = {}
+            for stage in stages:
+                for rank in (stage.root, *(edge.child for edge in stage.edges)):
+                    reached.setdefault(rank, []).append(stage.root)
+            yield position, roots, reached
+        position += len(stages)
 
 
 def _check_sparse(plan: Plan, fabric: Fabric) -> None:

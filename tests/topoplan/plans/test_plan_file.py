@@ -167,7 +167,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         ("[]", "must be a JSON object, not list"),
         ("null", "must be a JSON object, not NoneType"),
         ("{}", "format None is not 'topoplan.plan/1'"),
-        ('{"format": "topoplan.plan/2"}', "format 'topoplan.plan/2' is not 'topoplan.plan/1'"),
+        ('{"format": "topoplan.plan/3"}', "format 'topoplan.plan/3' is not 'topoplan.plan/1'"),
         ('{"format": "topoplan.topology/1"}', "is not 'topoplan.plan/1'"),
         ('{"format": "topoplan.plan/1"}', "embedded topology is wrong: topology JSON must be an object"),
     ],
