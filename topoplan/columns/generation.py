@@ -62,7 +62,7 @@ class Generation:
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
-            self.program.add([[*[0] * self.rows, *packing.orbits.rank_counts]], [self.gain])
+            self.program.add([[*[0] * self.rows, *packing.root_counts]], [self.gain])
             self.offset = 1
 
     @property
@@ -73,7 +73,7 @@ class Generation:
     @property
     def value(self) -> Fraction:
         """Rate of the packing in units of the packing's scale."""
-        return self.program.value * self.packing.owners
+        return self.program.value * self.packing.rate_of_one
 
     def add(self, trees: Sequence[TreeColumn]) -> int:
         """Make trees known to the master; the number of those that were new to it."""
@@ -97,7 +97,7 @@ class Generation:
         packing = self.packing
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        goal = None if target is None else target / packing.owners
+        goal = None if target is None else target / packing.rate_of_one
         while True:
             fresh = 0
             for effort in self.pricing.efforts:
@@ -130,7 +130,7 @@ class Generation:
             prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
             prices = [price - int(price * self.program.blur) for price in prices]
             if self.progress is not None:
-                rate = self.program.near_value * float(packing.owners / packing.scale)
+                rate = self.program.near_value * float(packing.rate_of_one / packing.scale)
                 self.progress(
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
@@ -142,7 +142,7 @@ class Generation:
         if not self.packing.shared:
             forest = Fraction(min(cheapest))
         else:
-            counts = self.packing.orbits.rank_counts
+            counts = self.packing.root_counts
             forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
         return total / forest if forest else Fraction(total + 1) * 10**9
 

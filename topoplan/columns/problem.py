@@ -133,6 +133,17 @@ class Packing:
         """Number of equal parts of the buffer: N for allgather and reduce-scatter, else 1."""
         return self.fabric.size if self.shared else 1
 
+    @property
+    def rate_of_one(self) -> Fraction:
+        """Rate of the plan, in units of `scale`, where the value of the program is 1."""
+        return Fraction(self.owners)
+
+    @cached_property
+    def root_counts(self) -> tuple[int, ...]:
+        """Where every rank owns a part, the number of ranks that each of `roots` stands for."""
+        count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
+        return tuple(count[root] for root in self.roots)
+
     def owner(self, column: TreeColumn) -> int:
         """The rank whose part of the buffer a column carries; 0 where there is one part."""
         return column.root if self.shared else 0

@@ -8,9 +8,15 @@ part of a plan; lowering adds them.
 In allgather and reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the
 shards stand in the order of their owners.
 
-The plan file, format ``topoplan.plan/1``, is deterministic: fixed key order, exact shares, no time and no random part,
-so the same plan is the same file byte for byte. ``seconds`` (the time it took to plan) is null in files for that
-reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types; `topoplan.verify` checks the rest.
+In an all-to-all every rank has a buffer of its own, with a block for each rank. A shard is a part of one such block,
+and its tree is the path of that part: a chain of edges from the rank that has it to the rank that gets it. Shards stand
+in the order of sources and then of destinations, a block that a rank keeps being a shard without edges. Shares are
+those of one rank's buffer (of the mean one, where a demand makes them differ), so that all together they add up to N.
+
+The plan file, format ``topoplan.plan/1`` (for an all-to-all ``topoplan.plan/2``), is deterministic: fixed key order,
+exact shares, no time and no random part, so the same plan is the same file byte for byte. ``seconds`` (the time it took
+to plan) is null in files for that reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types;
+`topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
@@ -46,10 +52,19 @@ if TYPE_CHECKING:
     import networkx
 
 FORMAT = "topoplan.plan/1"
+FORMAT_2 = "topoplan.plan/2"
+"""What plans say that a reader of the first format cannot read: an all-to-all."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+"""Collectives whose trees reach all ranks."""
+
 ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
+
+ALL_TO_ALL = "alltoall"
+"""The collective in which every rank has another block for each rank: its trees are paths."""
+
+EVERY = (*COLLECTIVES, ALL_TO_ALL)
 
 TREES = "trees"
 """The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
@@ -145,7 +160,7 @@ class Plan(Plans):
     Parameters
     ----------
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
     ranks : tuple of str
         Rank i runs on device ``ranks[i]``.
     root : int or None
@@ -234,7 +249,7 @@ class Plan(Plans):
         return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
-        """The plan file, format ``topoplan.plan/1``; the same bytes for the same plan, always."""
+        """The plan file; the same bytes for the same plan, always."""
         return plan_text(self.to_object()) + "\n"
 
     @staticmethod
@@ -252,7 +267,7 @@ class Plan(Plans):
         """The plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": FORMAT,
+            "format": FORMAT_2 if self.collective == ALL_TO_ALL else FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -281,7 +296,7 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        check_format(value, FORMAT)
+        check_format(value, FORMAT_2 if value.get("collective") == ALL_TO_ALL else FORMAT)
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")
@@ -377,6 +392,14 @@ def embedded_topology(value: dict[str, object]) -> Topology:
         raise PlanError(f"the embedded topology is wrong: {error}") from None
 
 
+_SPELLINGS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "reducescatter": "reduce_scatter",
+    "all_to_all": ALL_TO_ALL,
+}
+
+
 def check_collective(collective: str) -> str:
     """Return the name of a known collective, or raise UsageError that suggests the nearest.
 
@@ -388,12 +411,10 @@ def check_collective(collective: str) -> str:
     import difflib
 
     name = collective.lower().replace("-", "_")
-    name = {"all_reduce": "allreduce", "all_gather": "allgather", "reducescatter": "reduce_scatter"}.get(
-        name, name
-    )
-    if name not in COLLECTIVES:
-        near = difflib.get_close_matches(name, COLLECTIVES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COLLECTIVES)}"
+    name = _SPELLINGS.get(name, name)
+    if name not in EVERY:
+        near = difflib.get_close_matches(name, EVERY, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(EVERY)}"
         raise UsageError(f"collective {collective!r} is unknown; {hint}")
     return name
 
