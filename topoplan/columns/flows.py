@@ -103,7 +103,7 @@ class FlowPacking(Packing):
         return TreeColumn(root, (), tuple(parent), tuple(usage), routes)
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
-        """The shards of a plan: paths in the order of source, destination and share.
+        """The shards of a plan: paths in the order of destination, source and share.
 
         What a rank keeps is a shard without edges. A share is of the buffer of a rank, of the mean one where they
         differ, so that all of them add up to the number of ranks.
@@ -113,9 +113,9 @@ class FlowPacking(Packing):
             found[path] = found.get(path, Fraction(0)) + part
         shards: dict[tuple[int, int], list[tuple[Fraction, Path]]] = {}
         for path, part in found.items():
-            shards.setdefault((path[0], path[-1]), []).append((part, path))
+            shards.setdefault((path[-1], path[0]), []).append((part, path))
         return tuple(
-            Shard(part * self.demand[pair[0]][pair[1]] / self.rate_of_one, (self._stage(path),))
+            Shard(part * self.demand[pair[1]][pair[0]] / self.rate_of_one, (self._stage(path),))
             for pair in sorted(shards)
             for part, path in sorted(shards[pair], key=lambda item: (-item[0], len(item[1]), item[1]))
         )

@@ -10,7 +10,7 @@ shards stand in the order of their owners.
 
 In an all-to-all every rank has a buffer of its own, with a block for each rank. A shard is a part of one such block,
 and its tree is the path of that part: a chain of edges from the rank that has it to the rank that gets it. Shards stand
-in the order of sources and then of destinations, a block that a rank keeps being a shard without edges. Shares are
+in the order of destinations and then of sources, a block that a rank keeps being a shard without edges. Shares are
 those of one rank's buffer (of the mean one, where a demand makes them differ), so that all together they add up to N.
 
 The plan file, format ``topoplan.plan/1`` (for an all-to-all ``topoplan.plan/2``), is deterministic: fixed key order,

@@ -312,9 +312,9 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
 
 
 def _check_exchange(plan: Plan) -> None:
-    """Every rank's block for every rank must get there: all of it, by paths in the order of source and destination."""
+    """Every rank's block for every rank must get there: all of it, by paths in the order of destination and source."""
     if isinstance(plan.shards, ImageShards):
-        raise PlanError("the shards of an alltoall follow their sources and destinations, not symmetries")
+        raise PlanError("the shards of an alltoall follow their destinations and sources, not symmetries")
     size = len(plan.ranks)
     carried: dict[tuple[int, int], Fraction] = {}
     for number, shard in enumerate(plan.shards):
@@ -322,9 +322,9 @@ def _check_exchange(plan: Plan) -> None:
             pair = ends_of(shard)
         except PlanError as error:
             raise error.within(number, 0) from None
-        if carried and pair < next(reversed(carried)):
+        if carried and pair[::-1] < next(reversed(carried))[::-1]:
             raise PlanError(
-                "shards of an alltoall must stand in the order of their sources, then of their destinations",
+                "shards of an alltoall must stand in the order of their destinations, then of their sources",
                 shard=number,
                 rank=pair[0],
             )

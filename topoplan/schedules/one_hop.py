@@ -97,15 +97,15 @@ def one_hop(
     return made.timed(time.perf_counter() - started)
 
 
-def _direct_sends(routes: LeastLoaded, source: int, fabric: Fabric) -> list[Shard]:
-    """What a rank sends in an all-to-all: each block at once to the rank that gets it."""
+def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
+    """What a rank gets in an all-to-all: each block at once from the rank that has it."""
     share = Fraction(1, fabric.size)
     shards = []
-    for other in range(fabric.size):
+    for source in range(fabric.size):
         edges: tuple[Edge, ...] = ()
-        if other != source:
-            _check_joined(routes, source, other, fabric)
-            edges = (routes.edge("broadcast", (source,), other, share),)
+        if source != destination:
+            _check_joined(routes, source, destination, fabric)
+            edges = (routes.edge("broadcast", (source,), destination, share),)
         shards.append(Shard(share, (Stage("broadcast", source, edges),)))
     return shards
 

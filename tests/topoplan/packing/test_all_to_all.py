@@ -194,7 +194,7 @@ def test_wrong_paths_are_found_out() -> None:
     )
     twice = replace(shards[moved].stages[0], edges=(*edges[:1], other))
     wrong = {
-        "order of their sources": swapped,
+        "order of their destinations": swapped,
         "the shares add up to": shards[:-1],
         "branches at rank": [*shards[:moved], replace(shards[moved], stages=(twice,)), *shards[moved + 1 :]],
         "of its buffer to rank": [
