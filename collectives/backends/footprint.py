@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from collectives.backends.tcp.order import orders
 from collectives.lowering.edge_streams import streams
-from collectives.lowering.lower import blocks_of, lower
+from collectives.lowering.lower import lower
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import ALIGNMENT
@@ -85,7 +85,7 @@ def footprint(plan: Plan) -> Footprint:
         )
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk
-    count = ALIGNMENT * max(len(plan.ranks), blocks_of(plan)) * denominator
+    count = ALIGNMENT * max(len(plan.ranks), plan.blocks) * denominator
     table = lower(plan, count, chunk_elements=count)
     parts = streams(table)
     joins = [0] * len(plan.ranks)

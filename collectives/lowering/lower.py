@@ -20,8 +20,8 @@ from collectives.lowering.dependencies import PlanKey, cumulative, pattern_of
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
 from topoplan.plans.certificates import Demand
-from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.tree import ALIGNMENT, shard_bounds
+from topoplan.plans.plan import Plan
+from topoplan.plans.tree import ALIGNMENT
 
 
 def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = None) -> TransferTable:
@@ -69,11 +69,14 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     if chunk_elements < 1:
         raise UsageError(f"chunks of {chunk_elements} elements do not exist; give at least 1")
     ranks = len(plan.ranks)
-    parts = blocks_of(plan)
-    if count % parts:
+    if isinstance(plan.certificate, Demand):
+        raise UsageError(
+            "this plan is that of a demand, and arrays are exchanged in equal blocks; plan it without"
+        )
+    if count % plan.blocks:
         raise UsageError(
             f"{count} elements cannot be divided among {ranks} ranks; "
-            f"pad the buffer to {count + -count % parts} elements"
+            f"pad the buffer to {count + -count % plan.blocks} elements"
         )
     key = PlanKey(plan.digest if digest is None else digest, plan)
     return _lowered(key, count, chunk_elements)
@@ -103,27 +106,8 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
 @lru_cache(maxsize=64)
 def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
     plan = key.plan
-    # shares of an all-to-all are those of one rank's buffer
-    buffers = len(plan.ranks) if plan.collective == ALL_TO_ALL else 1
-    shares = (shard.share / buffers for shard in plan.shards)
-    bounds = shard_bounds(shares, count, blocks=blocks_of(plan))
+    bounds = plan.bounds(count)
     return _table(key, np.array(bounds, dtype=np.int64), chunk_elements)
-
-
-def blocks_of(plan: Plan) -> int:
-    """How many equal blocks the buffer of a plan has.
-
-    Raises
-    ------
-    UsageError
-        They are not equal: the plan is that of a demand.
-    """
-    if isinstance(plan.certificate, Demand):
-        raise UsageError(
-            "this plan is that of a demand, and arrays are exchanged in equal blocks; plan it without"
-        )
-    ranks = len(plan.ranks)
-    return {"allgather": ranks, "reduce_scatter": ranks, ALL_TO_ALL: ranks**2}.get(plan.collective, 1)
 
 
 def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:

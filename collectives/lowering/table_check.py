@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.lowering.lower import blocks_of
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import PlanError
 from topoplan.plans.plan import ALL_TO_ALL, Plan
@@ -102,7 +101,7 @@ def _check_races(table: TransferTable) -> None:
 
 
 def _check_result(table: TransferTable, plan: Plan) -> None:
-    parts = blocks_of(plan)
+    parts = plan.blocks
     blocks = np.arange(parts + 1) * table.count // parts
     cuts = np.unique(np.concatenate((blocks, table.bounds, table.start, table.stop)))
     first, last = np.searchsorted(cuts, table.start), np.searchsorted(cuts, table.stop)

@@ -22,7 +22,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_demand, read_machine
-from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
@@ -267,9 +267,8 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
                 f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
             )
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
-        name = "paths" if plan.collective == ALL_TO_ALL else "trees"
-        print(f"{name}  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
-        if plan.method == "exact" and plan.collective != ALL_TO_ALL:
+        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")
         print()
         print(tree_table(plan))
@@ -296,6 +295,8 @@ def _order_text(plan: Plan, order: str) -> str:
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"
+    if plan.collective == ALL_TO_ALL:
+        return f"lowest height first: {lowest if plan.height > 1 else '1, the lowest there is'}"
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:

@@ -38,6 +38,11 @@ def named_ranks(names: Sequence[str]) -> str:
     return " ".join(names)
 
 
+def tree_noun(plan: Plan) -> str:
+    """What one of the trees of a plan is called."""
+    return "path" if plan.collective == ALL_TO_ALL else "tree"
+
+
 def tree_table(plan: Plan) -> str:
     """A row for each shard; for a plan of images under symmetries, a row for each set of shards that are alike.
 

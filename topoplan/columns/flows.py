@@ -33,7 +33,8 @@ Path = tuple[int, ...]
 class FlowPacking(Packing):
     """The packing problem of an all-to-all, perhaps up to symmetries.
 
-    ``down`` of its columns holds the parent of every node of the fabric, -1 for the root and where nothing passes.
+    ``down`` of its columns holds the parent of every node of the fabric, in layers where the height is limited, -1 for
+    the root and where nothing passes; ``up`` the node at which each rank is reached.
 
     Parameters
     ----------
@@ -70,37 +71,65 @@ class FlowPacking(Packing):
             leaving[src].append((dst, row))
         return leaving
 
-    def shortest_paths(self, root: int, lengths: Sequence[int]) -> TreeColumn:
-        """The tree of shortest paths from a rank to all that it sends to, under lengths of the rows."""
+    def shortest_paths(
+        self, root: int, lengths: Sequence[int], height: int | None = None
+    ) -> TreeColumn | None:
+        """The tree of shortest paths from a rank to all that it sends to, under lengths of the rows.
+
+        Parameters
+        ----------
+        height : int or None
+            Most edges on a path from rank to rank. Then the tree has a layer of nodes for each number of edges so far.
+
+        Returns
+        -------
+        TreeColumn or None
+            None where a path takes more edges.
+        """
         size, nodes = self.fabric.size, len(self.fabric.nodes)
-        parent, entered = [-1] * nodes, [-1] * nodes
+        layers = 1 if height is None else height + 1
+        parent, entered = [-1] * (layers * nodes), [-1] * (layers * nodes)
         best: dict[int, tuple[int, int, int]] = {root: (0, 0, 0)}
         heap = [(0, 0, 0, root)]
         settled: list[int] = []
-        seen = [False] * nodes
+        ends: dict[int, int] = {}
+        seen = [False] * (layers * nodes)
         while heap:
-            reach, relays, links, node = heapq.heappop(heap)
-            if seen[node]:
+            reach, edges, links, state = heapq.heappop(heap)
+            if seen[state]:
                 continue
-            seen[node] = True
-            settled.append(node)
-            relays += node < size
+            seen[state] = True
+            settled.append(state)
+            node = state % nodes
+            ends.setdefault(node, state)
+            if edges == height:
+                continue
             for end, row in self._leaving[node]:
-                there = (reach + lengths[row], relays, links + 1)
-                if not seen[end] and (end not in best or there < best[end]):
-                    best[end] = there
-                    parent[end], entered[end] = node, row
-                    heapq.heappush(heap, (*there, end))
-        carried = [*self.demand[root], *[0] * (nodes - size)]
+                further = edges + (end < size)
+                there = (reach + lengths[row], further, links + 1)
+                if height is not None and further > height:
+                    continue
+                after = end if layers == 1 else further * nodes + end
+                if not seen[after] and (after not in best or there < best[after]):
+                    best[after] = there
+                    parent[after], entered[after] = state, row
+                    heapq.heappush(heap, (*there, after))
+        carried = [0] * (layers * nodes)
+        for rank, wanted in enumerate(self.demand[root]):
+            if wanted and rank not in ends:
+                return None
+            if wanted:
+                carried[ends[rank]] = wanted
         usage = [0] * len(self.limits)
-        for node in reversed(settled[1:]):
-            if not carried[node]:
-                parent[node] = -1
+        for state in reversed(settled[1:]):
+            if not carried[state]:
+                parent[state] = -1
                 continue
-            carried[parent[node]] += carried[node]
-            usage[entered[node]] += carried[node]
+            carried[parent[state]] += carried[state]
+            usage[entered[state]] += carried[state]
+        reached = tuple(ends.get(rank, -1) for rank in range(size))
         routes = RouteTable(self.orbits, tuple(lengths))
-        return TreeColumn(root, (), tuple(parent), tuple(usage), routes)
+        return TreeColumn(root, reached, tuple(parent), tuple(usage), routes)
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
         """The shards of a plan: paths in the order of destination, source and share.
@@ -142,9 +171,10 @@ class FlowPacking(Packing):
         paths = []
         for rank, wanted in enumerate(self.demand[tree.root]):
             if wanted and rank != tree.root:
-                path = [rank]
-                while path[-1] != tree.root:
-                    path.append(tree.down[path[-1]])
+                state, path = tree.up[rank], [rank]
+                while state != tree.root:
+                    state = tree.down[state]
+                    path.append(state % len(self.fabric.nodes))
                 paths.append(tuple(path[::-1]))
         return paths
 
@@ -168,7 +198,6 @@ class FlowPricing(Pricing):
     packing: FlowPacking
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        """A tree of shortest paths of every root, by its place among `FlowPacking.roots`."""
-        return {
-            place: self.packing.shortest_paths(root, lengths) for place, root in enumerate(self.packing.roots)
-        }
+        """A tree of shortest paths of every root that has one, by its place among `FlowPacking.roots`."""
+        trees = (self.packing.shortest_paths(root, lengths, self.height) for root in self.packing.roots)
+        return {place: tree for place, tree in enumerate(trees) if tree is not None}

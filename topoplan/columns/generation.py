@@ -143,7 +143,8 @@ class Generation:
             forest = Fraction(min(cheapest))
         else:
             counts = self.packing.root_counts
-            forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
+            forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)))
+            forest /= self.packing.rate_of_one
         return total / forest if forest else Fraction(total + 1) * 10**9
 
     def _add_others(self, lengths: list[int], price: int) -> None:

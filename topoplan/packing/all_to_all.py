@@ -24,6 +24,7 @@ from topoplan.plans.certificates import Certificate, Cut, Demand, OneFabric
 from topoplan.plans.certificates.exchange import Bytes
 from topoplan.plans.certificates.forest_length import zero_parts
 from topoplan.plans.plan import ALL_TO_ALL, Plan
+from topoplan.plans.tree import Shard
 from topoplan.simplex.time_limit import UNDONE, Deadline, out_of_time
 from topoplan.symmetry.search import find_symmetry
 
@@ -88,6 +89,8 @@ def plan_all_to_all(
         lengths = packing.certificate(generation.duals())
         known += proofs((*_cuts(lengths, fabric), lengths))
         bound, certificate = min(known, key=lambda one: one[0])
+    if not deadline.cut:
+        generation = _lowest(packing, generation, progress, deadline)
     notes: tuple[str, ...] = ()
     if deadline.cut:
         rate = float(generation.value / packing.scale)
@@ -137,6 +140,25 @@ def check_demand(demand: Matrix, asked: Allocation) -> Bytes:
     if not any(row[other] for rank, row in enumerate(demand) for other in range(size) if other != rank):
         raise UsageError("the demand sends nothing from any rank to another; there is nothing to plan")
     return tuple(tuple(int(amount) for amount in row) for row in demand)
+
+
+def _lowest(
+    packing: FlowPacking,
+    generation: Generation,
+    progress: Callable[[str], None] | None,
+    deadline: Deadline,
+) -> Generation:
+    """Paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
+    target, tallest = generation.value, _height(packing.shards(generation.weights()))
+    for height in range(1, tallest):
+        limited = Generation(FlowPricing(packing, height), progress=progress, deadline=deadline)
+        if limited.run(target, hopeless=target):
+            return limited
+    return generation
+
+
+def _height(shards: Sequence[Shard]) -> int:
+    return max(len(shard.stages[0].edges) for shard in shards)
 
 
 def _price_again(generation: Generation) -> bool:

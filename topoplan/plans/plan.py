@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.formats.topology_json import topology_from_object
-from topoplan.plans.certificates import Certificate, certificate_from_object
+from topoplan.plans.certificates import Certificate, Demand, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
     compact,
@@ -44,7 +44,7 @@ from topoplan.plans.json_values import (
     read_whole,
 )
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
-from topoplan.plans.tree import Shard
+from topoplan.plans.tree import Shard, shard_bounds
 from topoplan.topology import Topology
 from topoplan.units import format_size
 
@@ -242,6 +242,23 @@ class Plan(Plans):
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
         """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
         return shard_counts(self.shards)
+
+    @property
+    def buffers(self) -> int:
+        """Of how many ranks' buffers the shares are: of all in an all-to-all, which are told apart, and else of one."""
+        return len(self.ranks) if self.collective == ALL_TO_ALL else 1
+
+    @property
+    def blocks(self) -> int:
+        """How many equal blocks the buffer has in which shards lie, that of an all-to-all being all ranks' together."""
+        if self.collective in ("allgather", "reduce_scatter"):
+            return len(self.ranks)
+        equal = self.collective == ALL_TO_ALL and not isinstance(self.certificate, Demand)
+        return len(self.ranks) ** 2 if equal else 1
+
+    def bounds(self, count: int) -> list[int]:
+        """Where the shards lie in a buffer of so many elements, a multiple of `blocks` (see `shard_bounds`)."""
+        return shard_bounds((shard.share / self.buffers for shard in self.shards), count, blocks=self.blocks)
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:

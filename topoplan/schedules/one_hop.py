@@ -97,6 +97,33 @@ def one_hop(
     return made.timed(time.perf_counter() - started)
 
 
+def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:
+    """The all-to-all of libraries that send every block at once to its rank.
+
+    Over NVLink, or where that does not join all pairs over PCIe, since a plan runs over one of them; None where neither
+    does.
+
+    Parameters
+    ----------
+    topology, gpus
+        As for `one_hop`.
+
+    Examples
+    --------
+    Half of the pairs of a DGX-1V have no NVLink, so blocks go over PCIe:
+
+    >>> made = direct_sends("dgx-1v")
+    >>> made.channels, made.rate
+    (('pcie',), 4.0)
+    """
+    for channels in ("auto", "pcie"):
+        try:
+            return one_hop(topology, ALL_TO_ALL, gpus=gpus, channels=channels)
+        except InfeasibleError:
+            continue
+    return None
+
+
 def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
     """What a rank gets in an all-to-all: each block at once from the rank that has it."""
     share = Fraction(1, fabric.size)

@@ -12,7 +12,6 @@ import topoplan
 from collectives import Communicator, TransferTable, lower
 from collectives.backends.backend import Call
 from collectives.backends.loopback.backend import Loopback
-from collectives.lowering.lower import blocks_of
 from collectives.wire import WireFormat
 from tests.bench.alignment import COUNTS, MACHINES, PACK, Crossing, nccl_crossings, torch_crossings
 from tests.support.hand_plans import SHAPES, forest_plan
@@ -42,7 +41,7 @@ def test_chunks_start_on_borders_of_a_block_and_only_its_last_one_ends_elsewhere
 ) -> None:
     """Whether blocks are multiples of the alignment or not."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), collective)
-    count, block = blocks_of(plan) * each, each
+    count, block = plan.blocks * each, each
     for chunk in (1, 100, 1 << 20):
         table = lower(plan, count, chunk_elements=chunk)
         assert len(table) > 0
@@ -88,7 +87,7 @@ def test_messages_of_blocks_that_end_on_borders_are_copied_in_packs(
 def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective: str, shape: str) -> None:
     """Partial sums lie in scratch memory, and slots hold shards of any length."""
     plan = forest_plan(5, collective, shape)
-    for count in (25 * 16, 25 * 1008, *([] if blocks_of(plan) > 1 else [1, 17, 4999])):
+    for count in (25 * 16, 25 * 1008, *([] if plan.blocks > 1 else [1, 17, 4999])):
         table = lower(plan, count, chunk_elements=300)
         for crossings in BACKENDS.values():
             assert all_packed(crossings(plan, table, 1))

@@ -12,7 +12,6 @@ import topoplan
 from collectives import lower
 from collectives.backends.stepped.moves import moves_of
 from collectives.lowering.edge_streams import row_of, stream_of, streams
-from collectives.lowering.lower import blocks_of
 from collectives.lowering.transfer_table import TransferTable
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
 from topoplan.plans.plan import EVERY
@@ -25,7 +24,7 @@ def tables(draw: st.DrawFn) -> TransferTable:
     collective = draw(st.sampled_from(EVERY))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
     return lower(
-        plan, blocks_of(plan) * ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640))
+        plan, plan.blocks * ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640))
     )
 
 

@@ -76,6 +76,12 @@ def test_relays_are_worth_a_quarter_on_four_gpus() -> None:
     assert plan.rate == 125.0
 
 
+def test_no_lower_paths_reach_the_rate() -> None:
+    """A relay is enough on a DGX-1V; half of an MI250 is five hops from the other."""
+    assert topoplan.plan("dgx-1v", "alltoall").height == 2
+    assert topoplan.plan("mi250", "alltoall").height == 5
+
+
 def test_the_file_of_a_plan_is_read_back_and_the_same_every_time() -> None:
     text = topoplan.plan("dgx-1v", "alltoall").to_json()
     assert '"format": "topoplan.plan/2"' in text

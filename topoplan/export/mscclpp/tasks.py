@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import stage_order
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.tree import Shard, Stage
 
 MOST_REFERENCES = 8
@@ -217,6 +217,11 @@ def shard_trees(plan: Plan, shard: Shard) -> tuple[Tree | None, Tree | None]:
     """The reduce tree and the broadcast tree of a shard."""
     if plan.collective == "reduce":
         raise UsageError("MSCCL++ has no reduce; it runs allreduce, broadcast, allgather and reduce_scatter")
+    if plan.collective == ALL_TO_ALL:
+        raise UsageError(
+            "paths of an alltoall are not written for MSCCL++; export an allreduce, broadcast, allgather or "
+            "reduce_scatter"
+        )
     ops, wanted = tuple(stage.op for stage in shard.stages), stage_order(plan.collective)
     if plan.sparse or ops != wanted or len({stage.root for stage in shard.stages}) > 1:
         raise UsageError(

@@ -25,6 +25,7 @@ from topoplan.plans.certificates.certificate import (
     registered,
 )
 from topoplan.plans.certificates.forest_length import exchange_length
+from topoplan.plans.certificates.one_fabric import Cut
 from topoplan.plans.json_values import read_list, read_whole
 from topoplan.plans.tree import Shard
 from topoplan.units import format_seconds
@@ -88,15 +89,13 @@ class Demand(Certificate):
         capacity = capacity_of(lengths, fabric)
         bound = self.bound(fabric, collective, root)
         needed = capacity * self.buffer / bound
-        if set(lengths) <= {0, 1}:
-            return (
-                f"{sum(map(int, lengths))} links carry {number_words(capacity)} GB/s together, and "
-                f"{number_words(needed)} bytes cross them: {format_seconds(float(self.seconds(bound)))} at least"
-            )
+        least = f"{format_seconds(float(self.seconds(bound)))} at least"
+        if isinstance(self.certificate, Cut):
+            crossing = self.certificate.crossing_words(fabric, collective)
+            return f"{crossing}, and {number_words(needed)} bytes must: {least}"
         return (
             f"{sum(map(bool, lengths))} links, weighted by their dual lengths, carry {number_words(capacity)} GB/s, "
-            f"and the demand takes {number_words(needed)} bytes of that weight: "
-            f"{format_seconds(float(self.seconds(bound)))} at least"
+            f"and the demand takes {number_words(needed)} bytes of that weight: {least}"
         )
 
     def to_object(self) -> dict[str, object]:

@@ -102,20 +102,23 @@ class Cut(OneFabric):
         return outwards, leaves if outwards else enters
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        part = "every byte"
+        within = sum(name in set(self.side) for name in fabric.ranks)
+        if collective in ("allgather", "reduce_scatter"):
+            part = f"{within}/{fabric.size} of the buffer"
+        elif collective == "alltoall":
+            part = f"{within} x {fabric.size - within} blocks of 1/{fabric.size} of a buffer"
+        return f"{self.crossing_words(fabric, collective)}, and {part} must"
+
+    def crossing_words(self, fabric: Fabric, collective: str) -> str:
+        """What crosses the cut at most."""
         side = set(self.side)
         outwards, lengths = self._crossing(fabric, collective)
         inside = tuple(name for name in fabric.nodes if name in side)
         outside = tuple(name for name in fabric.nodes if name not in side)
         verbs = ("leave", "enter") if outwards else ("enter", "leave")
         verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
-        part = "every byte"
-        if collective in ("allgather", "reduce_scatter"):
-            part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
-        elif collective == "alltoall":
-            within = sum(name in side for name in fabric.ranks)
-            part = f"{within} x {fabric.size - within} blocks of 1/{fabric.size} of a buffer"
-        crossing = number_words(capacity_of(lengths, fabric))
-        return f"only {crossing} GB/s {verb} {set_words(names)}, and {part} must"
+        return f"only {number_words(capacity_of(lengths, fabric))} GB/s {verb} {set_words(names)}"
 
     def to_object(self) -> dict[str, object]:
         return {"kind": self.kind, "side": list(self.side)}
