@@ -105,10 +105,16 @@ def test_options_of_trees_do_not_go_with_it(
     assert message in run(capsys, "plan", "dgx-1v", "--collective", "alltoall", *options, status=2)
 
 
-@pytest.mark.parametrize("engine", ["mscclpp", "msccl-xml"])
-def test_engines_that_have_no_paths_are_told_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str
+def test_an_engine_without_paths_is_told_of_and_another_runs_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    place = str(tmp_path / "plan.json")
+    place, file = str(tmp_path / "plan.json"), str(tmp_path / "engine.json")
     run(capsys, "plan", "v100x4", "--collective", "alltoall", "-o", place)
-    assert "alltoall" in run(capsys, "export", place, "--to", engine, status=2)
+    assert "so alltoall is left out" in run(capsys, "export", place, "--to", "msccl-xml", status=2)
+    assert "take paths; use simple" in run(
+        capsys, "export", place, "--to", "mscclpp", "--protocol", "ll", status=2
+    )
+    assert "keeps 125 GB/s, all of the rate; 20 chunks" in run(
+        capsys, "export", place, "--to", "mscclpp", "-o", file
+    )
+    assert "postcondition of alltoall holds" in run(capsys, "verify", file)
