@@ -18,7 +18,6 @@ from topoplan.columns.generation import Generation
 from topoplan.columns.pricing import length_of
 from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Certificate, Cut, Demand, OneFabric
 from topoplan.plans.certificates.exchange import Bytes
@@ -107,24 +106,21 @@ def plan_all_to_all(
     )
 
 
-def check_demand(demand: Matrix, asked: Allocation) -> Bytes:
-    """The bytes that row sends to column, as whole numbers.
+def check_demand(demand: Matrix, size: int) -> Bytes:
+    """The bytes that row sends to column among so many ranks, as whole numbers.
 
     Raises
     ------
     UsageError
-        The collective is none that has a demand, the matrix is no square of the number of ranks, or an entry is no
-        whole number of bytes, zero or more.
+        The matrix is no square of the number of ranks, an entry is no whole number of bytes, zero or more, or nothing
+        goes from any rank to another.
 
     Examples
     --------
-    >>> check_demand([[0, -1], [1, 0]], Allocation.of("dgx-1v", "alltoall", gpus=[0, 1]))
+    >>> check_demand([[0, -1], [1, 0]], 2)
     Traceback (most recent call last):
     topoplan.errors.UsageError: the demand from rank 0 to rank 1 is -1; give whole bytes, zero or more
     """
-    if asked.collective != ALL_TO_ALL:
-        raise UsageError(f"a demand belongs to alltoall, not to {asked.collective}; leave it out")
-    size = len(asked.gpus)
     if len(demand) != size or any(len(row) != size for row in demand):
         lengths = ", ".join(map(str, sorted({len(row) for row in demand})))
         raise UsageError(

@@ -128,10 +128,11 @@ def plan(
     deadline = Deadline(time_limit)
     if time_limit is not None and method != "exact":
         raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
-    if demand is not None:
-        demand = check_demand(demand, asked)
     if collective == ALL_TO_ALL:
         _check_paths(method, channels, order)
+    elif demand is not None:
+        raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
+    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 
@@ -153,7 +154,7 @@ def plan(
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif collective == ALL_TO_ALL:
-        made = plan_all_to_all(fabric, demand=demand, deadline=deadline, progress=progress)
+        made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network:

@@ -16,7 +16,7 @@ from collectives.backends.loopback.backend import execute
 from tests.support.small_fabrics import direct_machines
 from tests.support.tcp_jobs import in_threads
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
 
 Array = NDArray[np.int64]
@@ -91,6 +91,24 @@ def test_rows_of_arrays_are_exchanged_and_the_result_may_replace_the_input() -> 
         handle.wait()
     for array, expected in zip(arrays, wanted, strict=True):
         assert np.array_equal(array, expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        topoplan.ring("dgx-1v", gpus=[0, 1, 2]),
+        topoplan.plan("dgx-1v", gpus=[0, 1, 2], order="trees"),
+        topoplan.plan("dgx-1v", gpus=[0, 1, 2], channels="nvlink+pcie"),
+        topoplan.plan_by_size("dgx-1v", gpus=[0, 1, 2], sizes=[1 << 10, 1 << 20]),
+        topoplan.one_hop("dgx-1v", "alltoall", gpus=[0, 1, 2]),
+    ],
+    ids=["ring", "few trees", "split", "by size", "direct sends"],
+)
+def test_plans_of_any_kind_lead_to_the_paths_and_back(given: Plans) -> None:
+    arrays = inputs(3, 5)
+    with Communicator(given) as comm:
+        check(comm.all_to_all(arrays), arrays)
+        assert np.array_equal(comm.all_reduce(arrays)[1], sum(arrays))
 
 
 def test_an_axis_that_ranks_do_not_divide_is_refused() -> None:
