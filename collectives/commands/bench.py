@@ -83,8 +83,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--rivals",
         action="store_true",
-        help="time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce the back end's own "
-        "one",
+        help="time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce the back "
+        "end's own one",
     )
     parser.add_argument(
         "--paced",
