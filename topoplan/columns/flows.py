@@ -178,6 +178,10 @@ class FlowPacking(Packing):
                 paths.append(tuple(path[::-1]))
         return paths
 
+    def edges_in_a_row(self, tree: TreeColumn) -> int:
+        """Most edges from rank to rank on a path of a tree."""
+        return max(sum(node < self.fabric.size for node in path) - 1 for path in self._paths(tree))
+
     def _stage(self, path: Path) -> Stage:
         """A chain of edges along a path, one from each rank on it to the next."""
         fabric = self.fabric

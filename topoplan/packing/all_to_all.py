@@ -23,7 +23,6 @@ from topoplan.plans.certificates import Certificate, Cut, Demand, OneFabric
 from topoplan.plans.certificates.exchange import Bytes
 from topoplan.plans.certificates.forest_length import zero_parts
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.tree import Shard
 from topoplan.simplex.time_limit import UNDONE, Deadline, out_of_time
 from topoplan.symmetry.search import find_symmetry
 
@@ -145,16 +144,12 @@ def _lowest(
     deadline: Deadline,
 ) -> Generation:
     """Paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
-    target, tallest = generation.value, _height(packing.shards(generation.weights()))
+    target, tallest = generation.value, max(map(packing.edges_in_a_row, generation.weights()))
     for height in range(1, tallest):
         limited = Generation(FlowPricing(packing, height), progress=progress, deadline=deadline)
         if limited.run(target, hopeless=target):
             return limited
     return generation
-
-
-def _height(shards: Sequence[Shard]) -> int:
-    return max(len(shard.stages[0].edges) for shard in shards)
 
 
 def _price_again(generation: Generation) -> bool:

@@ -15,7 +15,7 @@ from collectives import Communicator, check_table, lower
 from collectives.backends.loopback.backend import execute
 from tests.support.small_fabrics import direct_machines
 from tests.support.tcp_jobs import in_threads
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import BackendError, PlanError, UsageError
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology
 
@@ -151,3 +151,21 @@ def test_every_block_arrives_over_tcp(name: str, gpus: list[int] | None, block: 
 def test_relays_keep_no_more_than_a_few_chunks_over_tcp() -> None:
     plan = topoplan.plan("v100x4", "alltoall")
     check(in_tcp(plan, 9000, chunk_bytes=256, flight_bytes=1), inputs(4, 9000))
+
+
+def test_a_rank_that_closes_or_does_not_fit_is_named_over_tcp() -> None:
+    """As in every collective: the others say who is to blame."""
+    plan = topoplan.plan("v100x4", "alltoall")
+
+    def closes(comm: Communicator, rank: int) -> object:
+        return "closed" if rank == 1 else comm.all_to_all(np.zeros(8))
+
+    def odd(comm: Communicator, rank: int) -> object:
+        return comm.all_to_all(np.zeros(6 if rank == 1 else 8))
+
+    for body, message in ((closes, "rank 1 has closed its communicator"), (odd, "cannot be divided among 4")):
+        errors = in_threads(plan, body)
+        for rank in (0, 2, 3):
+            assert isinstance(errors[rank], BackendError)
+            assert errors[rank].peer == 1
+            assert message in str(errors[rank])
