@@ -16,7 +16,7 @@ from tests.support.irregular_fabrics import KINDS, irregular
 from tests.support.small_fabrics import direct_machines, machine, switched_machines
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.plans import Fabric
-from topoplan.plans.certificates import Cut, Demand, Lengths
+from topoplan.plans.certificates import Channels, Cut, Demand, Lengths
 from topoplan.plans.plan import Plan
 from topoplan.topology import Topology
 
@@ -222,6 +222,19 @@ def test_the_shards_of_a_demand_are_held_to_it() -> None:
     other = replace(plan.certificate, demand=((0, 1, 2), *plan.certificate.demand[1:]))
     with pytest.raises(PlanError, match="carries 2 bytes to rank 1 instead of the 1"):
         topoplan.verify(replace(plan, certificate=other))
+
+
+def test_certificates_of_other_plans_prove_nothing() -> None:
+    """Bounds of channels suppose equal parts, and a demand speaks of an all-to-all."""
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1, 2])
+    assert isinstance(plan.certificate, Cut | Lengths)
+    with pytest.raises(PlanError, match="the bounds of channels do not add up"):
+        topoplan.verify(replace(plan, certificate=Channels((("nvlink", plan.certificate),))))
+    demand = Demand(((1, 1, 1),) * 3, plan.certificate)
+    assert topoplan.verify(replace(plan, certificate=demand)).optimal
+    other = topoplan.plan("dgx-1v", "allgather", gpus=[0, 1, 2])
+    with pytest.raises(PlanError, match="a demand bounds alltoall, not allgather"):
+        topoplan.verify(replace(other, certificate=demand))
 
 
 def test_lengths_prove_what_no_cut_does() -> None:
