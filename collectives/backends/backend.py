@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.peers import World
 from collectives.peers.signature import Signature
 from topoplan.plans.plan import Plan
@@ -30,7 +30,7 @@ class RankArrays(Generic[Array]):
     Parameters
     ----------
     rank : int
-    given : (int, int)
+    given : Given
         The elements of the buffer that the rank puts in.
     source : array
         One contiguous dimension of those elements; only read, unless it is the same memory as ``result``.
@@ -42,10 +42,15 @@ class RankArrays(Generic[Array]):
     """
 
     rank: int
-    given: tuple[int, int]
+    given: Given
     source: Array
     block: tuple[int, int]
     result: Array
+
+    def put_in(self, start: int, stop: int) -> slice:
+        """Where elements lie in ``source``; those of one shard, which is one piece of it."""
+        first = place_in(self.given, start)
+        return slice(first, first + stop - start)
 
     def holds(self, start: int, stop: int) -> bool:
         """Whether elements are part of the result; chunks are so as a whole or not at all."""

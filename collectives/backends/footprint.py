@@ -89,7 +89,7 @@ def footprint(plan: Plan) -> Footprint:
         )
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk
-    count = ALIGNMENT * len(plan.ranks) * denominator
+    count = ALIGNMENT * max(len(plan.ranks), plan.blocks) * denominator
     table = lower(plan, count, chunk_elements=count)
     parts = streams(table)
     joins = [0] * len(plan.ranks)

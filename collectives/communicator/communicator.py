@@ -368,6 +368,40 @@ class Communicator:
 
         return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
+    @overload
+    def all_to_all(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[False] = False
+    ) -> Arrays: ...
+
+    @overload
+    def all_to_all(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def all_to_all(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
+        """Send the r-th of N equal blocks of axis 0 to rank r; the blocks that arrive stand in the order of ranks.
+
+        As ``MPI_Alltoall`` and torch's ``all_to_all_single``.
+
+        Parameters
+        ----------
+        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
+        out : as ``arrays``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        As ``arrays``, or a `Handle`.
+
+        Raises
+        ------
+        UsageError
+            Axis 0 cannot be divided by the number of ranks.
+        """
+
+        return self._start("alltoall", None, None, arrays, out, async_op)
+
     def sparse_all_reduce(
         self,
         gradients: Any,

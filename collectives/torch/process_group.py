@@ -59,12 +59,10 @@ DELEGATED = (
     "_start_coalescing",
     "_wait_for_pending_works",
     "all_gather_single_coalesced",
-    "all_to_all_single",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "allreduce_coalesced",
     "alltoall",
-    "alltoall_base",
     "barrier",
     "gather",
     "monitored_barrier",
@@ -209,6 +207,29 @@ class PlannedGroup(dist.ProcessGroup):
             return self.inner._reduce_scatter_base(output, input, *_given(opts))
         return self._scattered(output, _line(input), op)
 
+    def alltoall_base(
+        self,
+        output: Any,
+        input: Any,  # noqa: A002
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
+        opts: Any = None,
+    ) -> Any:
+        """Send every rank its block of a tensor; by plan where no sizes of blocks are given, so that all are equal."""
+        alike = output.dtype == input.dtype and output.numel() == input.numel()
+        equal = not (output_split_sizes or input_split_sizes) and input.numel() % self.size() == 0
+        if not (alike and equal and self._carries([input], None)):
+            sizes = output_split_sizes, input_split_sizes
+            return self.inner.alltoall_base(output, input, *sizes, *_given(opts))
+        flat, whole = _line(input), _line(output)
+        return self._started(
+            lambda comm: comm.all_to_all(flat, out=whole, async_op=True),
+            flat,
+            lambda: _put([output], [whole]),
+            [output],
+        )
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 

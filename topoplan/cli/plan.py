@@ -21,18 +21,18 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
+from topoplan.cli.sources import read_demand, read_machine
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.certificates import Demand, explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
-from topoplan.plans.plan import TREES, Plan
-from topoplan.units import format_seconds
+from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
+from topoplan.units import exact, format_seconds
 
 OF_TREES = {
     "method": "exact",
@@ -42,6 +42,7 @@ OF_TREES = {
     "time_limit": None,
     "size": None,
     "sizes": None,
+    "demand": None,
     "bound_only": False,
 }
 """Options that do not go with another schedule, and what they are when nobody has given them."""
@@ -85,6 +86,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=arguments.seconds,
         metavar="S",
         help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
+    )
+    parser.add_argument(
+        "--demand",
+        metavar="F.json",
+        help='with alltoall, {"bytes": [[...], ...]}, where row sends to column: the least time for it',
     )
     add_sparse(parser)
     parser.add_argument(
@@ -197,12 +203,13 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         threshold=0.05 if options.threshold is None else options.threshold,
         nbytes=options.size,
         time_limit=options.time_limit,
+        demand=None if options.demand is None else read_demand(options.demand),
         progress=progress,
     )
 
 
 def _run_bound(options: argparse.Namespace) -> int:
-    for name in ("output", "plot", "sizes", "size", "order"):
+    for name in ("output", "plot", "sizes", "size", "order", "demand"):
         if getattr(options, name) is not None:
             raise UsageError(
                 f"--bound-only makes no plan, so {'-o' if name == 'output' else f'--{name}'} does not go with it"
@@ -259,8 +266,12 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     else:
         verdict = "optimal, proved" if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
+        if isinstance(plan.certificate, Demand):
+            print(
+                f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
+            )
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
-        print(f"trees  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
         if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")
         print()
@@ -288,6 +299,8 @@ def _order_text(plan: Plan, order: str) -> str:
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"
+    if plan.collective == ALL_TO_ALL:
+        return f"lowest height first: {lowest if plan.height > 1 else '1, the lowest there is'}"
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:
@@ -303,6 +316,7 @@ OF_ELEMENTS = {
     "time_limit": None,
     "size": None,
     "sizes": None,
+    "demand": None,
     "collective": "allreduce",
     "method": "exact",
     "bound_only": False,

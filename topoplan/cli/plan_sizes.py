@@ -17,7 +17,7 @@ from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
-from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -111,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
+    if options.demand is not None:
+        raise UsageError("--demand is of one size and --sizes plans for many; leave one of them out")
+    if check_collective(options.collective) == ALL_TO_ALL:
+        raise UsageError("--sizes chooses among trees, and an alltoall is planned by paths; leave it out")
     machine = read_machine(options)
     costs = None if options.engine_costs is None else load_costs(options.engine_costs)
     started = time.perf_counter()

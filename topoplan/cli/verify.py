@@ -9,6 +9,7 @@ from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first
 from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
+from topoplan.cli.tree_table import tree_noun
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.load import load
 from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_file
@@ -234,7 +235,7 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
 
 
 def _print_report(plan: Plan, report: Verification) -> None:
-    ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, "tree")
+    ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, tree_noun(plan))
     print(f"valid: {plan.collective} of {ranks}, {trees}, height {report.height}")
     print("postcondition holds: each contribution arrives exactly once wherever it must")
     if report.exact_rate is None or report.exact_bound is None:

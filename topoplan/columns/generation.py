@@ -73,7 +73,7 @@ class Generation:
     @property
     def value(self) -> Fraction:
         """Rate of the packing in units of the packing's scale."""
-        return self.program.value * self.packing.owners
+        return self.program.value * self.packing.rate_of_one
 
     def add(self, trees: Sequence[TreeColumn]) -> int:
         """Make trees known to the master; the number of those that were new to it."""
@@ -98,7 +98,7 @@ class Generation:
         packing = self.packing
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        goal = None if target is None else target / packing.owners
+        goal = None if target is None else target / packing.rate_of_one
         while True:
             fresh = 0
             for effort in self.pricing.efforts:
@@ -131,7 +131,7 @@ class Generation:
             prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
             prices = [price - int(price * self.program.blur) for price in prices]
             if self.progress is not None:
-                rate = self.program.near_value * float(packing.owners / packing.scale)
+                rate = self.program.near_value * float(packing.rate_of_one / packing.scale)
                 self.progress(
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
@@ -144,7 +144,7 @@ class Generation:
             row, length = self.packing.owner_row(tree), length_of(tree, lengths)
             cheapest[row] = min(length, cheapest.get(row, length))
         parts = self.packing.owner_parts if self.packing.shared else [1]
-        forest = Fraction(sum(n * cheapest[row] for row, n in enumerate(parts)), self.packing.owners)
+        forest = Fraction(sum(n * cheapest[row] for row, n in enumerate(parts))) / self.packing.rate_of_one
         return total / forest if forest else Fraction(total + 1) * 10**9
 
     def _add_others(self, lengths: list[int], price: int) -> None:

@@ -19,6 +19,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
+from topoplan.packing.all_to_all import Matrix, check_demand, plan_all_to_all
 from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.integer_minimisation import minimise_trees
@@ -28,7 +29,7 @@ from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificates import Certificate
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
 from topoplan.simplex.time_limit import Deadline
 from topoplan.topology import TopologyLike
 from topoplan.trees.hop_constrained_exact import LARGEST
@@ -58,6 +59,7 @@ def plan(
     threshold: float = 0.05,
     nbytes: int | None = None,
     time_limit: float | None = None,
+    demand: Matrix | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
@@ -67,7 +69,7 @@ def plan(
     topology : Topology, or what `topoplan.load` takes
         The machine.
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
     gpus : sequence of int or None
         GPU numbers of the allocation; None takes all. Rank i is the i-th of them in ascending order.
     root : int or None
@@ -88,6 +90,8 @@ def plan(
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
         for no limit. It is looked at between the rounds of the search, and the first round is always made.
+    demand : sequence of sequences of int, or None
+        For ``alltoall``, the bytes that row sends to column; None where all pairs exchange alike.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 
@@ -98,7 +102,8 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none.
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; an
+        option that an all-to-all does not have, a demand that is none.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -115,7 +120,7 @@ def plan(
     (50.0, 0.0, 2, 2)
     """
     started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     collective = asked.collective
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
@@ -123,6 +128,11 @@ def plan(
     deadline = Deadline(time_limit)
     if time_limit is not None and method != "exact":
         raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
+    if collective == ALL_TO_ALL:
+        _check_paths(method, channels, order)
+    elif demand is not None:
+        raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
+    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 
@@ -143,6 +153,8 @@ def plan(
     fabric = asked.fabric(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
+    elif collective == ALL_TO_ALL:
+        made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network:
@@ -152,6 +164,19 @@ def plan(
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress)
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
+
+
+def _check_paths(method: str, channels: str, order: str) -> None:
+    """Refuse what only trees to all ranks have."""
+    for name, value, only in (("method", method, "exact"), ("order", order, "height")):
+        if value != only:
+            raise UsageError(
+                f"an alltoall is planned by paths, to which {name} {value!r} does not apply; leave it out"
+            )
+    if channels in CHANNEL_SPLITS:
+        raise UsageError(
+            f"an alltoall takes one choice of links, not {channels!r}; use {', '.join(CHANNEL_CHOICES)}"
+        )
 
 
 def _told(method: str, order: str) -> str:

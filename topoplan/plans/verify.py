@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
-from topoplan.plans.certificates import Channels, Sparse
+from topoplan.plans.certificates import Channels, Demand, Sparse
+from topoplan.plans.certificates.exchange import ends_of
 from topoplan.plans.certificates.sparse import check_entries
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, ROOTED, Plan, Plans
 from topoplan.plans.rounds import rounds
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
 from topoplan.plans.tree import OPERATIONS, Shard, Stage
@@ -89,7 +90,12 @@ def verify(plan: Plan) -> Verification:
     _check_shares(plan)
     for number, (shard, _) in enumerate(plan.shard_counts):
         _check_trees(shard, number, fabric.size, sparse=plan.sparse)
-        _check_postcondition(plan, shard, number)
+        if plan.collective != ALL_TO_ALL:
+            _check_postcondition(plan, shard, number)
+    if plan.collective == ALL_TO_ALL:
+        _check_exchange(plan)
+    elif isinstance(plan.certificate, Demand):
+        raise PlanError(f"a demand bounds alltoall, not {plan.collective}")
     _check_channels(plan, fabric)
     _check_exchanges(plan)
     _check_sparse(plan, fabric)
@@ -143,7 +149,7 @@ def verify_all(plans: Plans) -> tuple[Verification, ...]:
 
 
 def _check_header(plan: Plan) -> Fabric:
-    if plan.collective not in COLLECTIVES:
+    if plan.collective not in EVERY:
         raise PlanError(f"collective {plan.collective!r} is unknown")
     if tuple(plan.ranks) != plan.topology.gpus:
         raise PlanError(
@@ -206,8 +212,9 @@ def _check_shares(plan: Plan) -> None:
                 )
             previous = owner
             owned[owner] += shard.share * count
-    if total != 1:
-        raise PlanError(f"the shares add up to {shown(total)}, not 1")
+    whole = len(plan.ranks) if plan.collective == ALL_TO_ALL else 1
+    if total != whole:
+        raise PlanError(f"the shares add up to {shown(total)}, not {whole}")
     if plan.collective in ("allgather", "reduce_scatter"):
         for rank, share in enumerate(_shared_by_symmetry(plan, owned)):
             if share != Fraction(1, len(plan.ranks)):
@@ -305,6 +312,41 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int) -> None:
                 stage=last,
                 rank=rank,
             )
+
+
+def _check_exchange(plan: Plan) -> None:
+    """Every rank's block for every rank must get there: all of it, by paths in the order of destination and source."""
+    if isinstance(plan.shards, ImageShards):
+        raise PlanError("the shards of an alltoall follow their destinations and sources, not symmetries")
+    if isinstance(plan.certificate, Channels):
+        raise PlanError(
+            "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
+        )
+    size = len(plan.ranks)
+    carried: dict[tuple[int, int], Fraction] = {}
+    for number, shard in enumerate(plan.shards):
+        try:
+            pair = ends_of(shard)
+        except PlanError as error:
+            raise error.within(number, 0) from None
+        if carried and pair[::-1] < next(reversed(carried))[::-1]:
+            raise PlanError(
+                "shards of an alltoall must stand in the order of their destinations, then of their sources",
+                shard=number,
+                rank=pair[0],
+            )
+        carried[pair] = carried.get(pair, Fraction(0)) + shard.share
+    if isinstance(plan.certificate, Demand):
+        plan.certificate.suppose(plan.shards)
+        return
+    for source in range(size):
+        for destination in range(size):
+            share = carried.get((source, destination), Fraction(0))
+            if share != Fraction(1, size):
+                raise PlanError(
+                    f"sends {shown(share)} of its buffer to rank {destination} instead of 1/{size}",
+                    rank=source,
+                )
 
 
 def _check_channels(plan: Plan, fabric: Fabric) -> None:

@@ -15,7 +15,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
-from topoplan.plans.plan import COLLECTIVES, TREES, Plan
+from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
@@ -167,7 +167,7 @@ _KNOWN = (
         most_ranks=None,
         beside=_three_phase,
     ),
-    Schedule("one-hop", one_hop),
+    Schedule("one-hop", one_hop, collectives=EVERY),
     Schedule(
         "double-tree",
         double_binary_tree,

@@ -184,7 +184,7 @@ class ChunkMover:
     def _elements(self, rank: int, fresh: bool, start: int, stop: int, shard: int) -> NDArray[Any]:
         one = self._memory[rank]
         if fresh:
-            return one.source[start - one.given[0] : stop - one.given[0]]
+            return one.source[one.put_in(start, stop)]
         if one.holds(start, stop):
             return one.result[start - one.block[0] : stop - one.block[0]]
         if (rank, start) not in self._held:

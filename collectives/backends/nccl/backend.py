@@ -40,6 +40,7 @@ from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decis
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.open_backend import LONGEST_TIMEOUT
 from collectives.backends.stepped.program import program_of, waits_for
+from collectives.lowering.transfer_table import Given
 from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
@@ -72,7 +73,7 @@ CAPTURED_ALONE = "some ranks capture this collective in a graph and others run i
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """What Open MPI and MPICH set for the processes that they start."""
 
-Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
+Layout = tuple[Any, int, Given, tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
 
 

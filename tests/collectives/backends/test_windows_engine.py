@@ -65,7 +65,9 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall"]
+)
 @pytest.mark.parametrize("length", [24, LONG])
 def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine: Machine, cupy: ModuleType, collective: str, length: int
