@@ -26,7 +26,7 @@ from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
-from topoplan.packing.planner import METHODS
+from topoplan.packing.planner import METHODS, TOLERANCE
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
@@ -40,6 +40,7 @@ OF_TREES = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
     "bound_only": False,
@@ -86,6 +87,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="S",
         help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
     )
+    parser.add_argument(
+        "--tolerance",
+        type=arguments.fraction,
+        help="with exact and more than 32 GPUs that all differ in their measured bandwidths: how far below the bound a "
+        f"plan on the slowest link of each kind may stay (default: {TOLERANCE})",
+    )
     add_sparse(parser)
     parser.add_argument(
         "-o",
@@ -115,7 +122,10 @@ def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
-    belongings = (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact"), ("time-limit", "exact"))
+    belongings = (
+        *(("epsilon", "mwu"), ("threshold", "mwu")),
+        *(("order", "exact"), ("time-limit", "exact"), ("tolerance", "exact")),
+    )
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
@@ -193,6 +203,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         threshold=0.05 if options.threshold is None else options.threshold,
         nbytes=options.size,
         time_limit=options.time_limit,
+        tolerance=TOLERANCE if options.tolerance is None else options.tolerance,
         progress=progress,
     )
 
@@ -297,6 +308,7 @@ OF_ELEMENTS = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
     "collective": "allreduce",
