@@ -26,7 +26,7 @@ from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_ta
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
-from topoplan.packing.planner import METHODS
+from topoplan.packing.planner import METHODS, TOLERANCE
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.certificates import Demand, explain_certificate
 from topoplan.plans.json_values import finite
@@ -40,6 +40,7 @@ OF_TREES = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
     "demand": None,
@@ -92,6 +93,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="F.json",
         help='with alltoall, {"bytes": [[...], ...]}, where row sends to column: the least time for it',
     )
+    parser.add_argument(
+        "--tolerance",
+        type=arguments.fraction,
+        help="with exact and more than 32 GPUs that all differ in their measured bandwidths: how far below the bound a "
+        f"plan on the slowest link of each kind may stay (default: {TOLERANCE})",
+    )
     add_sparse(parser)
     parser.add_argument(
         "-o",
@@ -122,7 +129,10 @@ def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
-    belongings = (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact"), ("time-limit", "exact"))
+    belongings = (
+        *(("epsilon", "mwu"), ("threshold", "mwu")),
+        *(("order", "exact"), ("time-limit", "exact"), ("tolerance", "exact")),
+    )
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
@@ -204,6 +214,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         nbytes=options.size,
         time_limit=options.time_limit,
         demand=None if options.demand is None else read_demand(options.demand),
+        tolerance=TOLERANCE if options.tolerance is None else options.tolerance,
         progress=progress,
     )
 
@@ -314,6 +325,7 @@ OF_ELEMENTS = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
     "demand": None,

@@ -28,7 +28,7 @@ from topoplan.plans.plan import ALL_TO_ALL, EVERY, ROOTED, Plan, Plans
 from topoplan.plans.rounds import rounds
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
 from topoplan.plans.tree import OPERATIONS, Shard, Stage
-from topoplan.symmetry.permutation_groups import is_automorphism, orbits
+from topoplan.symmetry.permutation_groups import keeps_wires, orbits
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
@@ -167,14 +167,16 @@ def _check_header(plan: Plan) -> Fabric:
 
 
 def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
-    """A symmetry must map the machine onto itself: then an image of a correct tree is one, and loads are even.
+    """A symmetry must map the wires onto themselves: then an image of a correct tree is one, and loads are even.
+
+    Equal links are those of one channel. Their bandwidths may differ: the rate is taken link by link, from the loads.
 
     The root of a broadcast or reduce must stay, and images stand in the order of their owners.
     """
     if shards.nodes != fabric.nodes or shards.ranks != fabric.size:
         raise PlanError("the symmetries do not speak of the devices of this plan")
     for number, generator in enumerate(shards.generators):
-        if not is_automorphism(fabric, generator):
+        if not keeps_wires(fabric, generator):
             raise PlanError(f"symmetry {number} does not map the machine's links onto equal links")
         if plan.root is not None and generator[plan.root] != plan.root:
             raise PlanError(
