@@ -29,10 +29,10 @@ DEARER = 4
 """For each of them the links of the last tree become dearer, together by one part in so many of its price."""
 
 GUIDED_ROWS = 64
-"""Rows from which floating point guides the master program, where heights are not priced by tables."""
+"""Rows from which floating point guides the master program; where heights are priced by tables, only of wide limits."""
 
 GUIDED_BITS = 16
-"""Bits of a limit from which it does so for half as many rows: exact tables then soon outgrow machine words."""
+"""Bits beyond which a limit is wide: exact tables then soon outgrow machine words, and elsewhere half the rows do."""
 
 
 @dataclass
@@ -54,8 +54,9 @@ class Generation:
         self.known: set[TreeColumn] = set()
         groups = packing.owner_rows
         wide = max(packing.limits).bit_length() > GUIDED_BITS
-        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) and not has_tables(
-            packing.fabric
+        few = has_tables(packing.fabric)
+        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide and not few else GUIDED_ROWS) and (
+            wide or not few
         )
         simplex = GuidedSimplex if self.guided else PackingSimplex
         self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])

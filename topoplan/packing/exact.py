@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
-from topoplan.columns.pricing import Pricing, has_tables
+from topoplan.columns.pricing import Pricing, alike_both_ways, has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
@@ -333,8 +333,9 @@ def _lowest_height(packing: Packing) -> int:
     """The height that hop counts force: of the best root where any will do, else of the worst."""
     routes = packing.routes([1] * len(packing.limits))
     needed = [0] * len(packing.roots)
+    both = packing.uses("broadcast") and alike_both_ways(routes.cost)
     for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
-        if packing.uses(op):
+        if packing.uses(op) and not (both and op == "reduce"):
             for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
                 needed[place] = max(needed[place], far)
     return max(needed) if packing.shared or packing.root is not None else min(needed)
