@@ -316,7 +316,9 @@ def _check_exchange(plan: Plan) -> None:
     if isinstance(plan.shards, ImageShards):
         raise PlanError("the shards of an alltoall follow their destinations and sources, not symmetries")
     if isinstance(plan.certificate, Channels):
-        raise PlanError("the bounds of channels do not add up for an alltoall: pairs may be divided differently")
+        raise PlanError(
+            "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
+        )
     size = len(plan.ranks)
     carried: dict[tuple[int, int], Fraction] = {}
     for number, shard in enumerate(plan.shards):
