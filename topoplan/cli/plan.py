@@ -310,13 +310,12 @@ def _order_text(plan: Plan, order: str) -> str:
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
     lowest = f"none below {plan.height} reaches this rate"
-    if plan.collective == ALL_TO_ALL:
-        return f"lowest height first: {lowest if plan.height > 1 else '1, the lowest there is'}"
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:
         lowest = "1, the lowest there is"
-    return f"lowest height first: {lowest}; --order trees looks for fewer trees"
+    fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
+    return f"lowest height first: {lowest}{fewer}"
 
 
 OF_ELEMENTS = {

@@ -18,6 +18,7 @@ from topoplan.columns.generation import Generation
 from topoplan.columns.pricing import length_of
 from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.notes import Note
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Certificate, Cut, Demand, OneFabric
 from topoplan.plans.certificates.exchange import Bytes
@@ -28,6 +29,9 @@ from topoplan.symmetry.search import find_symmetry
 
 Matrix = Sequence[Sequence[float]]
 """Bytes that row sends to column."""
+
+MOST_LOW = 16
+"""Ranks that all look different up to which lower paths are looked for."""
 
 MOST_BYTES = 1 << 53
 """Bytes of one pair up to which a number of JSON is exact everywhere."""
@@ -87,9 +91,14 @@ def plan_all_to_all(
         lengths = packing.certificate(generation.duals())
         known += proofs((*_cuts(lengths, fabric), lengths))
         bound, certificate = min(known, key=lambda one: one[0])
-    if not deadline.cut:
-        generation = _lowest(packing, generation, progress, deadline)
     notes: tuple[str, ...] = ()
+    tallest = max(map(packing.edges_in_a_row, generation.weights()))
+    if len(packing.roots) <= MOST_LOW and not deadline.cut:
+        generation = _lowest(packing, generation, tallest, progress, deadline)
+    elif tallest > 1 and not deadline.cut:
+        notes = (
+            Note(f"height {tallest} is that of the first optimum; lower ones were not tried", "height open"),
+        )
     if deadline.cut:
         rate = float(generation.value / packing.scale)
         notes = (deadline.note(out_of_time(rate, float(bound)) if rate < bound else UNDONE),)
@@ -140,11 +149,12 @@ def check_demand(demand: Matrix, size: int) -> Bytes:
 def _lowest(
     packing: FlowPacking,
     generation: Generation,
+    tallest: int,
     progress: Callable[[str], None] | None,
     deadline: Deadline,
 ) -> Generation:
     """Paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
-    target, tallest = generation.value, max(map(packing.edges_in_a_row, generation.weights()))
+    target = generation.value
     for height in range(1, tallest):
         limited = Generation(FlowPricing(packing, height), progress=progress, deadline=deadline)
         if limited.run(target, hopeless=target):
