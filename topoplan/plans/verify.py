@@ -88,8 +88,9 @@ def verify(plan: Plan) -> Verification:
     if isinstance(plan.shards, ImageShards):
         _check_symmetries(plan, plan.shards, fabric)
     _check_shares(plan)
+    sparse = plan.sparse
     for number, (shard, _) in enumerate(plan.shard_counts):
-        _check_trees(shard, number, fabric.size, sparse=plan.sparse)
+        _check_trees(shard, number, fabric.size, sparse=sparse)
         if plan.collective != ALL_TO_ALL:
             _check_postcondition(plan, shard, number)
     if plan.collective == ALL_TO_ALL:
