@@ -23,6 +23,8 @@ OF_ONE_PLAN = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
+    "demand": None,
     "size": None,
     "sizes": None,
     "density": None,
