@@ -36,8 +36,12 @@ METHODS = {
     "reduce": "reduce",
     "allgather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
 }
 """The communicator's method for each collective."""
+
+DIVIDED = ("allgather", "reduce_scatter", "alltoall")
+"""Collectives whose buffer has a block for each rank."""
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 """Collectives that add up; bool, which has no sums, goes with the others."""
@@ -141,7 +145,7 @@ def measure(
     ----------
     communicator : Communicator
     nbytes : int
-        Bytes of the buffer; cut to whole elements and, for allgather and reduce_scatter, whole blocks.
+        Bytes of the buffer; cut to whole elements and, for those of `DIVIDED`, whole blocks.
     dtype : str
         One of `DTYPES`.
     schedule : str
@@ -189,7 +193,7 @@ def measure(
     return Row(
         schedule=schedule,
         size=count * itemsize,
-        count=count // size if plan.collective in ("allgather", "reduce_scatter") else count,
+        count=count // size if plan.collective in DIVIDED else count,
         type=dtype,
         redop="sum" if plan.collective in REDUCING else "none",
         seconds=median,
@@ -300,7 +304,7 @@ def chrome_trace(spans: Sequence[Step], what: str, model: Run | None = None) -> 
 def _counts(plan: Plans, count: int) -> tuple[int, int]:
     """Elements of the whole buffer, cut to whole blocks, and of what each rank gives."""
     size = len(plan.ranks)
-    if plan.collective in ("allgather", "reduce_scatter"):
+    if plan.collective in DIVIDED:
         count -= count % size
     return count, count // size if plan.collective == "allgather" else count
 
@@ -405,6 +409,8 @@ def count_wrong(plan: Plans, each: int, results: Mapping[int, NDArray[Any]]) -> 
         elif plan.collective == "broadcast":
             assert plan.root is not None, "a broadcast has a root"
             expected = inputs[plan.root]
+        elif plan.collective == "alltoall":
+            expected = np.concatenate([np.split(one, size)[rank] for one in inputs])
         else:
             expected = inputs[0]
             for one in inputs[1:]:

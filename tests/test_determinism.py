@@ -34,6 +34,9 @@ made = {
     "broken": lambda: plan(cluster_in_pieces(), "reduce_scatter"),
     "dead NIC": lambda: plan(without_devices(nvswitch_cluster(2), ["s0.nic3"]), "broadcast"),
     "split": lambda: plan(dgx, "broadcast", gpus=[0, 1, 2, 3], channels="nvlink+pcie", nbytes=1 << 26),
+    "all-to-all": lambda: plan(dgx, "alltoall"),
+    "all-to-all on 16": lambda: plan(nvswitch_cluster(2), "alltoall"),
+    "all-to-all, measured": lambda: plan(irregular("ports", 0), "alltoall"),
     "by size": lambda: topoplan.plan_by_size(dgx, "allreduce", gpus=[0, 1, 2]),
 }
 for name, make in made.items():
@@ -55,8 +58,8 @@ def digests(seed: int) -> str:
 
 @pytest.mark.thorough
 def test_plan_files_are_the_same_in_ten_processes() -> None:
-    """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size."""
+    """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size, paths."""
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(digests, range(1, 11)))
-    assert len(outputs[0].splitlines()) == 12
+    assert len(outputs[0].splitlines()) == PROGRAM.count("lambda:")
     assert [output for output in outputs if output != outputs[0]] == []

@@ -79,6 +79,7 @@ def of_torch(module: Path) -> bool:
     alone = module.name in (
         "torch_arrays.py",
         "torch_entry_arrays.py",
+        "torch_on_cupy.py",
         "train_cifar_like.py",
     )
     return alone or "torch" in module.parts[:-1]

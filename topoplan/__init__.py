@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     )
     from topoplan.formats.load import load
     from topoplan.formats.nvidia_smi.nvlink_overlay import overlay
+    from topoplan.packing.mesh import plan_mesh
     from topoplan.packing.planner import plan
+    from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan
     from topoplan.plans.size_plans import SizePlans, load_plan
     from topoplan.plans.verify import verify
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.double_binary_tree import double_binary_tree
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
+    from topoplan.schedules.one_shot import one_shot
     from topoplan.schedules.rings.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
@@ -47,6 +50,7 @@ _HOME = {
     "Device": "topoplan.topology",
     "InfeasibleError": "topoplan.errors",
     "Link": "topoplan.topology",
+    "MeshPlans": "topoplan.plans.mesh_plans",
     "Plan": "topoplan.plans.plan",
     "PlanError": "topoplan.errors",
     "ProbeError": "topoplan.errors",
@@ -60,13 +64,16 @@ _HOME = {
     "cluster": "topoplan.clusters.build",
     "double_binary_tree": "topoplan.schedules.double_binary_tree",
     "load": "topoplan.formats.load",
+    "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.lowest_tree",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
+    "one_shot": "topoplan.schedules.one_shot",
     "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
+    "plan_mesh": "topoplan.packing.mesh",
     "probe": "topoplan.probing.probe",
     "ring": "topoplan.schedules.rings.ring",
     "simulate": "topoplan.simulation.model",
@@ -84,6 +91,7 @@ __all__ = [
     "Device",
     "InfeasibleError",
     "Link",
+    "MeshPlans",
     "Plan",
     "PlanError",
     "ProbeError",
@@ -97,13 +105,16 @@ __all__ = [
     "cluster",
     "double_binary_tree",
     "load",
+    "load_mesh",
     "load_plan",
     "lowest_tree",
     "nvswitch_cluster",
     "one_hop",
+    "one_shot",
     "overlay",
     "plan",
     "plan_by_size",
+    "plan_mesh",
     "probe",
     "ring",
     "simulate",

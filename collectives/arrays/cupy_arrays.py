@@ -7,7 +7,7 @@ is complete when the collective returns. Neither needs the caller to synchronise
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
@@ -138,10 +138,15 @@ class CupyArrays:
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
         with self._cupy.cuda.Device(self.device):
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self._cupy.cuda.get_current_stream())
-        self._called.append(event)
+            self.behind(self._cupy.cuda.get_current_stream())
         return found
+
+    def behind(self, stream: Any) -> None:
+        """Let what is next done in `here` wait for what a stream of this GPU was told to do."""
+        with self._cupy.cuda.Device(self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        self._called.append(event)
 
     def shape(self, array: Any) -> tuple[int, ...]:
         """See `ArrayLibrary.shape`."""
@@ -243,6 +248,11 @@ class CupyArrays:
         with self.here() as stream:
             self.kernels.divide(total, self.dtype(total), ranks)
             stream.synchronize()
+
+    def join(self, target: Any, parts: Sequence[Any], op: str) -> None:
+        """See `ArrayLibrary.join`."""
+        with self.here():
+            self.kernels.join(target, parts, op, self.dtype(target), self.itemsize(target))
 
 
 class _Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -111,3 +112,6 @@ class ArrayLibrary(Protocol[Array]):
 
     def divide(self, total: Array, ranks: int) -> None:
         """Turn a sum into an average in place, integers truncated towards zero."""
+
+    def join(self, target: Array, parts: Sequence[Array], op: str) -> None:
+        """Join lines one after another, at least two, into a line that shares no memory with them."""

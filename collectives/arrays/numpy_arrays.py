@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -176,6 +177,14 @@ class NumpyArrays:
     def divide(self, total: AnyArray, ranks: int) -> None:
         """See `ArrayLibrary.divide`."""
         divide(total, ranks)
+
+    def join(self, target: AnyArray, parts: Sequence[AnyArray], op: str) -> None:
+        """See `ArrayLibrary.join`."""
+        add = reduction(op, target.dtype)
+        with np.errstate(all="ignore"):
+            add(parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                add(target, part, out=target)
 
 
 @lru_cache(maxsize=64)

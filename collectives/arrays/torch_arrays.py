@@ -272,6 +272,14 @@ class TorchArrays:
         else:
             total.copy_(torch.div(total.to(torch.int64), ranks, rounding_mode="trunc"))
 
+    def join(self, target: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+        """See `ArrayLibrary.join`."""
+        add, goal = joining(op, target), operands(target)
+        with np.errstate(all="ignore"):
+            add(operands(parts[0]), operands(parts[1]), out=goal)
+            for part in parts[2:]:
+                add(goal, operands(part), out=goal)
+
 
 @contextmanager
 def _behind(told: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -6,13 +6,13 @@ bytes and joins them. It is told everything about one collective by a `Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.arrays.library import ArrayLibrary
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.peers import World
 from collectives.peers.signature import Signature
 from topoplan.plans.plan import Plan
@@ -30,7 +30,7 @@ class RankArrays(Generic[Array]):
     Parameters
     ----------
     rank : int
-    given : (int, int)
+    given : Given
         The elements of the buffer that the rank puts in.
     source : array
         One contiguous dimension of those elements; only read, unless it is the same memory as ``result``.
@@ -42,10 +42,15 @@ class RankArrays(Generic[Array]):
     """
 
     rank: int
-    given: tuple[int, int]
+    given: Given
     source: Array
     block: tuple[int, int]
     result: Array
+
+    def put_in(self, start: int, stop: int) -> slice:
+        """Where elements lie in ``source``; those of one shard, which is one piece of it."""
+        first = place_in(self.given, start)
+        return slice(first, first + stop - start)
 
     def holds(self, start: int, stop: int) -> bool:
         """Whether elements are part of the result; chunks are so as a whole or not at all."""
@@ -214,6 +219,43 @@ class GivesMemory(Protocol):
 
     def writes(self, array: Any) -> bool:
         """Whether results may be written to this contiguous array at once, also where that is not so of all arrays."""
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A back end that can be made for the groups of its ranks, too."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """New back ends, one for each group that has ranks of this process; all ranks must call it at once.
+
+        Parameters
+        ----------
+        groups : sequence of sequence of int
+            Ranks; every rank is in one of them. Rank i of a new back end is the i-th of its group.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As where such a back end is made.
+        """
+
+
+def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
+    """The group that a rank is in."""
+    return next(group for group in groups if rank in group)
+
+
+@runtime_checkable
+class HasEngines(Protocol):
+    """A back end that moves data in one of several ways.
+
+    Attributes
+    ----------
+    about_engine : str
+        Which one it is, and why no better one; empty where it has no choice. The same on all ranks.
+    """
+
+    about_engine: str
 
 
 class OneRank:

@@ -66,7 +66,7 @@ def footprint(plan: Plan) -> Footprint:
     Raises
     ------
     UsageError
-        The plan has more than `LARGEST` edges.
+        The plan has more than `LARGEST` edges, or ranks exchange what they have.
 
     Examples
     --------
@@ -83,9 +83,18 @@ def footprint(plan: Plan) -> Footprint:
             f"the plan has {edges} tree edges, and up to {LARGEST} are explained one by one; "
             "explain a smaller allocation"
         )
+    if plan.helpers:
+        raise UsageError(
+            f"{plan.helpers[0]} adds and copies in this plan and is no rank, and explanations are of ranks; leave "
+            "the helpers out of the machine"
+        )
+    if plan.exchanges:
+        raise UsageError(
+            "this plan's ranks exchange what they have in rounds of their own; explain one of its trees or rings"
+        )
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk
-    count = ALIGNMENT * len(plan.ranks) * denominator
+    count = ALIGNMENT * max(len(plan.ranks), plan.blocks) * denominator
     table = lower(plan, count, chunk_elements=count)
     parts = streams(table)
     joins = [0] * len(plan.ranks)

@@ -35,9 +35,9 @@ class Settings:
     pace : float, optional
         Let every link run at its bandwidth in the plan's machine times this scale.
     engine : str
-        How the nccl back end moves data: see `collectives.backends.nccl.backend.NcclBackend`.
+        How nccl, and torch on GPUs, move data: see `collectives.backends.nccl.backend.NcclBackend`.
     exact : bool
-        Whether sums must have the plan's bits; all other back ends than nccl give these in any case.
+        Whether sums must have the plan's bits; kernels between GPUs alone can do without.
 
     Raises
     ------
@@ -106,8 +106,11 @@ def _tcp(plan: Plans | None, settings: Settings) -> Backend[Any]:
 def _torch(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.torch.members import open_torch
 
-    return open_torch(timeout=settings.timeout)
+    return open_torch(timeout=settings.timeout, engine=settings.engine, exact=settings.exact)
 
+
+ENGINED = ("nccl", "torch")
+"""The back ends that move data between GPUs in several ways."""
 
 PACED = ("loopback", "tcp")
 """The back ends that can hold links to the bandwidths of the plan's machine."""
@@ -138,7 +141,7 @@ def check_backend(name: str, settings: Settings = DEFAULT) -> None:
             raise UsageError(f"the {name} back end needs {library}: {remedy}")
         if module == "cupy":
             _check_gpu(name)
-    if settings.engine != "auto" and name != "nccl":
+    if settings.engine != "auto" and name not in ENGINED:
         raise UsageError(f"the {name} back end has no engines; use nccl, or leave the engine out")
     if settings.pace is not None and name not in PACED:
         raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(PACED)}")

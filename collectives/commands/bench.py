@@ -22,7 +22,7 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.clusters.memory import physical_memory
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.units import format_size
 
 if TYPE_CHECKING:
@@ -63,8 +63,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--engine",
         choices=("auto", "windows", "messages"),
         default="auto",
-        help="of nccl: windows, one kernel for each collective that writes to the other GPUs' memory; messages, NCCL's "
-        "sends and receives (default: windows where all ranks have them)",
+        help="of nccl, and of torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
+        "memory; messages, NCCL's sends and receives (default: windows where all ranks have them)",
+    )
+    parser.add_argument(
+        "--inexact",
+        action="store_true",
+        help="of windows: let a switch that can add do so, in an order of its own",
     )
     parser.add_argument(
         "--np",
@@ -83,7 +88,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--rivals",
         action="store_true",
-        help="time the ring on the same ranks too, and for an allreduce the back end's own one",
+        help="time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce the back "
+        "end's own one",
     )
     parser.add_argument(
         "--paced",
@@ -147,7 +153,9 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
     from collectives.benchmark import measure, predicted
 
     pace = _pace(options)
-    backend = open_backend(options.backend, plan, Settings(options.timeout, pace, options.engine))
+    backend = open_backend(
+        options.backend, plan, Settings(options.timeout, pace, options.engine, not options.inexact)
+    )
     chunks = {"chunk_bytes": options.chunk, "chunk_file": options.chunk_file}
     notes = plan_notes(plan)
     rows: list[Row] = []
@@ -159,8 +167,8 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
-            ring = rival_ring(plan, backend, notes)
-            rivals = [] if ring is None else [("ring", Communicator(ring, backend, **chunks))]
+            rival = rival_ring(plan, backend, notes)
+            rivals = [] if rival is None else [(rival_name(plan), Communicator(rival, backend, **chunks))]
             own = own_all_reduce(options.backend, options.dtype) if plan.collective == "allreduce" else None
         for nbytes in options.sizes:
             if progress and 0 in communicator.ranks:
@@ -175,7 +183,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         if options.trace:
             _write_trace(options, communicator)
     if 0 in backend.ranks:
-        _report(options, plan, rows, notes)
+        _report(options, plan, rows, notes, communicator.engine)
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -197,12 +205,14 @@ def _pace(options: argparse.Namespace) -> float | None:
 
 
 def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
-    """The ring on the same GPUs, which one rank plans for all; or a note why there is none."""
+    """The ring on the same GPUs (of an all-to-all direct sends), which one rank plans for all; or a note why none."""
     import topoplan
     from collectives.backends.backend import GathersTexts
     from collectives.peers.plan_by_one import plan_by_one
 
     def make() -> Plan:
+        if plan.collective == ALL_TO_ALL:
+            return topoplan.one_hop(plan.topology, plan.collective)
         return topoplan.ring(plan.topology, plan.collective, root=plan.root)
 
     try:
@@ -211,11 +221,16 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
         return make()
     except InfeasibleError as error:
         # Other ranks hear of it as what rank 0 said, which prints it.
-        notes.append(f"no ring: {error.__cause__ or error}")
+        notes.append(f"no {rival_name(plan)}: {error.__cause__ or error}")
         return None
 
 
-def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str]) -> None:
+def rival_name(plan: Plans) -> str:
+    """What `rival_ring` makes."""
+    return "one-hop" if plan.collective == ALL_TO_ALL else "ring"
+
+
+def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str], engine: str) -> None:
     from collectives.benchmark import REPEATS
 
     if options.json:
@@ -225,6 +240,7 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
                 "machine": plan.topology.name,
                 "ranks": list(plan.ranks),
                 "backend": options.backend,
+                **({"engine": engine} if engine else {}),
                 "rows": [row.to_object() for row in rows],
                 "notes": notes,
             }
@@ -233,7 +249,8 @@ def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: li
     ranks = counted(len(plan.ranks), "rank")
     for schedule in dict.fromkeys(row.schedule for row in rows):
         what = "" if schedule == "plan" else f", {schedule}"
-        print(f"# {plan.collective} of {ranks}, {options.backend}{what}, median of {REPEATS}")
+        how = f" ({engine})" if engine else ""
+        print(f"# {plan.collective} of {ranks}, {options.backend}{how}{what}, median of {REPEATS}")
         print(_format_table([row for row in rows if row.schedule == schedule]))
     print_notes(*notes)
     if options.trace:

@@ -15,7 +15,7 @@ from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.plan import TREES, Plan
+from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
@@ -41,10 +41,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--schedules",
         type=_schedules,
-        default="trees,ring",
         metavar="LIST",
         help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
-        "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring)",
+        "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring; of an "
+        "alltoall trees,one-hop)",
     )
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument(
@@ -158,7 +158,8 @@ def _plans(options: argparse.Namespace, progress: Callable[[str], None] | None) 
         machine, gpus = asked.whole, asked.allocation(options.gpus)
         collective, root = options.collective or "allreduce", options.root
     plans = {}
-    for name in options.schedules:
+    beside = "one-hop" if check_collective(collective) == ALL_TO_ALL else "ring"
+    for name in options.schedules or (TREES, beside):
         if name == TREES and isinstance(source, Plan):
             made = source
         elif name == TREES:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from collectives.arrays.numpy_arrays import dtype_name
-from collectives.backends.backend import Backend, GivesMemory, Step, Traces
+from collectives.backends.backend import Backend, GivesMemory, HasEngines, Splits, Step, Traces
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
 from collectives.communicator.handle import Handle, InOrder
 from collectives.execution.chunk_size import ChunkSizes
@@ -28,6 +28,7 @@ from topoplan.plans.plan import Plan, Plans
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+    from topoplan.plans.mesh_plans import MeshPlans
 
 Arrays = TypeVar("Arrays")
 """One array, or a list of arrays where one process holds several ranks."""
@@ -89,6 +90,8 @@ class Communicator:
         Name of the back end.
     ranks : tuple of int
         The ranks whose arrays this process holds.
+    engine : str
+        How the back end moves data, and why no better way; empty where it has no choice.
     one_rank : bool
         Whether methods take one array, not a list.
     arrays : ArrayLibrary
@@ -163,6 +166,7 @@ class Communicator:
                 opened.close()
             raise
         self.backend = opened.name
+        self.engine = opened.about_engine if isinstance(opened, HasEngines) else ""
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
@@ -365,6 +369,40 @@ class Communicator:
 
         return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
+    @overload
+    def all_to_all(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[False] = False
+    ) -> Arrays: ...
+
+    @overload
+    def all_to_all(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
+    ) -> Handle[Arrays]: ...
+
+    def all_to_all(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
+        """Send the r-th of N equal blocks of axis 0 to rank r; the blocks that arrive stand in the order of ranks.
+
+        As ``MPI_Alltoall`` and torch's ``all_to_all_single``.
+
+        Parameters
+        ----------
+        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
+        out : as ``arrays``
+        async_op : bool
+            Return at once, with a `Handle`.
+
+        Returns
+        -------
+        As ``arrays``, or a `Handle`.
+
+        Raises
+        ------
+        UsageError
+            Axis 0 cannot be divided by the number of ranks.
+        """
+
+        return self._start("alltoall", None, None, arrays, out, async_op)
+
     def sparse_all_reduce(
         self,
         gradients: Any,
@@ -540,6 +578,49 @@ class Communicator:
                     if one[name] is not None:
                         self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state))
+
+    def split(self, mesh: MeshPlans, axis: str) -> Any:
+        """The communicator of this rank's group along an axis of a mesh, with its plan; all ranks must call it at once.
+
+        It is independent of this one: collectives of both may run at the same time, and each is closed by itself.
+
+        Parameters
+        ----------
+        mesh : MeshPlans
+            For as many ranks as there are (`topoplan.plan_mesh`, `topoplan.load_mesh`).
+        axis : str
+
+        Returns
+        -------
+        Communicator
+            Where a process holds all ranks, a list with that of each group, in the order of the mesh.
+
+        Raises
+        ------
+        UsageError
+            The mesh has other ranks or no such axis, the ranks have different ones, or the back end cannot be split.
+        BackendError
+            Another rank failed, or does not call it.
+        """
+        backend = self._open().backend
+        wanted = [group for group in mesh.groups if group.axis == axis]
+        if len(mesh.ranks) != self.size or not wanted:
+            raise UsageError(
+                f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
+                f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
+            )
+        if not isinstance(backend, Splits):
+            raise UsageError(
+                f"the {backend.name} back end cannot be split; make a communicator over the members of each group"
+            )
+        if self.one_rank:
+            said = self.gather_texts(f"{axis} {mesh.digest}")
+            if len(set(said)) > 1:
+                raise UsageError("the ranks split by different meshes or axes; give all of them the same")
+        made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
+        mine = [group for group in wanted if set(group.members) & set(self.ranks)]
+        found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
+        return found[0] if self.one_rank else found
 
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""

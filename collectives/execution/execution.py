@@ -34,12 +34,13 @@ from collectives.backends.backend import (
 )
 from collectives.backends.open_backend import check_helpers
 from collectives.execution.chunk_size import ChunkSizes
+from collectives.execution.exchange import Exchanges
 from collectives.execution.plan_store import PlanStore, made_here
 from collectives.execution.request import Kind, Request
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.lower import lower, lower_to
 from collectives.lowering.traffic import Traffic
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.error_rounds import Gather
 from collectives.peers.plan_by_one import plan_by_one
 from collectives.peers.signature import Signature
@@ -118,7 +119,7 @@ class RepeatedCall:
         if result == 0 or result % itemsize:
             return None
         (given,), (block,) = kind.given, kind.blocks
-        in_place = source - given[0] * itemsize == result - block[0] * itemsize
+        in_place = len(given) == 2 and source - given[0] * itemsize == result - block[0] * itemsize
         before = source + (given[1] - given[0]) * itemsize <= result
         behind = result + (block[1] - block[0]) * itemsize <= source
         return (source, result) if in_place or before or behind else None
@@ -153,6 +154,7 @@ class Execution(Generic[Array]):
         self._repeats = isinstance(backend, Repeats) and not self._tells
         self._gives = backend if isinstance(backend, GivesMemory) else None
         self._repeated: dict[Asked, RepeatedCall] = {}
+        self._exchanges: dict[str, Exchanges[Array]] = {}
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; the result, or a list with one for each rank of this process.
@@ -164,6 +166,10 @@ class Execution(Generic[Array]):
         """
         self._check_alive()
         library, kind = self.backend.arrays, request.kind
+        if kind not in self._lowered:
+            plan = self._plan(kind.collective, kind.root, kind.nbytes)
+            if plan.exchanges:
+                return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if self.backend.direct or self._gives:
@@ -274,6 +280,37 @@ class Execution(Generic[Array]):
             _keep(self._lowered, kind, (key, table, signature))
         return key, table, signature
 
+    def _run_exchange(self, request: Request[Array], plan: Plan) -> Any:
+        """Run an allreduce whose ranks exchange what they have; results as of `run`."""
+        library, kind = self.backend.arrays, request.kind
+        assert kind.op is not None, "an allreduce adds up"
+        key = self._store.key(plan)
+        if key.digest not in self._exchanges:
+            _keep(self._exchanges, key.digest, Exchanges(key.plan))
+        first = request.inputs[0]
+        lines = [library.line(one) for one in request.inputs]
+        totals = [library.empty((kind.count,), first) for _ in lines]
+        told = kind.op if request.about is None else f"{kind.op} {request.about}"
+        self._exchanges[key.digest].run(
+            lines,
+            totals,
+            self.backend.ranks,
+            library,
+            op=kind.op,
+            run_round=lambda *given, about, **asked: self.run_round(
+                *given, about=f"{told}: {about}", **asked
+            ),
+        )
+        results = []
+        for total, output in zip(totals, request.outputs, strict=True):
+            if kind.op == "avg":
+                library.divide(total, self.backend.size)
+            result = library.shaped(total, kind.shape)
+            if output is not None:
+                library.copy(output, result)
+            results.append(result if output is None else output)
+        return results[0] if self.backend.one_rank else results
+
     def run_round(
         self,
         plan: Plan,
@@ -284,7 +321,7 @@ class Execution(Generic[Array]):
         results: Sequence[Array],
         about: str,
     ) -> None:
-        """Run one round of a sparse plan.
+        """Run one round of a plan that exchanges elements or entries.
 
         Parameters
         ----------
@@ -550,7 +587,7 @@ def set_apart(memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array])
 
 @lru_cache(maxsize=256)
 def kept_parts(
-    table: TransferTable, rank: int, given: tuple[int, int], block: tuple[int, int]
+    table: TransferTable, rank: int, given: Given, block: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...]:
     """What no row of a table writes of what a rank has given: where it is there and in the result, and elements.
 
@@ -558,14 +595,16 @@ def kept_parts(
     ----------
     table : TransferTable
     rank : int
-    given, block : (int, int)
+    given, block : Given, (int, int)
         As in `RankArrays`.
     """
     parts = []
     for holder, first, last in table.kept():
-        start, stop = max(first, block[0], given[0]), min(last, block[1], given[1])
+        start, stop = max(first, block[0]), min(last, block[1])
+        if len(given) == 2:
+            start, stop = max(start, given[0]), min(stop, given[1])
         if holder == rank and start < stop:
-            parts.append((start - given[0], start - block[0], stop - start))
+            parts.append((place_in(given, start), start - block[0], stop - start))
     return tuple(parts)
 
 
@@ -583,7 +622,9 @@ def put_kept(
 
 
 def _aligned(one: RankArrays[Array], other: RankArrays[Array], library: ArrayLibrary[Array]) -> bool:
-    """Whether the elements that both hold lie in the same places."""
+    """Whether the elements that both hold lie in the same places; in an all-to-all some never do."""
+    if len(one.given) > 2:
+        return False
     start, stop = max(one.given[0], other.block[0]), min(one.given[1], other.block[1])
     return (
         one.rank == other.rank

@@ -6,6 +6,10 @@ axis 0. So every rank gives some range of the buffer's elements and gets some ra
     4 ranks, reduce_scatter of 8 elements: rank 1 gives (0, 8) and gets (2, 4)
     4 ranks, allgather to 8 elements:      rank 1 gives (2, 4) and gets (0, 8)
 
+The buffer of an all-to-all is that of all ranks together, block by block in the order of destinations and then of
+sources. So what a rank gets is one range of it, and what it gives one block in each of these ranges
+(`collectives.lowering.transfer_table.given_block`).
+
 There is one array for each rank of this process, all of one shape and dtype. ``out`` may be the inputs themselves;
 overlap between the ``out`` arrays of two ranks is refused.
 """
@@ -23,7 +27,9 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.backends.backend import Backend
+from collectives.lowering.transfer_table import Given, given_block, result_block
 from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_TO_ALL
 
 Array = TypeVar("Array")
 Item = TypeVar("Item")
@@ -42,7 +48,7 @@ class Kind:
     dtype : str
     itemsize : int
         Bytes of an element.
-    given, blocks : tuple of (start, stop)
+    given, blocks : tuple of Given, tuple of (start, stop)
         The elements of the buffer that each rank of this process puts in, and that are its result.
     holders : sequence of int
         The ranks that get a result.
@@ -50,6 +56,8 @@ class Kind:
         Of a result.
     count : int
         Elements of the buffer.
+    size : int
+        Number of ranks.
     """
 
     collective: str
@@ -57,16 +65,18 @@ class Kind:
     op: str | None
     dtype: str
     itemsize: int
-    given: tuple[tuple[int, int], ...]
+    given: tuple[Given, ...]
     blocks: tuple[tuple[int, int], ...]
     holders: Sequence[int]
     shape: tuple[int, ...]
     count: int
+    size: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.count * self.itemsize
+        """Bytes of the buffer, of an all-to-all those of one rank's."""
+        elements = self.count // self.size if self.collective == ALL_TO_ALL else self.count
+        return elements * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,7 @@ def request(
     Parameters
     ----------
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
     backend : Backend
     arrays : array, or a list of one for each rank of this process
     out : None, or as the results
@@ -154,18 +164,19 @@ def _kind(
     """The kind of a call on arrays of the shape ``whole``."""
     shape = _result_shape(collective, whole, size)
     count = math.prod(shape if collective == "allgather" else whole)
+    if collective == ALL_TO_ALL:
+        count *= size
     holders = (root,) if collective == "reduce" and root is not None else ranks
-    own = tuple((rank * (count // size), (rank + 1) * (count // size)) for rank in ranks)
-    full = ((0, count),) * len(ranks)
-    results = own if collective == "reduce_scatter" else full
-    blocks = tuple(result if rank in holders else (0, 0) for rank, result in zip(ranks, results, strict=True))
-    given = own if collective == "allgather" else full
-    return Kind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count)
+    blocks = tuple(
+        result_block(collective, root, rank, size, count) if rank in holders else (0, 0) for rank in ranks
+    )
+    given = tuple(given_block(collective, rank, size, count) for rank in ranks)
+    return Kind(collective, root, op, dtype, itemsize, given, blocks, holders, shape, count, size)
 
 
 def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Shape of a result where every rank gives an array of one shape; a single number counts as shape (1,)."""
-    if collective not in ("allgather", "reduce_scatter"):
+    if collective not in ("allgather", "reduce_scatter", ALL_TO_ALL):
         return shape
     length, *rest = shape or (1,)
     if collective == "allgather":
@@ -175,7 +186,7 @@ def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[
             f"axis 0 of shape {shape} cannot be divided among {ranks} ranks; "
             f"pad it to {length + -length % ranks}"
         )
-    return (length // ranks, *rest)
+    return shape if collective == ALL_TO_ALL else (length // ranks, *rest)
 
 
 def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLibrary[Array]) -> list[Array]:

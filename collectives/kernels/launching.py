@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from collectives.kernels.compiler import load_kernel
 from collectives.kernels.source import divide_kernel, forest_source, join_kernel, kernel_source
-from collectives.kernels.work import THREADS, TILE_BYTES, Work
+from collectives.kernels.work import THREADS, TILE_BYTES, Chunks, Work, work_of
 
 BLOCKS_PER_PROCESSOR = 8
 """Blocks of 256 threads that a multiprocessor of any generation can hold; more would only wait."""
@@ -87,6 +87,26 @@ class Kernels:
                 (THREADS,),
                 (line, np.int64(line.size), np.int64(ranks), np.int32(tiles)),
             )
+
+    def join(self, target: Any, lines: Sequence[Any], op: str, dtype: str, itemsize: int) -> None:
+        """Join lines one after another into another line of the same length, which shares no memory with them."""
+        if not target.size:
+            return
+        none = np.zeros(len(lines) - 1, dtype=np.int64)
+        chunks = Chunks(
+            step=none,
+            rank=none,
+            start=none,
+            count=none + target.size,
+            add=none == 0,
+            destination=(none, none),
+            own=(none + 1, none),
+            arriving=(np.arange(2, len(lines) + 1), none),
+        )
+        work = self.upload(work_of(chunks, itemsize), len(lines) + 1)
+        work.bases.set(np.array([line.data.ptr for line in (target, *lines)], dtype=np.int64))
+        self.launch(self.compiled(op, dtype, itemsize), work, 0)
+        self._cupy.cuda.get_current_stream().synchronize()  # the tables go with this call
 
     def _kernel(self, name: str, source: Callable[[list[str]], str] = kernel_source) -> Any:
         if name not in self._compiled:

@@ -117,6 +117,13 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
     value = list(range(len(plan.vertices)))
     sums: dict[tuple[int, int], int] = {}
     for position, stage in enumerate(shard.stages):
+        if stage.op == "gather":
+            raise PlanError(
+                "ranks exchange what they have, which no table of transfers in one buffer says; its rounds run one "
+                "by one",
+                shard=number,
+                stage=position,
+            )
         for edge in _data_order(stage):
             source, destination = (
                 (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)

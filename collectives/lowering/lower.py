@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from collectives.lowering.dependencies import PlanKey, cumulative, pattern_of
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
+from topoplan.plans.certificates import Demand
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import ALIGNMENT, shard_bounds
+from topoplan.plans.tree import ALIGNMENT
 
 
 def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = None) -> TransferTable:
@@ -32,7 +33,8 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
         A valid plan (see `topoplan.verify`).
     count : int
         Elements of the plan's buffer, zero or more; for allgather and reduce_scatter those of the full
-        gathered buffer, a multiple of the number of ranks.
+        gathered buffer, a multiple of the number of ranks; for alltoall those of the buffers of all ranks together, a
+        multiple of its square: blocks stand in the order of their destinations, then of their sources.
     chunk_elements : int
         Longest chunk; rounded up to a multiple of `ALIGNMENT`.
     digest : str, optional
@@ -67,10 +69,14 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     if chunk_elements < 1:
         raise UsageError(f"chunks of {chunk_elements} elements do not exist; give at least 1")
     ranks = len(plan.ranks)
-    if plan.collective in ("allgather", "reduce_scatter") and count % ranks:
+    if isinstance(plan.certificate, Demand):
+        raise UsageError(
+            "this plan is that of a demand, and arrays are exchanged in equal blocks; plan it without"
+        )
+    if count % plan.blocks:
         raise UsageError(
             f"{count} elements cannot be divided among {ranks} ranks; "
-            f"pad the buffer to {count + -count % ranks} elements"
+            f"pad the buffer to {count + -count % plan.blocks} elements"
         )
     key = PlanKey(plan.digest if digest is None else digest, plan)
     return _lowered(key, count, chunk_elements)
@@ -100,8 +106,7 @@ def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> Tra
 @lru_cache(maxsize=64)
 def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
     plan = key.plan
-    blocks = len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else 1
-    bounds = shard_bounds((shard.share for shard in plan.shards), count, blocks=blocks)
+    bounds = plan.bounds(count)
     return _table(key, np.array(bounds, dtype=np.int64), chunk_elements)
 
 

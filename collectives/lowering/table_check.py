@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import PlanError
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 
 
 def check_table(table: TransferTable, plan: Plan) -> None:
@@ -102,7 +102,8 @@ def _check_races(table: TransferTable) -> None:
 
 
 def _check_result(table: TransferTable, plan: Plan) -> None:
-    blocks = np.arange(table.ranks + 1) * table.count // table.ranks
+    parts = plan.blocks
+    blocks = np.arange(parts + 1) * table.count // parts
     cuts = np.unique(np.concatenate((blocks, table.bounds, table.start, table.stop)))
     first, last = np.searchsorted(cuts, table.start), np.searchsorted(cuts, table.stop)
     held = _initial(table, plan, cuts)
@@ -131,12 +132,24 @@ def _owner(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray
     if plan.collective in ("allgather", "reduce_scatter"):
         blocks: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
         return blocks
+    if plan.collective == ALL_TO_ALL:
+        destinations: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
+        return destinations
     return np.full(len(cuts) - 1, -1 if plan.root is None else plan.root, dtype=np.int64)
+
+
+def _sources(table: TransferTable, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For every piece of an all-to-all the rank whose data it is."""
+    sources: NDArray[np.int64] = cuts[:-1] * table.ranks**2 // max(table.count, 1) % table.ranks
+    return sources
 
 
 def _initial(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each vertex, rank or helper, holds each contribution in each piece, (V, N, pieces)."""
     eye = np.eye(table.ranks + table.helpers, table.ranks, dtype=np.int64)[:, :, None]
+    if plan.collective == ALL_TO_ALL:
+        own: NDArray[np.int64] = eye * (np.arange(len(eye))[:, None] == _sources(table, cuts))[:, None, :]
+        return own
     if plan.collective not in ("broadcast", "allgather"):
         return np.repeat(eye, len(cuts) - 1, axis=2)
     start: NDArray[np.int64] = eye * (np.arange(len(eye))[:, None] == _owner(table, plan, cuts))[:, None, :]
@@ -151,6 +164,8 @@ def _check_postcondition(
     pieces = len(cuts) - 1
     copied = plan.collective in ("broadcast", "allgather")
     wanted = (ranks == owner).astype(np.int64) if copied else np.ones((table.ranks, pieces), dtype=np.int64)
+    if plan.collective == ALL_TO_ALL:
+        wanted = (ranks == _sources(table, cuts)).astype(np.int64)
     everywhere = plan.collective in ("allreduce", "broadcast", "allgather")
     due = np.ones((table.ranks, pieces), dtype=np.bool_) if everywhere else ranks == owner
     wrong = np.argwhere((held[: table.ranks] != wanted[None]) & due[:, None, :])

@@ -134,6 +134,41 @@ class TransferTable:
         return list(_kept(self))
 
 
+Given = tuple[int, int] | tuple[int, int, int, int]
+"""The elements of the buffer that a rank puts in: (start, stop); or in an all-to-all, where they are one block in each
+period of the buffer, (start, stop, period, skip): the first, stop - start in all, and skip of a period are others'."""
+
+
+def given_block(collective: str, rank: int, ranks: int, count: int) -> Given:
+    """The elements of the buffer that a rank puts in.
+
+    Examples
+    --------
+    >>> given_block("allgather", 1, 4, 20), given_block("alltoall", 1, 4, 80)
+    ((5, 10), (5, 25, 20, 15))
+    """
+    if collective == "allgather":
+        return (rank * count // ranks, (rank + 1) * count // ranks)
+    if collective == "alltoall":
+        each, block = count // ranks, count // ranks**2
+        return (rank * block, rank * block + each, max(each, 1), each - block)
+    return (0, count)
+
+
+def place_in(given: Given, element: int) -> int:
+    """Where an element of the buffer lies in what a rank puts in.
+
+    Examples
+    --------
+    >>> [place_in(given_block("alltoall", 1, 4, 80), element) for element in (5, 9, 25, 65)]
+    [0, 4, 5, 15]
+    """
+    if len(given) == 2:
+        return element - given[0]
+    start, _, period, skip = given
+    return element - start - element // period * skip
+
+
 def result_block(collective: str, root: int | None, rank: int, ranks: int, count: int) -> tuple[int, int]:
     """The elements of the buffer that are a rank's result.
 
@@ -144,7 +179,7 @@ def result_block(collective: str, root: int | None, rank: int, ranks: int, count
     """
     if collective == "reduce":
         return (0, count if rank == root else 0)
-    if collective == "reduce_scatter":
+    if collective in ("reduce_scatter", "alltoall"):
         return (rank * count // ranks, (rank + 1) * count // ranks)
     return (0, count)
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from collectives.arrays.cupy_arrays import load_cupy
 from collectives.arrays.torch_arrays import TorchArrays
+from collectives.arrays.torch_on_cupy import check_cupy, gpu_device, stream_on_cupy
 from collectives.selection.gpu_error_feedback import GpuErrorFeedback
 from collectives.sparse.entry_arrays import EntryArrays
 from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
@@ -42,7 +41,7 @@ class TorchEntryArrays(GpuEntryArrays):
     """
 
     def __init__(self, library: TorchArrays, gpu: int) -> None:
-        check_cupy()
+        check_cupy("choosing entries on a GPU")
         super().__init__(library)
         self._gpu = gpu
         self._seen: tuple[object, Any] | None = None
@@ -52,7 +51,7 @@ class TorchEntryArrays(GpuEntryArrays):
         """See `EntryArrays.here`: torch's and CuPy's current streams are the same one."""
         stream = self._library.stream(gpu_device(self._gpu))
         if self._seen is None or self._seen[0] is not stream:
-            self._seen = (stream, self._seen_by_cupy(stream))
+            self._seen = (stream, stream_on_cupy(self._cupy, stream, self._gpu))
         with self._library.here(), self._cupy.cuda.Device(self._gpu), self._seen[1]:
             yield
             stream.synchronize()  # not after an error: nothing more may ever end there
@@ -96,18 +95,6 @@ class TorchEntryArrays(GpuEntryArrays):
         """See `EntryArrays.rounded`."""
         self._library.copy(target, result)
 
-    def _seen_by_cupy(self, stream: torch.cuda.Stream) -> Any:
-        """A stream of torch as one of CuPy."""
-        if hasattr(stream, "__cuda_stream__") and hasattr(self._cupy.cuda.Stream, "from_external"):
-            return self._cupy.cuda.Stream.from_external(stream)
-        # before CuPy 14, or a torch whose streams do not tell of themselves
-        return self._cupy.cuda.ExternalStream(stream.cuda_stream, self._gpu)
-
-
-def gpu_device(gpu: int) -> torch.device:
-    """The device of a GPU."""
-    return torch.device("cuda", gpu)
-
 
 def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays[Any]:
     """Those of tensors on a GPU; on the processor, after a warning, where there is no CuPy for it."""
@@ -119,24 +106,3 @@ def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays[Any]:
             stacklevel=2,
         )
         return HostEntryArrays(library)
-
-
-def check_cupy() -> None:
-    """Check that a CuPy is here which runs on the same CUDA as torch.
-
-    Raises
-    ------
-    UsageError
-        It is missing, finds no GPU, or is for another CUDA; says what to install.
-    """
-    major = (torch.version.cuda or "12").split(".")[0]
-    remedy = f'pip install "topoplan[cuda{major}]"'
-    if find_spec("cupy") is None:
-        raise UsageError(f"choosing entries on a GPU needs CuPy: {remedy}")
-    cupy: Any = load_cupy("gpu selection")
-    other = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    if str(other) != major:
-        raise UsageError(
-            f"CuPy is built for CUDA {other} and torch for CUDA {torch.version.cuda}: "
-            f"pip uninstall cupy-cuda{other}x, then {remedy}"
-        )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.benchmark import METHODS
+from collectives.benchmark import DIVIDED, METHODS
 from collectives.communicator.communicator import Communicator
 from collectives.lowering.lower import lower
 from collectives.testbed.job import Job, Schedule
@@ -63,6 +63,8 @@ def expected(collective: str, root: int | None, *, rank: int, ranks: int, count:
         return np.concatenate([given(other, count) for other in range(ranks)])
     if collective == "broadcast":
         return given(root or 0, count)
+    if collective == "alltoall":
+        return np.concatenate([np.split(given(other, count), ranks)[rank] for other in range(ranks)])
     if collective == "reduce" and rank != root:
         return None
     total = np.resize(np.sum([_period(other) for other in range(ranks)], axis=0, dtype=np.float32), count)
@@ -129,7 +131,8 @@ def _run_once(
     wanted = expected(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
     method = getattr(communicator, METHODS[plan.collective])
     # Lowering is kept, so that the clock does not see it.
-    lower(plan, count, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
+    whole = count * ranks if plan.collective == "alltoall" else count
+    lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
     start = backend.largest(time.monotonic()) + AHEAD
     time.sleep(max(0.0, start - time.monotonic()))
     result = method(mine)
@@ -140,7 +143,7 @@ def _run_once(
 def elements(plan: Plan, nbytes: int) -> int:
     """Elements of a plan's buffer for a size; a multiple of the ranks where it is divided among them."""
     count = nbytes // ITEMSIZE
-    return count - count % len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else count
+    return count - count % len(plan.ranks) if plan.collective in DIVIDED else count
 
 
 def _tell(**said: object) -> None:

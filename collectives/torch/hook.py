@@ -65,6 +65,9 @@ class HookState:
     shared : bool
         Whether gradients on the CPU go through shared memory where all ranks run on one host, and by links of our own
         between hosts where these reach; if not, by messages of the group.
+    engine, exact
+        Of gradients on GPUs, as `Communicator` takes them: kernels that write to the other GPUs' memory where all ranks
+        have them (which needs CuPy and nccl4py beside torch), else messages of the group.
     mode : BSP, SSP, ASP, LocalSGD or str, optional
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets.
@@ -109,6 +112,8 @@ class HookState:
         compress: str | None = None,
         timeout: float = 30.0,
         shared: bool = True,
+        engine: str = "auto",
+        exact: bool = True,
         mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
@@ -139,7 +144,9 @@ class HookState:
         self._own = own_group(self.group, timeout=timeout)
         with ExitStack() as on_error:
             on_error.callback(self._leave)
-            backend = backend_of(self._own or self.group, gather, timeout=timeout, shared=shared)
+            backend = backend_of(
+                self._own or self.group, gather, timeout=timeout, shared=shared, engine=engine, exact=exact
+            )
             on_error.callback(backend.close)
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
             self.buckets = in_step = BucketExchange(InStepAverager(comm, how, self.recorder), numbers)

@@ -3,7 +3,8 @@
 allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
 to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
 variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A file that is no
-plan of this job is a `UsageError` of that collective, on all ranks.
+plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves tensors between
+GPUs: auto, windows or messages, as for `Communicator`.
 
 Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
 both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
@@ -15,6 +16,7 @@ used.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -47,6 +49,8 @@ OPERATIONS = (
 )
 """What plans reduce by."""
 
+ENGINE = "TOPOPLAN_ENGINE"
+
 DELEGATED = (
     "_end_coalescing",
     "_get_backend",
@@ -55,12 +59,10 @@ DELEGATED = (
     "_start_coalescing",
     "_wait_for_pending_works",
     "all_gather_single_coalesced",
-    "all_to_all_single",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "allreduce_coalesced",
     "alltoall",
-    "alltoall_base",
     "barrier",
     "gather",
     "monitored_barrier",
@@ -205,6 +207,29 @@ class PlannedGroup(dist.ProcessGroup):
             return self.inner._reduce_scatter_base(output, input, *_given(opts))
         return self._scattered(output, _line(input), op)
 
+    def alltoall_base(
+        self,
+        output: Any,
+        input: Any,  # noqa: A002
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
+        opts: Any = None,
+    ) -> Any:
+        """Send every rank its block of a tensor; by plan where no sizes of blocks are given, so that all are equal."""
+        alike = output.dtype == input.dtype and output.numel() == input.numel()
+        equal = not (output_split_sizes or input_split_sizes) and input.numel() % self.size() == 0
+        if not (alike and equal and self._carries([input], None)):
+            sizes = output_split_sizes, input_split_sizes
+            return self.inner.alltoall_base(output, input, *sizes, *_given(opts))
+        flat, whole = _line(input), _line(output)
+        return self._started(
+            lambda comm: comm.all_to_all(flat, out=whole, async_op=True),
+            flat,
+            lambda: _put([output], [whole]),
+            [output],
+        )
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -268,7 +293,8 @@ class PlannedGroup(dist.ProcessGroup):
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
                 with ExitStack() as on_error:
-                    backend = backend_of(self, gather, timeout=self._timeout)
+                    engine = os.environ.get(ENGINE) or "auto"
+                    backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
                     self.communicator = Communicator(verdict.plan, backend, timeout=self._timeout)
                     on_error.pop_all()

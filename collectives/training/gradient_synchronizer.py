@@ -62,8 +62,8 @@ class GradientSynchronizer:
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
-    engine : str
-        Of the nccl back end, as `Communicator` takes it.
+    engine, exact
+        Of the back end between GPUs, as `Communicator` takes them.
     name : str
         Of the recorder.
 
@@ -107,11 +107,12 @@ class GradientSynchronizer:
         mode: Mode | str | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
+        exact: bool = True,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
         how = ExchangeSettings(density, exchange, momentum, wire, self.mode)
-        opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine))
+        opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
         try:
             self.communicator = comm = Communicator(meant, opened, timeout=timeout)
             self.recorder = watch(Recorder(name, ranks=comm.size))

@@ -266,8 +266,9 @@ def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
     chunk = communicator.chunk_bytes
     chunks = "chunks searched for" if chunk is None else f"chunks of {format_size(chunk)}"
     kind = "dense gradients" if how.density is None else "sparse gradients"
+    engine = f" ({communicator.engine})" if communicator.engine else ""
     return (
-        f"{kind}, {how.mode}, {communicator.size} ranks over {communicator.backend}: {chosen.schedule} of "
+        f"{kind}, {how.mode}, {communicator.size} ranks over {communicator.backend}{engine}: {chosen.schedule} of "
         f"{chosen.topology.name} ({chosen.trees} of height {chosen.height}), {chosen.rate:.4g} GB/s of at most "
         f"{chosen.bound:.4g}, {chunks}"
     )

@@ -18,6 +18,7 @@ from collectives.backends.nccl.backend import NcclBackend
 from collectives.backends.stepped.program import Message, program_of
 from collectives.backends.torch.program import program
 from collectives.execution.chunk_size import ChunkSizes
+from collectives.lowering.transfer_table import given_block, result_block
 from topoplan.plans.plan import Plan
 
 PACK = 16
@@ -100,9 +101,6 @@ def memory_of(plan: Plan, count: int) -> Iterator[RankArrays[Any]]:
     """What each rank gives and gets; without arrays."""
     ranks = len(plan.ranks)
     for rank in range(ranks):
-        own = (rank * count // ranks, (rank + 1) * count // ranks)
-        given = own if plan.collective == "allgather" else (0, count)
-        block = own if plan.collective == "reduce_scatter" else (0, count)
-        if plan.collective == "reduce" and rank != plan.root:
-            block = (0, 0)
+        given = given_block(plan.collective, rank, ranks, count)
+        block = result_block(plan.collective, plan.root, rank, ranks, count)
         yield RankArrays(rank, given, None, block, None)

@@ -42,6 +42,12 @@ def measured(machine: Topology, seed: int) -> Topology:
     return replace(machine, name=f"{machine.name}, measured", links=links)
 
 
+def mi250_servers(servers: int) -> Topology:
+    """MI250 boxes of 16 dies with 8 NICs of 16 GB/s on their dies."""
+    boxes = topoplan.Server(topoplan.load("mi250"), count=servers)
+    return topoplan.cluster([boxes], nic_gbps=128, nics=8, nic_access="direct")
+
+
 def weak_port() -> Topology:
     """8 GPUs on a switch at 150 GB/s, one of them at 125 both ways."""
     devices = (*(Device(f"gpu{i}", "gpu") for i in range(8)), Device("nvswitch0", "nvswitch"))
@@ -66,6 +72,11 @@ def fat_tree(servers: int, oversubscription: float) -> Topology:
 
 MACHINES: dict[str, Callable[[], Topology]] = {
     **{f"{n} x A100": lambda n=n: a100_servers(n) for n in (2, 4, 8, 16, 64, 128, 256, 512, 2048)},  # type: ignore[misc]
+    **{f"{n} x MI250": lambda n=n: mi250_servers(n) for n in (16, 32, 64)},  # type: ignore[misc]
+    **{
+        f"{n} x A100, measured": lambda n=n: measured(a100_servers(n), 1)  # type: ignore[misc]
+        for n in (16, 64, 128)
+    },
     "2 x H100": lambda: h100_servers(2),
     "4 x H100": lambda: h100_servers(4),
     "MI250": lambda: topoplan.load("mi250"),

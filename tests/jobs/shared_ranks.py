@@ -20,7 +20,7 @@ from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
 
-COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 
 
 def plan_for(size: int) -> Plan:

@@ -210,12 +210,12 @@ def test_a_tensor_on_a_gpu_that_cannot_be_sent_is_one_line_that_says_what_to_do(
 
 
 def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None:
-    from collectives.backends.torch.backend import _device
+    from collectives.backends.torch.backend import device_of
 
     with pytest.raises(
         UsageError, match=r"^the process group is for GPUs and torch finds none .*make the group with gloo$"
     ):
-        _device("cuda")
+        device_of("cuda")
 
 
 @pytest.mark.parametrize(
@@ -252,11 +252,8 @@ def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_say
 def test_cupy_works_in_torchs_own_stream_by_whichever_name_both_have_for_it() -> None:
     """With the genuine CuPy, which makes such streams without a GPU."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    from collectives.sparse.torch_entry_arrays import TorchEntryArrays
+    from collectives.arrays.torch_on_cupy import stream_on_cupy
     from tests.support import fake_torch_cuda
-
-    arrays: Any = object.__new__(TorchEntryArrays)
-    arrays._cupy, arrays._gpu = cupy, 0
 
     class Silent(fake_torch_cuda.Stream):
         """Of a torch whose streams do not tell of themselves."""
@@ -267,7 +264,7 @@ def test_cupy_works_in_torchs_own_stream_by_whichever_name_both_have_for_it() ->
         stream = kind()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of the older name, from CuPy 14 on
-            assert arrays._seen_by_cupy(stream).ptr == stream.cuda_stream
+            assert stream_on_cupy(cupy, stream, 0).ptr == stream.cuda_stream
     assert callable(cupy.from_dlpack)
     assert cupy.cuda.runtime.runtimeGetVersion() // 1000 >= 11
 

@@ -29,7 +29,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from collectives.sparse.torch_entry_arrays import check_cupy  # noqa: E402
+from collectives.arrays.torch_on_cupy import check_cupy  # noqa: E402
 
 SECONDS = 0.3
 """That a stream sleeps before it writes what a collective is to read."""
@@ -126,7 +126,7 @@ def check_hook(device: str, options: dict[str, Any], *, dtype: Any = None, limit
     from collectives.torch import HookState
 
     if "density" in options and device == "cuda":
-        check_cupy()
+        check_cupy("this test")
     with job(library_of(device)):
         wanted = trained(device, None, dtype=dtype)
         state = HookState(PLAN, **options)
@@ -149,7 +149,7 @@ def check_sparse_hook(device: str, options: dict[str, Any], *, dtype: Any = None
 
     with job(library_of(device)), pytest.MonkeyPatch.context() as patch:
         if device == "cuda":
-            check_cupy()
+            check_cupy("this test")
             for name in ("values", "put", "wrapped"):
                 patch.setattr(TorchArrays, name, refused)
         state = HookState(PLAN, density=0.01, exchange="pairs", **options)
@@ -226,12 +226,16 @@ def one_of_two(rank: int, folder: str, device: str) -> None:
         torch.cuda.set_device(rank)
     with job(library_of(device), rank=rank, size=2, folder=folder):
         wanted = trained(device, None, norm=norm)
-        state = HookState(PLAN_OF_TWO)
-        found = trained(device, state, norm=norm)
-        state.close()
-    worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
-    if not worst <= 1e-5:
-        raise AssertionError(f"losses differ by {worst:.3g}: {found} instead of {wanted}")
+        for engine in ("auto", "messages") if norm else ("auto",):
+            state = HookState(PLAN_OF_TWO, engine=engine)
+            found = trained(device, state, norm=norm)
+            said = state.communicator.engine if state.communicator else state.reason
+            state.close()
+            worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+            if not worst <= 1e-5:
+                raise AssertionError(f"losses differ by {worst:.3g} with {said}: {found} instead of {wanted}")
+            if norm:
+                print(f"engine={engine}: {said}")
     with job("topoplan", rank=rank, size=2, folder=folder):
         for step in range(20):
             tensor = torch.full((1 << 18,), rank + 1.0, device=device)
@@ -316,7 +320,7 @@ def test_on_a_gpu_torch_holds_what_it_holds_on_the_cpu(name: str) -> None:
         pytest.skip(f"two ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
     if "hundredth" in name or "sparse" in name:
         try:
-            check_cupy()
+            check_cupy("this test")
         except UsageError as error:
             pytest.skip(str(error))
     CHECKS[name]()

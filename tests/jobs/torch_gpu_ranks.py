@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,30 +26,9 @@ from collectives.backends.torch.backend import TorchBackend
 from tests.ptx.machine import library
 from tests.support.checkout import ROOT
 from tests.support.fake_streams import Machine
-from tests.support.fake_torch_cuda import install, on_gpu_0
+from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by
 from tests.support.selection_on_cpu import install_selection
 from tests.support.sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
-
-
-def fake_gpu(patch: pytest.MonkeyPatch) -> Any:
-    """CuPy on one GPU, with what of it torch's tensors need: DLPack, and streams that are torch's."""
-    cupy, _ = install_selection(patch, Machine())
-
-    class Shared(cupy.cuda.Stream):  # type: ignore[misc]
-        """A stream of torch's: what it is told is done at once, as torch's own work here."""
-
-        def push(self, make: Callable[[], Any]) -> None:
-            super().push(make)
-            self.synchronize()
-
-    def from_external(stream: Any) -> Any:
-        stream.__cuda_stream__()
-        return Shared()
-
-    cupy.cuda.Stream.from_external = from_external
-    cupy.from_dlpack = lambda tensor: cupy.ndarray(None, host=tensor.numpy(), device=0)
-    cupy.cuda.runtime.runtimeGetVersion = lambda: 12090
-    return cupy
 
 
 def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -137,7 +115,8 @@ def rank(number: int, size: int, folder: Path) -> None:
     limit = timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=limit)
     with pytest.MonkeyPatch.context() as patch:
-        cupy = fake_gpu(patch)
+        cupy, _ = install_selection(patch, Machine())
+        seen_by(cupy, patch)
         install(patch)
         on_gpu_0(patch)
         found = {stage.__name__: stage(cupy, patch) for stage in STAGES[size]}

@@ -25,7 +25,7 @@ from collectives import Communicator
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan import EVERY
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -49,12 +49,12 @@ class Case:
 def cases(size: int) -> Iterator[Case]:
     """Every collective on 2 to ``size`` ranks, every dtype and reduction on 4."""
     for ranks in range(2, size + 1):
-        for number, collective in enumerate(COLLECTIVES):
+        for number, collective in enumerate(EVERY):
             shape = ("chain", "binary", "star")[(ranks + number) % 3]
             for count in (0, 1, 7, 1000003):
                 yield Case(ranks, collective, shape, _fitting(collective, ranks, count))
     for shape in ("star", "chain", "binary"):
-        for collective in COLLECTIVES:
+        for collective in EVERY:
             yield Case(6, collective, shape, 6 * 177, chunk_bytes=60)
             yield Case(5, collective, shape, 5 * 40, chunk_bytes=1 << 30)
             if collective in ("allreduce", "broadcast"):
@@ -67,7 +67,7 @@ def cases(size: int) -> Iterator[Case]:
 
 
 def _fitting(collective: str, ranks: int, count: int) -> int:
-    return count + -count % ranks if collective == "reduce_scatter" else count
+    return count + -count % ranks if collective in ("reduce_scatter", "alltoall") else count
 
 
 def inputs(case: Case) -> list[NDArray[Any]]:
@@ -89,7 +89,7 @@ def inputs(case: Case) -> list[NDArray[Any]]:
 
 def collective_of(comm: Communicator, case: Case) -> Callable[..., Any]:
     """The communicator's method for a case."""
-    names = {"allreduce": "all_reduce", "allgather": "all_gather"}
+    names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
     method: Callable[..., Any] = getattr(comm, names.get(case.collective, case.collective))
     if case.collective not in REDUCTIONS:
         return method

@@ -106,7 +106,32 @@ def on_gpu_0(patch: pytest.MonkeyPatch) -> None:
     """Let every tensor count as memory of GPU 0."""
     patch.setattr("collectives.arrays.torch_arrays.on_gpu", lambda array: True)
     patch.setattr("collectives.torch.bucket_exchange.on_gpu", lambda array: True)
+    patch.setattr("collectives.backends.torch.windows.on_gpu", lambda array: True)
     patch.setattr("collectives.sparse.torch_entry_arrays.gpu_device", lambda gpu: torch.device("cpu"))
+
+
+def seen_by(cupy: Any, patch: pytest.MonkeyPatch) -> None:
+    """Give a fake CuPy what of it tensors need: DLPack, and streams that are torch's."""
+    plain: Any = cupy.cuda.Stream
+
+    class Shared(plain):  # type: ignore[misc]
+        """A stream of torch's: what it is told is done at once, as torch's own work here."""
+
+        def push(self, make: Callable[[], Any]) -> None:
+            super().push(make)
+            self.synchronize()
+
+    def from_external(stream: Any) -> Any:
+        stream.__cuda_stream__()
+        return Shared()
+
+    def from_dlpack(tensor: torch.Tensor) -> Any:
+        return cupy.ndarray(None, host=tensor.numpy(), device=0)
+
+    patch.setattr(plain, "from_external", from_external, raising=False)
+    patch.setattr(cupy, "from_dlpack", from_dlpack, raising=False)
+    patch.setattr(cupy.cuda.runtime, "runtimeGetVersion", lambda: 12090, raising=False)
+    patch.setattr(torch.utils.dlpack, "from_dlpack", lambda array: torch.from_numpy(array.host))
 
 
 class Together:

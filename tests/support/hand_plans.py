@@ -8,7 +8,7 @@ from fractions import Fraction
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import build_plan, stage_order
 from topoplan.plans.certificates import Cut, Partition
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.topology import Device, Link, Topology
 
@@ -47,6 +47,15 @@ def stage(op: str, root: int, tree: Tree) -> Stage:
     return Stage(op, root, tuple(edges))
 
 
+def path(tree: Tree, root: int, rank: int) -> Stage:
+    """The way down a tree from its root to a rank."""
+    edges: dict[int, int] = {}
+    while rank != root:
+        edges[rank] = tree[rank]
+        rank = tree[rank]
+    return stage("broadcast", root, edges)
+
+
 def plan_of(size: int, collective: str, shards: Sequence[Shard], *, root: int | None = None) -> Plan:
     """A plan with a valid, if weak, certificate."""
     fabric = Fabric(full_mesh(size), ("nvlink",))
@@ -60,8 +69,15 @@ def plan_of(size: int, collective: str, shards: Sequence[Shard], *, root: int | 
 
 
 def forest_plan(size: int, collective: str, shape: str, *, root: int = 1) -> Plan:
-    """One tree per rank with shares 1/N; with one root for all of them where the collective has one."""
+    """One tree per rank with shares 1/N; with one root for all of them where the collective has one.
+
+    In an all-to-all every block goes down the tree of its source.
+    """
     ranks = range(size)
+    if collective == ALL_TO_ALL:
+        down = [SHAPES[shape](ranks, source) for source in ranks]
+        paths = [path(down[source], source, rank) for rank in ranks for source in ranks]
+        return plan_of(size, collective, [Shard(Fraction(1, size), (one,)) for one in paths])
     rooted = collective in ("broadcast", "reduce")
     shares = [Fraction(1, size)] * size
     if collective in ("allreduce", "broadcast", "reduce") and size > 2:

@@ -24,6 +24,7 @@ METHODS = {
     "reduce": "reduce",
     "allgather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
 }
 SIZES = (0, 1, 7, 1000003)
 
@@ -33,7 +34,7 @@ SECONDS = 10.0
 
 def given_to(rank: int, size: int, collective: str, count: int, dtype: str = "float32") -> Array:
     """The array of a rank: numbers that round when they are added."""
-    per_rank = -(-count // size) * size if collective == "reduce_scatter" else count
+    per_rank = -(-count // size) * size if collective in ("reduce_scatter", "alltoall") else count
     values = np.arange(per_rank) * (2 * rank + 3) % 1013 / 7 - 60
     return values.astype(dtype) if dtype != "bool" else values > 0
 

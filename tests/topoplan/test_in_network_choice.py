@@ -10,6 +10,7 @@ import topoplan
 from tests.support.checkout import Run
 from topoplan.errors import TopologyError, UsageError
 from topoplan.in_network import CHOICES, fully_used, with_in_network
+from topoplan.plans import Plan
 
 
 @pytest.mark.parametrize("which", sorted(CHOICES))
@@ -86,3 +87,37 @@ def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(
     assert (head.split()[-2:], line.split()[-1]) == (["in", "network"], "450.00")
     assert len(head) == len(line)
     assert json.loads(run("compare", "dgx-a100", "--json")[1])["rows"][0]["in_network"] is None
+
+
+@pytest.mark.parametrize(("name", "rate", "team"), [("dgx-h100", 450.0, 400.0), ("dgx-b200", 900.0, 800.0)])
+def test_both_rates_of_nvls_are_told(run: Run, name: str, rate: float, team: float) -> None:
+    """A root that keeps its own part outside the switch, and B N / (N + 1) where multimem takes the whole team."""
+    made = topoplan.plan(name, in_network="nvswitch")
+    assert (made.rate, made.team_wide) == (rate, team)
+    plain = topoplan.plan(name, in_network="none")
+    assert plain.team_wide == plain.rate == topoplan.plan(name).rate
+    assert f"nvls   {rate:g} GB/s with roots" in run("plan", name, "--in-network", "nvswitch")[1]
+    assert json.loads(run("plan", name, "--in-network", "nvswitch", "--json")[1])["team_wide"] == team
+    assert "team_wide" not in json.loads(run("plan", name, "--json")[1])
+
+
+def test_the_planner_refuses_switches_that_are_not_there() -> None:
+    """As the option does."""
+    with pytest.raises(UsageError, match="dgx-1v has no nvswitch that could copy and add"):
+        topoplan.plan("dgx-1v", in_network="nvswitch")
+
+
+@pytest.mark.parametrize(
+    ("which", "collective", "rate"),
+    [("nvswitch", "allgather", 1600 / 3), ("all", "allgather", 1600 / 3), ("switch", "allreduce", 275.0)],
+)
+def test_bounds_of_clusters_with_switches_that_copy_and_add_are_tight(
+    which: str, collective: str, rate: float
+) -> None:
+    """Two DGX H100 with 400 Gb/s: a server's GPUs take in 8 x 450 + 400 GB/s; cuts alone say 800 and 400."""
+    machine = topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=400, nic_access="direct")
+    made = topoplan.plan(machine, collective, in_network=which)
+    report = topoplan.verify(Plan.from_json(made.to_json()))
+    assert report.optimal
+    assert made.certificate.kind == "steiner"
+    assert made.rate == pytest.approx(rate, rel=1e-12)

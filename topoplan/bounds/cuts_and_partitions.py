@@ -5,6 +5,8 @@
   Dinkelbach's method on flows from a super source.
 - Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
+- All-to-all: the best of cuts around ranks and servers, and of equal lengths of all links (every block takes at
+  least as many links as lie between its ranks). The exact optimum may need the dual values of a packing.
 - Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or on
   the links into parts that look alike. The exact optimum may need the dual values of a packing. Where switches copy and
   add, the lengths of ports do not hold.
@@ -72,6 +74,8 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
         return Cut(_names(fabric, _rooted_cut(fabric, capacity, root, forward=collective == "broadcast")))
     if collective in ("allgather", "reduce_scatter"):
         return _gather_cut(fabric, forward=collective == "allgather")
+    if collective == "alltoall":
+        return min(exchange_bounds(fabric), key=lambda one: one.bound(fabric, collective, None))
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
@@ -239,6 +243,25 @@ def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
         if candidate is not None and _provable(candidate[1], fabric):
             found.append(candidate)
     return found
+
+
+def exchange_bounds(fabric: Fabric) -> list[OneFabric]:
+    """What is tried for an all-to-all: cuts around the narrowest ranks and all servers, and length 1 on all links."""
+    out, into = [Fraction(0)] * fabric.size, [Fraction(0)] * fabric.size
+    for (src, dst), capacity in zip(fabric.ends, fabric.capacity, strict=True):
+        if src < fabric.size:
+            out[src] += capacity
+        if dst < fabric.size:
+            into[dst] += capacity
+    everything = set(range(len(fabric.nodes)))
+    sides = [{out.index(min(out))}, everything - {into.index(min(into))}]
+    server_of = {device.name: device.server for device in fabric.topology.devices}
+    servers = dict.fromkeys(server_of[name] for name in fabric.ranks)
+    for server in servers if len(servers) > 1 else ():
+        side = {node for node, name in enumerate(fabric.nodes) if server_of[name] == server}
+        sides += [side, everything - side]
+    cuts = [Cut(_names(fabric, side)) for side in sides]
+    return [*cuts, Lengths(tuple((link.src, link.dst, Fraction(1)) for link in fabric.links))]
 
 
 def _provable(lengths: Lengths, fabric: Fabric) -> bool:

@@ -11,6 +11,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.fabric.fabric import CHANNEL_SPLITS
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates import Certificate, Channels, OneFabric
+from topoplan.plans.plan import EVERY
 from topoplan.topology import Topology, TopologyLike
 from topoplan.units import nearest_float
 
@@ -76,7 +77,7 @@ def bound(
     >>> len(proved.ranks), round(proved.rate, 3)
     (1024, 201.575)
     """
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     collective, rank = asked.collective, asked.root
     if channels in CHANNEL_SPLITS:
         alone = [

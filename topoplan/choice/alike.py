@@ -2,15 +2,17 @@
 
 What a plan tells of how it was made: its channels; its method, the planner's or the name of a schedule; for the exact
 method what comes first among equal rates; of rings their kind; and of plans by size that they are. What it does not
-tell is as by default: the epsilon and threshold of mwu, and time limits.
+tell is as by default: the epsilon and threshold of mwu, and time limits. An all-to-all, which has paths in place of
+trees, is always the optimal one.
 """
 
 from __future__ import annotations
 
 from topoplan.choice.by_size import plan_by_size
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.fabric.fabric import CHANNEL_SPLITS
 from topoplan.packing.planner import METHODS, plan
-from topoplan.plans.plan import Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plans
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.rings.ring import RING_KINDS, ring
@@ -48,6 +50,9 @@ def plan_alike(given: Plans, collective: str, *, root: int | None = None) -> Pla
     """
     model, topology = given.plans[-1], given.topology
     channels = "+".join(model.channels)
+    if collective == ALL_TO_ALL:
+        # paths have neither sizes nor orders of trees, and are not divided between channels
+        return plan(topology, collective, channels="auto" if channels in CHANNEL_SPLITS else channels)
     if isinstance(given, SizePlans):
         return plan_by_size(topology, collective, root=root, channels=channels)
     try:

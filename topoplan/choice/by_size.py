@@ -10,19 +10,30 @@ plan of the nearest range is kept: nothing is claimed there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from topoplan.choice.candidates import candidates
+from topoplan.choice.time_limits import chain_limits
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.gpu_identity import is_amd
+from topoplan.plans.chain_limits import hop_start_ups
 from topoplan.plans.plan import Plan, SizeRange
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.simulation.engine_costs import EngineCosts, costs_of, words_of
+from topoplan.simulation.latency import LAUNCH
 from topoplan.simulation.model import clock
+from topoplan.simulation.time_bound import (
+    TimeBound,
+    least_start_ups,
+    start_up_diameter,
+    time_bound,
+    times_of,
+)
 from topoplan.simulation.windows import SMALL_BYTES, WindowsClock
 from topoplan.topology import TopologyLike
 from topoplan.units import TOLERANCE, format_size
@@ -51,6 +62,8 @@ class Choice:
         Those figures of the windows engine; None for messages.
     windows : tuple of WindowsClock
         How that engine runs each candidate; empty for messages.
+    bound : TimeBound or None
+        What no schedule undercuts; None for the windows engine, whose start-ups are others.
     """
 
     plans: SizePlans
@@ -59,6 +72,7 @@ class Choice:
     notes: tuple[str, ...]
     costs: EngineCosts | None = None
     windows: tuple[WindowsClock, ...] = ()
+    bound: TimeBound | None = None
 
     def clocks(self) -> list[Callable[[int], float]]:
         """Seconds over bytes of every candidate."""
@@ -72,6 +86,24 @@ def _clocks(plans: Sequence[Plan], windows: Sequence[WindowsClock]) -> list[Call
 def _by_messages(plan: Plan) -> Callable[[int], float]:
     time = clock(plan)
     return lambda nbytes: time(nbytes).seconds
+
+
+def _floor(plan: Plan) -> Callable[[int], float]:
+    """What a plan's model time is never below: start-ups as far as they are seen at a glance, and its rate."""
+    fabric = Fabric(plan.topology, plan.channels)
+    if fabric.size == 1 or fabric.split:
+        return lambda nbytes: 0.0
+    chain = start_up_diameter(fabric, plan.collective, plan.root)
+    through_root = all(
+        len(shard.stages) <= 2 and len({stage.root for stage in shard.stages}) == 1
+        for shard, _ in plan.shard_counts
+    )
+    if through_root:
+        # the slowest byte crosses so many edges: up to the root, and down from there
+        hop = min(hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], least_start_ups(fabric)))
+        chain = max(chain, plan.depth * hop)
+    pace = 1 / (plan.rate * 1e9)
+    return lambda nbytes: (LAUNCH + chain + nbytes * pace) * (1 - TOLERANCE)
 
 
 def plan_by_size(
@@ -159,6 +191,9 @@ def choose_by_size(
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
     )
+    if engine == "windows":
+        # its packets are the one-shot road, whatever the plan
+        competing = tuple(one for one in competing if not one.exchanges)
     tested = grid_of_sizes(sizes)
     if progress:
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
@@ -166,22 +201,38 @@ def choose_by_size(
     if engine == "windows":
         costs, windows, words = _on_windows(competing, costs)
         notes = (*notes, *words)
-    (_, first), *changes = fastest_from(_clocks(competing, windows), tested)
+    floors = [] if windows else [_floor(plan) for plan in competing]
+    (_, first), *changes = fastest_from(_clocks(competing, windows), tested, least=floors)
     starts = [(0, first), *changes]
     stops = [start for start, _ in changes]
+    plans = SizePlans(
+        tuple(
+            SizeRange(start, stop, competing[number])
+            for (start, number), stop in zip(starts, [*stops, None], strict=True)
+        )
+    )
+    proved = None
+    if not windows:
+        plans, proved = with_times(plans, tested)
     return Choice(
-        plans=SizePlans(
-            tuple(
-                SizeRange(start, stop, competing[number])
-                for (start, number), stop in zip(starts, [*stops, None], strict=True)
-            )
-        ),
+        plans=plans,
         candidates=competing,
         sizes=tested,
         notes=notes,
         costs=costs,
         windows=windows,
+        bound=proved,
     )
+
+
+def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeBound]:
+    """The same plans with their model times at some sizes, beside a bound on the time of any schedule."""
+    model = plans.plans[-1]
+    fabric = Fabric(model.topology, model.channels)
+    rate = model.certificate.bound(fabric, model.collective, model.root) if fabric.size > 1 else None
+    limits = chain_limits(fabric, model.collective, model.root, rate)
+    timed = replace(plans, times=times_of(plans, limits, sizes))
+    return timed, time_bound(fabric, model.collective, model.root, limits, rate)
 
 
 def _on_windows(
@@ -228,7 +279,10 @@ def _check_domain(fabric: Fabric) -> None:
 
 
 def fastest_from(
-    clocks: Sequence[Callable[[int], float]], sizes: Sequence[int]
+    clocks: Sequence[Callable[[int], float]],
+    sizes: Sequence[int],
+    *,
+    least: Sequence[Callable[[int], float]] = (),
 ) -> tuple[tuple[int, int], ...]:
     """Who is fastest from which size on.
 
@@ -239,6 +293,9 @@ def fastest_from(
         wins.
     sizes : sequence of int
         Bytes, ascending and distinct.
+    least : sequence of callable
+        For each clock what it is never below, and is quickly known: where that is above another's time, the clock is
+        not asked. None for an empty one.
 
     Returns
     -------
@@ -257,9 +314,15 @@ def fastest_from(
 
     def fastest(size: int) -> int:
         if size not in known:
-            seconds = [clock(size) for clock in clocks]
-            limit = min(seconds) * (1 + TOLERANCE)
-            known[size] = next(number for number, time in enumerate(seconds) if time <= limit)
+            floors = [one(size) for one in least] or [0.0] * len(clocks)
+            seconds: dict[int, float] = {}
+            limit = math.inf
+            for number in sorted(range(len(clocks)), key=floors.__getitem__):
+                if floors[number] > limit:
+                    break
+                seconds[number] = clocks[number](size)
+                limit = min(limit, seconds[number] * (1 + TOLERANCE))
+            known[size] = min(number for number, time in seconds.items() if time <= limit)
         return known[size]
 
     changes = [(sizes[0], fastest(sizes[0]))]

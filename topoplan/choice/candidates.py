@@ -1,6 +1,7 @@
 """The plans that compete for message sizes: every schedule that an allocation has for a collective.
 
-Low optimal trees, few optimal trees, and every schedule of `topoplan.schedules.registry` that the machine allows, all
+Low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of an allgather, and
+every schedule of `topoplan.schedules.registry` that the machine allows, all
 on the same links. All carry the strongest proof that any of them found, so that each says how far below the optimum it
 stays.
 """
@@ -10,11 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from topoplan.columns.generation import Generation
+from topoplan.columns.pricing import Pricing, has_tables
+from topoplan.columns.problem import Packing
 from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
 from topoplan.packing.planner import plan
+from topoplan.plans.build import build_plan
 from topoplan.plans.plan import Plan, check_collective
+from topoplan.schedules.one_shot import one_shot_along
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
 from topoplan.topology import TopologyLike, as_topology
+from topoplan.trees.hop_constrained_exact import LARGEST
+
+MOST_FEW = 16
+"""Ranks up to which a forest of few trees is looked for: of more that takes minutes, for trees too high to win."""
 
 
 def candidates(
@@ -50,7 +61,7 @@ def candidates(
     >>> import topoplan
     >>> plans, notes = candidates(topoplan.load("dgx-1v"), "broadcast")
     >>> [(one.schedule, one.trees, one.height, one.rate) for one in plans][:3]
-    [('trees', 9, 4, 150.0), ('trees', 4, 7, 150.0), ('double binary tree', 2, 3, 25.0)]
+    [('trees', 9, 4, 150.0), ('trees', 2, 2, 50.0), ('trees', 5, 3, 125.0)]
     >>> notes
     ('no one-hop: gpu0 reaches gpu5 only through another GPU',)
     """
@@ -64,7 +75,14 @@ def candidates(
         return (best,), ()
     made = [best]
     notes = []
-    if best.height > 1:
+    made += _lower_forests(best, progress)
+    if best.collective == "allreduce" and best.height > 1 and len(chosen) <= LARGEST:
+        over_same = "+".join(best.channels)
+        gathered = plan(topology, "allgather", gpus=chosen, channels=over_same, progress=progress)
+        made.append(one_shot_along(gathered))
+    if best.height > 1 and len(chosen) > MOST_FEW:
+        notes.append(f"a forest of few trees is not looked for above {MOST_FEW} GPUs")
+    elif best.height > 1:
         few = plan(
             topology, collective, gpus=chosen, root=root, channels=channels, order="trees", progress=progress
         )
@@ -89,6 +107,34 @@ def candidates(
     if too_large:
         notes.append(f"rings, one hop and other regular schedules are not tried above {MOST_RANKS} GPUs")
     return _distinct([one for one in made if one.channels == best.channels]), tuple(notes)
+
+
+def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
+    """The best forests of each height below that of the optimal trees, where heights are priced by tables."""
+    fabric = Fabric(best.topology, best.channels)
+    if best.height < 3 or fabric.split or not has_tables(fabric):
+        return []
+    packing = Packing(fabric, best.collective, best.root)
+    made = []
+    for height in range(1, best.height):
+        if progress:
+            progress(f"trees of height {height} …")
+        generation = Generation(Pricing(packing, height))
+        generation.run(None)
+        weights = generation.weights()
+        if weights:
+            made.append(
+                build_plan(
+                    fabric,
+                    best.collective,
+                    root=best.root,
+                    shards=packing.shards(weights),
+                    certificate=best.certificate,
+                    schedule=best.schedule,
+                    method=best.method,
+                )
+            )
+    return made
 
 
 def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from topoplan.errors import UsageError
-from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan import EVERY
 from topoplan.units import format_size, parse_gpu_list, parse_sizes
 
 TINY = math.ulp(0.0)
@@ -196,7 +196,7 @@ def add_collective(parser: OneLineParser, *, default: str | None = "allreduce") 
         "--collective",
         default=default,
         metavar="C",
-        help=f"{', '.join(COLLECTIVES)} (default: allreduce)",
+        help=f"{', '.join(EVERY)} (default: allreduce)",
     )
 
 

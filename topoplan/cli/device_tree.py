@@ -15,7 +15,7 @@ from topoplan.topology import FACTS, Device, Link, Topology
 Node = tuple[str, str]
 """A device and an empty text, or a CPU and the name of a host bridge of it."""
 
-_RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5}
+_RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5, "helper": 3}
 
 
 def tree_text(topology: Topology) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from topoplan.bounds.upper_bound import bound
-from topoplan.cli import arguments, plan_sizes
+from topoplan.cli import arguments, plan_mesh, plan_sizes
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.entry_points import Explanation, explanations
@@ -21,18 +21,18 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import named_ranks, phase_table, tree_table
+from topoplan.cli.sources import read_demand, read_machine
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_table
 from topoplan.errors import UsageError
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
-from topoplan.packing.planner import METHODS
+from topoplan.packing.planner import METHODS, TOLERANCE
 from topoplan.packing.planner import plan as make_plan
-from topoplan.plans.certificates import explain_certificate
+from topoplan.plans.certificates import Demand, explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
-from topoplan.plans.plan import TREES, Plan
-from topoplan.units import format_seconds
+from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
+from topoplan.units import exact, format_seconds
 
 OF_TREES = {
     "method": "exact",
@@ -40,8 +40,10 @@ OF_TREES = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
+    "demand": None,
     "bound_only": False,
 }
 """Options that do not go with another schedule, and what they are when nobody has given them."""
@@ -86,6 +88,17 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="S",
         help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
     )
+    parser.add_argument(
+        "--demand",
+        metavar="F.json",
+        help='with alltoall, {"bytes": [[...], ...]}, where row sends to column: the least time for it',
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=arguments.fraction,
+        help="with exact and more than 32 GPUs that all differ in their measured bandwidths: how far below the bound a "
+        f"plan on the slowest link of each kind may stay (default: {TOLERANCE})",
+    )
     add_sparse(parser)
     parser.add_argument(
         "-o",
@@ -94,6 +107,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="write the plan file; - prints it in place of the summary",
     )
     plan_sizes.add_options(parser)
+    plan_mesh.add_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -115,11 +129,15 @@ def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
-    belongings = (("epsilon", "mwu"), ("threshold", "mwu"), ("order", "exact"), ("time-limit", "exact"))
+    belongings = (
+        *(("epsilon", "mwu"), ("threshold", "mwu")),
+        *(("order", "exact"), ("time-limit", "exact"), ("tolerance", "exact")),
+    )
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     plan_sizes.check_options(options)
+    plan_mesh.check_options(options)
     sparse = asked_for(options)
     if options.schedule != TREES:
         _check_schedule(options)
@@ -131,6 +149,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_bound(options)
     if options.sizes is not None:
         return plan_sizes.run(options)
+    if options.mesh is not None:
+        return plan_mesh.run(options)
     with progress_line("planning") as progress:
         made = plan_sparse(options) if sparse else _plan(options, progress)
     explained = explanations(made) if options.explain else {}
@@ -193,12 +213,14 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         threshold=0.05 if options.threshold is None else options.threshold,
         nbytes=options.size,
         time_limit=options.time_limit,
+        demand=None if options.demand is None else read_demand(options.demand),
+        tolerance=TOLERANCE if options.tolerance is None else options.tolerance,
         progress=progress,
     )
 
 
 def _run_bound(options: argparse.Namespace) -> int:
-    for name in ("output", "plot", "sizes", "size", "order"):
+    for name in ("output", "plot", "sizes", "size", "order", "demand"):
         if getattr(options, name) is not None:
             raise UsageError(
                 f"--bound-only makes no plan, so {'-o' if name == 'output' else f'--{name}'} does not go with it"
@@ -237,6 +259,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,
+        **({} if plan.team_wide == plan.rate else {"team_wide": plan.team_wide}),
         **({} if by_phase is None else {"phases": by_phase.to_object()}),
         "notes": plan_notes(plan),
     }
@@ -255,8 +278,17 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     else:
         verdict = "optimal, proved" if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
+        if plan.team_wide != plan.rate:
+            print(
+                f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "
+                f"{plan.team_wide:.6g} team-wide, as multimem does it"
+            )
+        if isinstance(plan.certificate, Demand):
+            print(
+                f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
+            )
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
-        print(f"trees  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
         if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")
         print()
@@ -288,7 +320,8 @@ def _order_text(plan: Plan, order: str) -> str:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:
         lowest = "1, the lowest there is"
-    return f"lowest height first: {lowest}; --order trees looks for fewer trees"
+    fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
+    return f"lowest height first: {lowest}{fewer}"
 
 
 OF_ELEMENTS = {
@@ -297,8 +330,10 @@ OF_ELEMENTS = {
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
+    "tolerance": None,
     "size": None,
     "sizes": None,
+    "demand": None,
     "collective": "allreduce",
     "method": "exact",
     "bound_only": False,

@@ -17,11 +17,12 @@ from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
-from topoplan.plans.plan import Plan, SizeRange
+from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from topoplan.choice import Choice
+    from topoplan.plans.size_plans import SizePlans, SizeTimes
     from topoplan.simulation.windows import Setting
 
 
@@ -110,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.size is not None:
         raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
+    if options.demand is not None:
+        raise UsageError("--demand is of one size and --sizes plans for many; leave one of them out")
+    if check_collective(options.collective) == ALL_TO_ALL:
+        raise UsageError("--sizes chooses among trees, and an alltoall is planned by paths; leave it out")
     machine = read_machine(options)
     costs = None if options.engine_costs is None else load_costs(options.engine_costs)
     started = time.perf_counter()
@@ -208,6 +213,9 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
         print()
         print(_table(lines))
         print()
+        if plans.times is not None:
+            print(_times_table(plans, plans.times))
+            print()
         print(f"crossovers: {_crossovers(lines)}")
         print(
             f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
@@ -250,6 +258,37 @@ def _table(lines: Sequence[RangeTimes]) -> str:
             )
         )
     return table(head, rows)
+
+
+def _times_table(plans: SizePlans, times: SizeTimes) -> str:
+    """Model time beside the bound at every size."""
+    rows = [
+        (
+            format_size(size),
+            plans.at(size).schedule,
+            f"{seconds * 1e6:.1f}",
+            f"{least * 1e6:.1f}",
+            f"{seconds / least:.2f}",
+        )
+        for size, seconds, least in times.points
+    ]
+    return table(("size", "schedule", "us", "no schedule below", "ratio"), rows)
+
+
+def _points(plans: SizePlans) -> list[dict[str, object]]:
+    """What ``--json`` says of every size."""
+    if plans.times is None:
+        return []
+    return [
+        {
+            "size": size,
+            "schedule": plans.at(size).schedule,
+            "seconds": seconds,
+            "bound_seconds": least,
+            "ratio": seconds / least,
+        }
+        for size, seconds, least in plans.times.points
+    ]
 
 
 def _setting_cells(setting: Setting | None) -> tuple[str, ...]:
@@ -299,6 +338,7 @@ def _object(
             }
             for line in lines
         ],
+        **({} if plans.times is None else {"points": _points(plans)}),
         **({} if choice.costs is None else {"engine": "windows", "costs": asdict(choice.costs)}),
         "candidates": [_summary(plan) for plan in choice.candidates],
         "digest": plans.digest,

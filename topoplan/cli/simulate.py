@@ -19,11 +19,13 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
-from topoplan.cli.tree_table import named_ranks
+from topoplan.cli.tree_table import named_ranks, tree_noun
 from topoplan.errors import InfeasibleError
 from topoplan.packing.planner import plan as make_plan
+from topoplan.plans.certificates import Demand
 from topoplan.plans.json_values import finite
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
+from topoplan.schedules.one_hop import direct_sends
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
@@ -75,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
         write_whole(options.trace, chrome_trace(events))
     notes = (*plan_notes(plan), *notes)
+    direct = plan.collective == ALL_TO_ALL
     if options.json:
         print_json(
             {
@@ -82,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
                 "machine": plan.topology.name,
                 "ranks": list(plan.ranks),
                 "plan": _curve_object(plan, rows),
-                "ring": _curve_object(rival, rival_rows) if rival else None,
+                "ring": _curve_object(rival, rival_rows) if rival and not direct else None,
+                **({"direct": _curve_object(rival, rival_rows) if rival else None} if direct else {}),
                 "crossover": crossing.to_object() if crossing else None,
                 "notes": list(notes),
             }
@@ -123,9 +127,16 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
 
 
 def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
-    """The ring of the same collective on the same GPUs, or none; and what there is to say about it."""
+    """The ring of the same collective on the same GPUs (of an all-to-all direct sends) or none, and notes about it."""
     if len(plan.ranks) == 1:
         return None, ()
+    if plan.collective == ALL_TO_ALL:
+        if isinstance(plan, Plan) and isinstance(plan.certificate, Demand):
+            return None, ()
+        made = direct_sends(plan.topology)
+        return made, () if made else (
+            "no direct sends to compare with: some GPUs are joined through others only",
+        )
     try:
         made = ring(plan.topology, plan.collective, root=plan.root)
     except InfeasibleError as error:
@@ -157,7 +168,9 @@ def _describe(plan: Plans) -> list[str]:
         return [f"{one}: {_describe(one.plan)[0]}" for one in plan.ranges]
     if len(plan.ranks) == 1:
         return ["one GPU: nothing moves"]
-    trees = "" if plan.method == "ring" else f", {counted(plan.trees, 'tree')} of height {plan.height}"
+    trees = (
+        "" if plan.method == "ring" else f", {counted(plan.trees, tree_noun(plan))} of height {plan.height}"
+    )
     return [f"{plan.schedule}, {plan.rate:.6g} GB/s{trees}"]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from topoplan.cli.arguments import first_given
 from topoplan.cli.cluster_options import CLUSTER_OPTIONS, as_cluster
@@ -157,6 +158,30 @@ def read_plan_text(path: str) -> str:
         )
     except TopologyError:
         raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
+
+
+def read_demand(path: str) -> list[list[float]]:
+    """The matrix of bytes in a file of a demand, ``{"bytes": [[...], ...]}``, where row sends to column.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or holds no such object.
+    """
+    text = read_plan_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_where(path)} is no JSON: {error}") from None
+    rows = value.get("bytes") if isinstance(value, dict) else None
+    numbers = isinstance(rows, list) and all(
+        isinstance(row, list) and all(isinstance(amount, int | float) for amount in row) for row in rows
+    )
+    if not numbers or set(value) != {"bytes"}:
+        raise UsageError(
+            f'{_where(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
+        )
+    return cast("list[list[float]]", rows)
 
 
 def _printable(topology: Topology) -> Topology:

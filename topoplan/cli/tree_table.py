@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from topoplan.cli.output import counted, table
 from topoplan.plans.phases import Phases
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Shard, Stage
 
@@ -38,6 +38,11 @@ def named_ranks(names: Sequence[str]) -> str:
     return " ".join(names)
 
 
+def tree_noun(plan: Plan) -> str:
+    """What one of the trees of a plan is called."""
+    return "path" if plan.collective == ALL_TO_ALL else "tree"
+
+
 def tree_table(plan: Plan) -> str:
     """A row for each shard; for a plan of images under symmetries, a row for each set of shards that are alike.
 
@@ -48,12 +53,14 @@ def tree_table(plan: Plan) -> str:
     1 of 512 alike  1/512  0.3968  s0.gpu0
     """
     listed = plan.shard_counts[:MOST_ROWS]
-    apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts}) > 1
+    apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
     alike = isinstance(plan.shards, ImageShards)
     names = plan.vertices
     rows = []
     for number, (shard, count) in enumerate(listed):
         stage = _shown_stage(shard)
+        if plan.collective == ALL_TO_ALL and not stage.edges:
+            continue
         weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
         rows.append(
             (

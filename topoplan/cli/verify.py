@@ -9,6 +9,7 @@ from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first
 from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
+from topoplan.cli.tree_table import tree_noun
 from topoplan.errors import PlanError, UsageError
 from topoplan.formats.load import load
 from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_file
@@ -16,8 +17,13 @@ from topoplan.interpreters.traffic import Loads, machine_loads
 from topoplan.interpreters.verdict import Verdict
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
+from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.verify import Verification, verify_all
+from topoplan.simulation.latency import LAUNCH
+from topoplan.simulation.time_bound import TimeBound, check_times
+from topoplan.units import format_size
 
 
 def add_options(parser: OneLineParser) -> None:
@@ -43,31 +49,66 @@ def run(options: argparse.Namespace) -> int:
     given = first_given(options, {"machine": None, "gpus": None})
     if given:
         raise UsageError(f"{given} goes with an engine's file; a plan names its machine itself")
+    if is_mesh(text):
+        return _run_mesh(options, text)
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
     try:
         with progress_line("checking"):
             reports = verify_all(plans)
+            bound = check_times(plans) if isinstance(plans, SizePlans) else None
     except PlanError as error:
-        if options.json:
-            print_json(
-                {
-                    "valid": False,
-                    "error": error.fault,
-                    "shard": error.shard,
-                    "stage": error.stage,
-                    "rank": error.rank,
-                }
-            )
-        print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
-        return 1
+        return _refused(error, as_json=options.json)
     if not isinstance(plans, Plan):
-        _report_ranges(plans, reports, as_json=options.json)
+        _report_ranges(plans, reports, bound, as_json=options.json)
     elif options.json:
         print_json(_report_object(plans, reports[0]))
     else:
         _print_report(plans, reports[0])
         print_notes(*plan_notes(plans))
+    return 0
+
+
+def _refused(error: PlanError, *, as_json: bool) -> int:
+    if as_json:
+        print_json(
+            {
+                "valid": False,
+                "error": error.fault,
+                "shard": error.shard,
+                "stage": error.stage,
+                "rank": error.rank,
+            }
+        )
+    print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
+    return 1
+
+
+def _run_mesh(options: argparse.Namespace, text: str) -> int:
+    """Check the plans of a mesh, each alone and all together."""
+    mesh = MeshPlans.from_json(text)
+    try:
+        with progress_line("checking"):
+            reports = verify_mesh(mesh)
+    except PlanError as error:
+        return _refused(error, as_json=options.json)
+    if options.json:
+        groups = [
+            _report_object(group.plan, report) for group, report in zip(mesh.groups, reports, strict=True)
+        ]
+        rate = {"rate": mesh.rate, "bound": mesh.bound, "optimal": mesh.gap == 0}
+        print_json({"valid": True, **rate, "groups": groups})
+        return 0
+    print(
+        f"valid: {counted(len(reports), 'group')}, each with each contribution exactly once wherever it must be"
+    )
+    print(
+        f"rate   {mesh.rate:.9g} GB/s in all groups of weight 1 at once, recomputed from their loads together"
+    )
+    print(
+        f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {len(mesh.certificate.lengths)} links"
+    )
+    print("rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}")
     return 0
 
 
@@ -128,21 +169,53 @@ def _engine_object(kind: str, verdict: Verdict, loads: Loads | None) -> dict[str
     return found
 
 
-def _report_ranges(plans: Plans, reports: Sequence[Verification], *, as_json: bool) -> None:
-    """The report of each range, one after another."""
+def _report_ranges(
+    plans: Plans, reports: Sequence[Verification], bound: TimeBound | None, *, as_json: bool
+) -> None:
+    """The report of each range, one after another, and of the times that the file states."""
     pairs = list(zip(plans.ranges, reports, strict=True))
     if as_json:
         rows = [
             {"from": one.start, "to": one.stop, **_report_object(one.plan, report)} for one, report in pairs
         ]
-        print_json({"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest})
+        told = {} if bound is None else {"times": _times_object(plans, bound)}
+        print_json(
+            {"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest, **told}
+        )
         return
     for one, report in pairs:
         print(f"{one}, {one.plan.schedule}")
         _print_report(one.plan, report)
         print()
     print(f"all {counted(len(pairs), 'range')} valid; they cover every size")
+    if bound is not None:
+        points = _points(plans)
+        steps = ", ".join(
+            f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
+            for chain, rate in bound.steps
+        )
+        size, seconds, least = max(points, key=lambda point: point[1] / point[2])
+        print(
+            f"times of {counted(len(points), 'size')} recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and"
+        )
+        print(f"the least of {steps}")
+        print(f"furthest from it: {seconds / least:.2f} times at {format_size(size)}")
     print_notes(*plan_notes(plans))
+
+
+def _points(plans: Plans) -> tuple[tuple[int, float, float], ...]:
+    return plans.times.points if isinstance(plans, SizePlans) and plans.times is not None else ()
+
+
+def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
+    """The bound on time as it was recomputed, and how far the times of the file are from it."""
+    return {
+        "launch": LAUNCH,
+        "steps": [
+            {"start_ups": chain, "rate": None if rate is None else float(rate)} for chain, rate in bound.steps
+        ],
+        "worst": max((seconds / least for _, seconds, least in _points(plans)), default=None),
+    }
 
 
 def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
@@ -162,7 +235,7 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
 
 
 def _print_report(plan: Plan, report: Verification) -> None:
-    ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, "tree")
+    ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, tree_noun(plan))
     print(f"valid: {plan.collective} of {ranks}, {trees}, height {report.height}")
     print("postcondition holds: each contribution arrives exactly once wherever it must")
     if report.exact_rate is None or report.exact_bound is None:

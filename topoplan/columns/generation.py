@@ -29,10 +29,10 @@ DEARER = 4
 """For each of them the links of the last tree become dearer, together by one part in so many of its price."""
 
 GUIDED_ROWS = 64
-"""Rows from which floating point guides the master program, where heights are not priced by tables."""
+"""Rows from which floating point guides the master program; where heights are priced by tables, only of wide limits."""
 
 GUIDED_BITS = 16
-"""Bits of a limit from which it does so for half as many rows: exact tables then soon outgrow machine words."""
+"""Bits beyond which a limit is wide: exact tables then soon outgrow machine words, and elsewhere half the rows do."""
 
 
 @dataclass
@@ -52,17 +52,18 @@ class Generation:
         packing = self.packing
         self.rows = len(packing.limits)
         self.known: set[TreeColumn] = set()
-        groups = len(packing.roots) if packing.shared else 0
+        groups = packing.owner_rows
         wide = max(packing.limits).bit_length() > GUIDED_BITS
-        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide else GUIDED_ROWS) and not has_tables(
-            packing.fabric
+        few = has_tables(packing.fabric)
+        self.guided = self.rows >= (GUIDED_ROWS // 2 if wide and not few else GUIDED_ROWS) and (
+            wide or not few
         )
         simplex = GuidedSimplex if self.guided else PackingSimplex
         self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
-            self.program.add([[*[0] * self.rows, *packing.root_counts]], [self.gain])
+            self.program.add([[*[0] * self.rows, *packing.owner_parts]], [self.gain])
             self.offset = 1
 
     @property
@@ -73,7 +74,7 @@ class Generation:
     @property
     def value(self) -> Fraction:
         """Rate of the packing in units of the packing's scale."""
-        return self.program.value * self.packing.owners
+        return self.program.value * self.packing.rate_of_one
 
     def add(self, trees: Sequence[TreeColumn]) -> int:
         """Make trees known to the master; the number of those that were new to it."""
@@ -84,7 +85,8 @@ class Generation:
                 continue
             self.known.add(tree)
             self.trees.append(tree)
-            owners = [-int(tree.root == root) for root in packing.roots] if packing.shared else []
+            place = packing.owner_row(tree)
+            owners = [-int(place == row) for row in range(packing.owner_rows)]
             vectors.append([*tree.usage, *owners])
         self.program.add(vectors, [0 if packing.shared else self.gain] * len(vectors))
         return len(vectors)
@@ -97,20 +99,20 @@ class Generation:
         packing = self.packing
         lengths = self._first_lengths()
         prices: list[int] | None = None
-        goal = None if target is None else target / packing.owners
+        goal = None if target is None else target / packing.rate_of_one
         while True:
             fresh = 0
             for effort in self.pricing.efforts:
                 found = self.pricing.cheapest(lengths, effort)
-                if len(found) < len(packing.roots) and (packing.shared or not found):
+                if len({packing.owner_row(tree) for tree in found.values()}) < max(1, packing.owner_rows):
                     return False
                 if hopeless is not None and prices is not None and self._proved(lengths, found) < hopeless:
                     return False
                 fresh = self.add(
                     [
                         tree
-                        for place, tree in sorted(found.items())
-                        if prices is None or length_of(tree, lengths) < prices[place if packing.shared else 0]
+                        for _, tree in sorted(found.items())
+                        if prices is None or length_of(tree, lengths) < prices[packing.owner_row(tree)]
                     ]
                 )
                 if fresh:
@@ -130,7 +132,7 @@ class Generation:
             prices = duals[self.rows :] if packing.shared else [self.gain * denominator]
             prices = [price - int(price * self.program.blur) for price in prices]
             if self.progress is not None:
-                rate = self.program.near_value * float(packing.owners / packing.scale)
+                rate = self.program.near_value * float(packing.rate_of_one / packing.scale)
                 self.progress(
                     f"packing: {len(self.trees)} trees of {packing.fabric.size} GPUs, {rate:.6g} GB/s"
                 )
@@ -138,12 +140,12 @@ class Generation:
     def _proved(self, lengths: list[int], found: dict[int, TreeColumn]) -> Fraction:
         """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))
-        cheapest = [length_of(tree, lengths) for tree in found.values()]
-        if not self.packing.shared:
-            forest = Fraction(min(cheapest))
-        else:
-            counts = self.packing.root_counts
-            forest = Fraction(sum(n * y for n, y in zip(counts, cheapest, strict=True)), self.packing.owners)
+        cheapest: dict[int, int] = {}
+        for tree in found.values():
+            row, length = self.packing.owner_row(tree), length_of(tree, lengths)
+            cheapest[row] = min(length, cheapest.get(row, length))
+        parts = self.packing.owner_parts if self.packing.shared else [1]
+        forest = Fraction(sum(n * cheapest[row] for row, n in enumerate(parts))) / self.packing.rate_of_one
         return total / forest if forest else Fraction(total + 1) * 10**9
 
     def _add_others(self, lengths: list[int], price: int) -> None:

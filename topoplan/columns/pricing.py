@@ -75,8 +75,10 @@ class Pricing:
         nothing: list[Sequence[int] | None] = [()] * len(packing.roots)
         downs = self._trees(routes.cost, effort) if packing.uses("broadcast") else nothing
         ups = downs
-        if not packing.folded:
-            ups = self._trees(routes.cost.T, effort) if packing.uses("reduce") else nothing
+        if not packing.uses("reduce"):
+            ups = nothing
+        elif not packing.uses("broadcast") or not (packing.folded or alike_both_ways(routes.cost)):
+            ups = self._trees(routes.cost.T, effort)
         made = {
             place: (root, up, down)
             for place, (root, up, down) in enumerate(zip(packing.roots, ups, downs, strict=True))
@@ -94,6 +96,11 @@ class Pricing:
             return list(low_arborescences(cost, roots, self.height, effort=effort))
         tables = HopLimitedTrees(cost, self.height)
         return [tables.parents(root) if tables.costs[root] < UNREACHABLE else None for root in roots]
+
+
+def alike_both_ways(cost: NDArray[np.int64]) -> bool:
+    """True where every way costs as much as the way back: trees up are then trees down, and need no second search."""
+    return np.array_equal(cost, cost.T)
 
 
 def length_of(tree: TreeColumn, lengths: Sequence[int]) -> int:

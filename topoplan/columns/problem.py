@@ -124,11 +124,6 @@ class Packing:
         return self.orbits.first_ranks if self.root is None else (self.root,)
 
     @cached_property
-    def root_counts(self) -> tuple[int, ...]:
-        """Number of ranks that each root whose trees are packed stands for."""
-        return self.orbits.rank_counts if self.root is None else (1,)
-
-    @cached_property
     def shared(self) -> bool:
         """True where every rank owns an equal part of the buffer."""
         return self.collective in ("allgather", "reduce_scatter")
@@ -137,6 +132,35 @@ class Packing:
     def owners(self) -> int:
         """Number of equal parts of the buffer: N for allgather and reduce-scatter, else 1."""
         return self.fabric.size if self.shared else 1
+
+    @property
+    def rate_of_one(self) -> Fraction:
+        """Rate of the plan, in units of `scale`, where the value of the program is 1."""
+        return Fraction(self.owners)
+
+    @property
+    def owner_rows(self) -> int:
+        """Rows beside those of the links: one for each rank whose part must move at the common rate."""
+        return len(self.roots) if self.shared else 0
+
+    @property
+    def owner_parts(self) -> Sequence[int]:
+        """How much of the common rate each of these rows asks for: as many parts as its root stands for ranks."""
+        return self.root_counts
+
+    def owner_row(self, column: TreeColumn) -> int:
+        """The row of a column among them; 0 where there is none."""
+        return self._places[column.root] if self.shared else 0
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {root: place for place, root in enumerate(self.roots)}
+
+    @cached_property
+    def root_counts(self) -> tuple[int, ...]:
+        """Where every rank owns a part, the number of ranks that each of `roots` stands for."""
+        count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
+        return tuple(count[root] for root in self.roots)
 
     def owner(self, column: TreeColumn) -> int:
         """The rank whose part of the buffer a column carries; 0 where there is one part."""

@@ -21,8 +21,9 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
-from topoplan.plans.plan import Plan, check_collective
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan, check_collective
 from topoplan.plans.verify import verify
+from topoplan.schedules.one_hop import direct_sends
 from topoplan.schedules.registry import SCHEDULES, Schedule
 from topoplan.topology import Topology, TopologyLike, as_topology
 
@@ -31,6 +32,10 @@ OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
 
 NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
 """What NCCL has; of equally fast ones a `Comparison` names the first."""
+
+
+DIRECT = "direct sends"
+"""What NCCL has for an all-to-all: every block goes at once to its rank (`topoplan.schedules.one_hop.direct_sends`)."""
 
 
 def compare(
@@ -48,7 +53,7 @@ def compare(
     ----------
     topology : Topology, or what `topoplan.load` takes
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
     gpus : sequence of int or None
         The allocation; all GPUs for None.
     root : int or None
@@ -72,7 +77,7 @@ def compare(
     >>> row.trees, row.ring_kind, round(row.ring, 3), row.ratio, row.relay_ratio
     (50.0, 'pcie ring', 5.333, 9.375, 1.5)
     """
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     topology, collective, chosen = asked.machine, asked.collective, asked.gpus
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
     rivals: dict[str, Plan] = {}
@@ -85,10 +90,16 @@ def compare(
             except InfeasibleError as error:
                 if schedule not in nccl_only:
                     missing.append(f"{schedule.words}: {error}")
+    if collective == ALL_TO_ALL and len(chosen) > 1:
+        sent = direct_sends(topology, gpus=chosen)
+        if sent is None:
+            missing.append("direct sends: some GPUs are joined through others only")
+        else:
+            rivals[DIRECT] = replace(sent, schedule=DIRECT)
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
-    ran = [name for name in NCCL_COLUMNS if name in rivals]
+    ran = [name for name in (*NCCL_COLUMNS, DIRECT) if name in rivals]
     best = max(ran, key=lambda name: rivals[name].rate, default="")
     nccl = rivals.get(best)
     over_nccl = exact.get(best)

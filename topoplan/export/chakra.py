@@ -19,7 +19,7 @@ from itertools import pairwise
 from topoplan.errors import UsageError
 from topoplan.export.exported import Choices, Exported
 from topoplan.plans.plan import Plan
-from topoplan.plans.tree import ALIGNMENT, shard_bounds
+from topoplan.plans.tree import ALIGNMENT
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.units import format_size
@@ -87,12 +87,12 @@ def chakra_traces(plan: Plan, choices: Choices) -> Exported:
 
 def _rows(plan: Plan, size: int, chunk: int | None) -> Iterator[_Row]:
     """Chunk by chunk, in each the edges of all shards in an order in which they can run."""
-    blocks = len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else 1
-    if size % blocks:
-        raise UsageError(f"{size} bytes cannot be divided among {blocks} ranks; change --size")
+    count = size * plan.buffers
+    if count % plan.blocks:
+        raise UsageError(f"{size} bytes cannot be divided among {len(plan.ranks)} ranks; change --size")
     plan = replace(plan, shards=tuple(plan.shards))
     flow = dataflow(plan)
-    bounds = shard_bounds((shard.share for shard in plan.shards), size, blocks=blocks)
+    bounds = plan.bounds(count)
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if chunk is None:
         counts = chunk_counts(pipeline(flow), size, None)

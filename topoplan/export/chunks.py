@@ -16,7 +16,7 @@ from fractions import Fraction
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.tree import Shard
 from topoplan.units import format_size
 
@@ -40,9 +40,10 @@ class Chunking:
     Parameters
     ----------
     count : int
-        Chunks of the whole buffer.
+        Chunks of the whole buffer, of an all-to-all those of one rank's.
     shards : tuple of (Shard, int, int)
-        The shards that get any: each with its first chunk and its number of chunks.
+        The shards that get any: each with its first chunk and its number of chunks. The first chunks of an all-to-all
+        count on through the results of all ranks.
     kept : Fraction
         The rate with these shares, and switches that add and copy or do not, over the plan's.
     """
@@ -80,7 +81,8 @@ def chunked(
     >>> found.count, [count for _, _, count in found.shards], found.kept
     (24, [4, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1], Fraction(1, 1))
     """
-    blocks = len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else 1
+    divided = plan.collective in ("allgather", "reduce_scatter", ALL_TO_ALL)
+    blocks = len(plan.ranks) if divided else 1
     shards = tuple(plan.shards)
     exact = math.lcm(blocks, *(shard.share.denominator for shard in shards))
     if chunks is not None:

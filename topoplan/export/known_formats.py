@@ -56,7 +56,7 @@ FORMATS = {
     ),
     "mscclpp": Format(
         "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
-        "reduce_scatter",
+        "reduce_scatter, alltoall",
         None,
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),

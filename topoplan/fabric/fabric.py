@@ -200,10 +200,18 @@ class Fabric:
         return bool(self.copying or self.adding)
 
     def forwarding_only(self) -> Fabric:
-        """The same fabric with switches that neither copy nor add."""
-        if not self.in_network:
+        """The same fabric with switches that neither copy nor add, and helpers that are such switches."""
+        if not self.in_network and not self.helpers:
             return self
-        devices = tuple(replace(device, multicast=False, reduce=False) for device in self.topology.devices)
+        devices = tuple(
+            replace(
+                device,
+                kind="switch" if device.kind == "helper" else device.kind,
+                multicast=False,
+                reduce=False,
+            )
+            for device in self.topology.devices
+        )
         return Fabric(replace(self.topology, devices=devices), self.channels)
 
     @cached_property

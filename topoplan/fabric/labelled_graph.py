@@ -184,6 +184,31 @@ def wiring_of(fabric: Fabric) -> Wiring:
     >>> wiring.ranks, wiring.size, len(wiring.tails), sorted(set(wiring.link_labels.tolist()))
     (16, 17, 32, [0])
     """
+    # Equal bandwidths are equal floats: the exact rational is a function of the float.
+    return _labelled(
+        fabric,
+        [
+            (link.channel, float(link.bandwidth), -1.0 if link.latency is None else float(link.latency))
+            for link in fabric.links
+        ],
+    )
+
+
+def bare_wiring_of(fabric: Fabric) -> Wiring:
+    """As `wiring_of`, with links that are told apart by their channels alone, whatever their bandwidth and latency.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.plans import Fabric
+    >>> wiring = bare_wiring_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> sorted(set(wiring.link_labels.tolist()))
+    [0]
+    """
+    return _labelled(fabric, [(link.channel, 0.0, 0.0) for link in fabric.links])
+
+
+def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Wiring:
     position = {name: i for i, name in enumerate(fabric.nodes)}
     kinds = np.zeros(len(position), dtype=np.int64)
     kinds[: fabric.size] = 4
@@ -191,11 +216,6 @@ def wiring_of(fabric: Fabric) -> Wiring:
     for device in fabric.topology.devices:
         if (device.multicast or device.reduce) and device.name in position:
             kinds[position[device.name]] += 2 * device.multicast + device.reduce
-    # Equal bandwidths are equal floats: the exact rational is a function of the float.
-    labels = [
-        (link.channel, float(link.bandwidth), -1.0 if link.latency is None else float(link.latency))
-        for link in fabric.links
-    ]
     number = {label: place for place, label in enumerate(sorted(set(labels)))}
     ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
     return Wiring(

@@ -67,6 +67,27 @@ class Servers:
         """(links,) bool: True for links that leave or enter a server."""
         return np.array([src != dst for src, dst in self.ends], dtype=bool)
 
+    @cached_property
+    def stars(self) -> bool:
+        """True where inside every server all ranks hang on one switch, and no two are joined in another way."""
+        fabric = self.fabric
+        ranks = set(fabric.ranks)
+        hubs: dict[str, set[str]] = {}
+        beside: dict[str, set[str]] = {}
+        for link, (src, dst) in zip(fabric.links, self.ends, strict=True):
+            if src == dst:
+                if link.src in ranks and link.dst in ranks:
+                    return False
+                for rank, other in ((link.src, link.dst), (link.dst, link.src)):
+                    if rank in ranks:
+                        beside.setdefault(other, set()).add(rank)
+                    elif other not in ranks:
+                        return False
+        for device, near in beside.items():
+            if len(near) > 1:
+                hubs.setdefault(self._of_device[device], set()).add(device)
+        return all(len(devices) == 1 for devices in hubs.values())
+
     def keeps(self, permutation: Sequence[int]) -> bool:
         """True where a permutation of `Fabric.nodes` takes each server to one server, and switches of none to such."""
         home = [self._of_device[name] for name in self.fabric.nodes]

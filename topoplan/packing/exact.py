@@ -17,12 +17,12 @@ rank is its only tree of height 1): then it is proved. Otherwise it is the lowes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
-from topoplan.columns.pricing import Pricing, has_tables
+from topoplan.columns.pricing import Pricing, alike_both_ways, has_tables
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
@@ -137,7 +137,7 @@ def _pack_few(
         target = generator.value
         certificate = tight = packing.certificate(generator.duals())
     if order == "height":
-        generator = _lowest(packing, target, generator, progress)
+        generator = lowest(generator, target, progress)
     weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
@@ -160,23 +160,26 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     return ExactPacking(packing, generator.weights(), best, (note,))
 
 
-def _lowest(
-    packing: Packing, target: Fraction, generator: Generation, progress: Progress | None
-) -> Generation:
-    """Column generation at the lowest height that reaches the target."""
+def lowest(generator: Generation, target: Fraction, progress: Progress | None) -> Generation:
+    """Column generation at the lowest height that reaches the target, given what trees of any height have found."""
+
+    def limited_to(height: int) -> Generation:
+        pricing = replace(generator.pricing, height=height)
+        return Generation(pricing, progress=progress, deadline=generator.deadline)
+
     tallest = max(tree.height for tree in generator.weights())
     pool = generator.trees
     for height in range(1, tallest):
         if generator.deadline.over():
             return generator
-        limited = Generation(Pricing(packing, height), progress=progress, deadline=generator.deadline)
+        limited = limited_to(height)
         limited.add([tree for tree in pool if tree.height <= height])
         if limited.run(target, hopeless=target):
             return limited
         pool = sorted({*pool, *limited.trees}, key=lambda tree: tree.order)
     if generator.deadline.over():
         return generator
-    limited = Generation(Pricing(packing, tallest), progress=progress, deadline=generator.deadline)
+    limited = limited_to(tallest)
     limited.add([tree for tree in pool if tree.height <= tallest])
     return limited if limited.run(target) else generator
 
@@ -330,8 +333,9 @@ def _lowest_height(packing: Packing) -> int:
     """The height that hop counts force: of the best root where any will do, else of the worst."""
     routes = packing.routes([1] * len(packing.limits))
     needed = [0] * len(packing.roots)
+    both = packing.uses("broadcast") and alike_both_ways(routes.cost)
     for op, cost in (("broadcast", routes.cost), ("reduce", routes.cost.T)):
-        if packing.uses(op):
+        if packing.uses(op) and not (both and op == "reduce"):
             for place, far in enumerate(lowest_heights(cost, packing.roots).tolist()):
                 needed[place] = max(needed[place], far)
     return max(needed) if packing.shared or packing.root is not None else min(needed)

@@ -31,6 +31,7 @@ from topoplan.simplex.time_limit import Deadline, out_of_time
 from topoplan.symmetry.search import find_symmetry
 from topoplan.topology import Topology
 from topoplan.trees.hop_constrained_exact import UNREACHABLE
+from topoplan.trees.route_table import Orbits
 from topoplan.trees.steiner import cheapest_steiner_tree
 
 MOST_RANKS = 64
@@ -67,18 +68,16 @@ class InnerPacking(Packing):
         return False
 
     @cached_property
+    def orbits(self) -> Orbits:
+        """Routes pass switches, as they do everywhere; only ranks and helpers end them."""
+        return Orbits(self.fabric, self.generators, ends_of_routes=len(self.own.vertices))
+
+    @cached_property
     def roots(self) -> tuple[int, ...]:
         if self.root is not None:
             return (self.root,)
         last = len(self.own.vertices) if self.collective == "allreduce" else self.own.size
         return tuple(vertex for vertex in self.orbits.first_ranks if vertex < last)
-
-    @cached_property
-    def root_counts(self) -> tuple[int, ...]:
-        if self.root is not None:
-            return (1,)
-        count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
-        return tuple(count[vertex] for vertex in self.roots)
 
     @property
     def owners(self) -> int:

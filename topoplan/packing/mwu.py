@@ -227,7 +227,7 @@ class _Loop:
         """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
         dual = float(self.capacity @ self.length) * packing.owners / float(self.least.sum())
-        if dual >= self.bound * (1 - 1e-9) or fabric.in_network or fabric.helpers:
+        if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
             return
         half = 2 if packing.folded else 1
         # No cheapest forest gets shorter when longer links are cut to its length, and whole numbers then lose little.

@@ -2,9 +2,10 @@
 
 Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the lowest
 height. Up to nine ranks column generation proves the lowest height too; beyond, where switches copy or add, and where
-two ranks have many routes, trees are packed on the orbits of the fabric's symmetries. A broadcast over many servers is
-tried in three phases first, which are quick and often optimal there. Whatever built the forest, rate and bound are
-recomputed from the finished plan.
+two ranks have many routes, trees are packed on the orbits of the fabric's symmetries. Over many servers a broadcast is
+tried in three phases first, as is whatever runs on servers that are no stars: they are quick and often optimal. Where
+bandwidths were measured and no two ranks look alike, the machine with the slowest link of each kind is planned
+first (`topoplan.packing.by_kind`). Whatever built the forest, rate and bound are recomputed from the finished plan.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+from topoplan.bounds.block_cuts import quick_bound
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
+from topoplan.fabric.servers import Servers
 from topoplan.in_network import with_in_network
+from topoplan.packing.all_to_all import Matrix, check_demand, plan_all_to_all
+from topoplan.packing.by_kind import floored_by_kind
 from topoplan.packing.exact import ORDERS, pack_exact
 from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
@@ -30,7 +35,7 @@ from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificates import Certificate
 from topoplan.plans.loads import forest_rate
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
 from topoplan.simplex.time_limit import Deadline
 from topoplan.topology import TopologyLike
 from topoplan.trees.hop_constrained_exact import LARGEST
@@ -43,8 +48,11 @@ MOST_STARS = 64
 MOST_PEELED = 32
 """Ranks up to which peeling is tried where few trees come first."""
 
-MOST_ROOTED = 64
-"""Ranks up to which a broadcast or reduce over servers is packed of any trees; of more, first of composed ones."""
+MOST_FREE = 64
+"""Ranks up to which trees of any kind are packed over servers at once; for more, composed ones may come first."""
+
+TOLERANCE = 0.005
+"""How far below the bound a plan on the slowest links of each kind may stay and still be the answer."""
 
 
 def plan(
@@ -60,6 +68,8 @@ def plan(
     threshold: float = 0.05,
     nbytes: int | None = None,
     time_limit: float | None = None,
+    demand: Matrix | None = None,
+    tolerance: float = TOLERANCE,
     in_network: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -70,7 +80,7 @@ def plan(
     topology : Topology, or what `topoplan.load` takes
         The machine.
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
     gpus : sequence of int or None
         GPU numbers of the allocation; None takes all. Rank i is the i-th of them in ascending order.
     root : int or None
@@ -91,6 +101,12 @@ def plan(
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
         for no limit. It is looked at between the rounds of the search, and the first round is always made.
+    demand : sequence of sequences of int, or None
+        For ``alltoall``, the bytes that row sends to column; None where all pairs exchange alike.
+    tolerance : float
+        For ``exact`` on more than 32 ranks of which no two look alike, since their bandwidths were measured: how far
+        below the bound a plan on the slowest link of each kind may stay and still be the answer, as a part of the
+        bound. Such a plan takes seconds for a thousand GPUs, and says its gap.
     in_network : str or None
         Which switches copy and add: ``none``, ``nvswitch``, ``switch`` or ``all`` (see
         `topoplan.in_network.with_in_network`); None for what the machine says of them.
@@ -104,8 +120,9 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none;
-        switches that are to copy and add and are not there.
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; an
+        option that an all-to-all does not have, a demand that is none; switches that are to copy and add and are not
+        there.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -126,19 +143,28 @@ def plan(
     started = time.perf_counter()
     if in_network is not None:
         topology = with_in_network(topology, in_network)
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     collective = asked.collective
     _check_choice("method", method, METHODS)
     _check_choice("order", order, ORDERS)
     _check_choice("channels", channels, (*CHANNEL_CHOICES, *CHANNEL_SPLITS))
+    if not 0 <= tolerance < 1:
+        raise UsageError(
+            f"tolerance {tolerance!r} must be a part of the bound, from 0 to below 1, such as 0.005"
+        )
     deadline = Deadline(time_limit)
     if time_limit is not None and method != "exact":
         raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
+    if collective == ALL_TO_ALL:
+        _check_paths(method, channels, order)
+    elif demand is not None:
+        raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
+    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 
         over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
-        over = partial(over, epsilon=epsilon, threshold=threshold, progress=progress)
+        over = partial(over, epsilon=epsilon, threshold=threshold, tolerance=tolerance, progress=progress)
         split = CHANNEL_SPLITS[channels]
         made = plan_channels(
             split,
@@ -154,6 +180,8 @@ def plan(
     fabric = asked.fabric(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
+    elif collective == ALL_TO_ALL:
+        made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network or fabric.helpers:
@@ -161,8 +189,21 @@ def plan(
     elif method == THREE_PHASE:
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
-        made = _plan_exact(fabric, collective, asked.root, order, deadline, progress)
+        made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
+
+
+def _check_paths(method: str, channels: str, order: str) -> None:
+    """Refuse what only trees to all ranks have."""
+    for name, value, only in (("method", method, "exact"), ("order", order, "height")):
+        if value != only:
+            raise UsageError(
+                f"an alltoall is planned by paths, to which {name} {value!r} does not apply; leave it out"
+            )
+    if channels in CHANNEL_SPLITS:
+        raise UsageError(
+            f"an alltoall takes one choice of links, not {channels!r}; use {', '.join(CHANNEL_CHOICES)}"
+        )
 
 
 def _told(method: str, order: str) -> str:
@@ -197,10 +238,18 @@ def _plan_exact(
     order: str,
     deadline: Deadline,
     progress: Callable[[str], None] | None,
+    tolerance: float,
 ) -> Plan:
     inner = has_inner_vertices(fabric)
     if inner and fabric.helpers:
         return plan_over_inner_vertices(fabric, collective, root=root, deadline=deadline, progress=progress)
+    slowest = floored_by_kind(fabric)
+    floored: Plan | None = None
+    if slowest is not None:
+        alike = _plan_exact(slowest, collective, root, order, deadline, progress, tolerance)
+        floored = _floored(fabric, alike, tolerance, ends=deadline.limit is None and fabric.size > MOST_FREE)
+        if floored.gap <= tolerance or (deadline.limit is None and fabric.size > MOST_FREE):
+            return floored
     packing = Packing(fabric, collective, root)
     one_hop: Plan | None = None
     if on_one_switch(fabric) and fabric.size <= MOST_STARS and not fabric.in_network:
@@ -208,7 +257,7 @@ def _plan_exact(
         one_hop = _forest_plan(packing, stars, best_bound(fabric, collective, root), "one-hop", "exact")
         if one_hop.gap == 0 and order == "height":
             return one_hop
-    if root is not None and fabric.size > MOST_ROOTED:
+    if fabric.size > MOST_FREE and (root is not None or not Servers(fabric).stars):
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
@@ -234,7 +283,28 @@ def _plan_exact(
             made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
     if one_hop is not None and one_hop.gap == 0 and one_hop.trees <= made.trees:
         return one_hop
+    if floored is not None and floored.rate > made.rate:
+        return replace(floored, notes=(*floored.notes, *made.notes))
     return made
+
+
+def _floored(fabric: Fabric, alike: Plan, tolerance: float, *, ends: bool) -> Plan:
+    """The plan for the slowest links of each kind on the links as they are, and how far it is from the bound there."""
+    made = build_plan(
+        fabric,
+        alike.collective,
+        root=alike.root,
+        shards=alike.shards,
+        certificate=quick_bound(fabric, alike.collective, alike.root),
+        schedule=alike.schedule,
+        method="exact",
+        notes=alike.notes,
+    )
+    told = f"packed on the slowest bandwidth of each kind of link, {made.gap:.3%} below the bound"
+    if made.gap > tolerance:
+        told += f", more than the {tolerance:.3%} that are allowed"
+        told += "; --time-limit S searches on from there" if ends else ""
+    return replace(made, notes=(*alike.notes, told))
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:

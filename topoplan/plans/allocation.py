@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
-from topoplan.plans.plan import check_collective, root_rank
+from topoplan.plans.plan import COLLECTIVES, check_collective, root_rank
 from topoplan.topology import Topology, TopologyLike, as_topology
 
 
@@ -41,6 +42,7 @@ class Allocation:
         *,
         gpus: Sequence[int] | None = None,
         root: int | None = None,
+        among: Sequence[str] = COLLECTIVES,
     ) -> Allocation:
         """The allocation that a caller describes.
 
@@ -53,11 +55,14 @@ class Allocation:
             GPU numbers; None takes all.
         root : int or None
             GPU number of the root of a broadcast or reduce; None takes the first.
+        among : sequence of str
+            The collectives that the caller can do, those of trees by default.
 
         Raises
         ------
         UsageError
-            Unknown collective, a GPU or root that is not there, a root that the collective does not have.
+            Unknown collective or none of these, a GPU or root that is not there, a root that the collective does not
+            have.
 
         Examples
         --------
@@ -68,6 +73,10 @@ class Allocation:
         """
         topology = as_topology(machine)
         known = check_collective(collective)
+        if known not in among:
+            raise UsageError(
+                f"collective {known!r} is unknown to trees and rings; use topoplan.plan, or the schedule one-hop"
+            )
         chosen = topology.select(gpus)
         return Allocation(topology, known, chosen, root_rank(chosen, known, root))
 

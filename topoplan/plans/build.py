@@ -78,4 +78,5 @@ def stage_order(collective: str) -> tuple[str, ...]:
         "reduce": ("reduce",),
         "allgather": ("broadcast",),
         "reduce_scatter": ("reduce",),
+        "alltoall": ("broadcast",),
     }[collective]

@@ -103,6 +103,44 @@ def _cross(
     return copies
 
 
+def team_wide_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
+    """Rate of a forest in GB/s where NVSwitches add and copy for a whole team of ranks, the root's own part included.
+
+    So ``multimem`` instructions work (NVLink SHARP): what a root loads through the switch is the sum of all parts, its
+    own too, and what it stores is copied to all ranks, itself too. A plan keeps the root's part outside the switch.
+
+    Returns
+    -------
+    Fraction or None
+        None where no byte crosses a link.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan("dgx-h100", in_network="nvswitch")
+    >>> plan.rate, team_wide_rate(plan.shards, Fabric(plan.topology, plan.channels))
+    (450.0, Fraction(400, 1))
+    """
+    kind = {device.name: device.kind for device in fabric.topology.devices}
+
+    def with_own(stage: Stage) -> Stage:
+        merging = fabric.adding if stage.op == "reduce" else fabric.copying
+        ways: Counter[tuple[int, tuple[str, ...], str]] = Counter()
+        for edge in stage.edges:
+            for place, name in enumerate(edge.route[1:-1], start=1):
+                if name in merging and kind[name] == "nvswitch":
+                    ways[edge.parent, edge.route[: place + 1], edge.channel] += 1
+                    break
+        own = tuple(
+            Edge(parent, parent, (*way, *way[-2::-1]), channel)
+            for (parent, way, channel), times in ways.items()
+            if times > 1
+        )
+        return Stage(stage.op, stage.root, (*stage.edges, *own), stage.entries)
+
+    return rate_of_loads(link_loads(shards, fabric, part=with_own), fabric)
+
+
 def link_loads(
     shards: Sequence[Shard], fabric: Fabric, *, part: Callable[[Stage], Stage] | None = None
 ) -> list[Fraction]:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.plans.loads import full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Shard, Stage
 from topoplan.units import nearest_float
@@ -71,7 +71,7 @@ class Phases:
 
 
 def phases(plan: Plan) -> Phases | None:
-    """The phases of a plan whose ranks are on several servers; None for any other.
+    """The phases of a plan whose ranks are on several servers; None for any other, and for an all-to-all.
 
     Raises
     ------
@@ -88,6 +88,8 @@ def phases(plan: Plan) -> Phases | None:
     >>> found.between.rate, found.inside.rate, found.bottleneck
     (12.0, 25.0, 'between servers')
     """
+    if plan.collective == ALL_TO_ALL:
+        return None
     fabric = Fabric(plan.topology, plan.channels)
     servers = Servers(fabric)
     if len(servers.names) < 2:

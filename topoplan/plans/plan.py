@@ -8,9 +8,15 @@ part of a plan; lowering adds them.
 In allgather and reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the
 shards stand in the order of their owners.
 
-The plan file, format ``topoplan.plan/1``, is deterministic: fixed key order, exact shares, no time and no random part,
-so the same plan is the same file byte for byte. ``seconds`` (the time it took to plan) is null in files for that
-reason; ``topoplan plan --json`` prints it. Reading believes nothing but the types; `topoplan.verify` checks the rest.
+In an all-to-all every rank has a buffer of its own, with a block for each rank. A shard is a part of one such block,
+and its tree is the path of that part: a chain of edges from the rank that has it to the rank that gets it. Shards stand
+in the order of destinations and then of sources, a block that a rank keeps being a shard without edges. Shares are
+those of one rank's buffer (of the mean one, where a demand makes them differ), so that all together they add up to N.
+
+The plan file, format ``topoplan.plan/1`` (``/2`` for an all-to-all, and where ranks exchange elements), is
+deterministic: fixed key order, exact shares, no time and no random part, so the same plan is the same file byte for
+byte. ``seconds`` (the time it took to plan) is null in files for that reason; ``topoplan plan --json`` prints it.
+Reading believes nothing but the types; `topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import TYPE_CHECKING, cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
 from topoplan.formats.topology_json import topology_from_object
-from topoplan.plans.certificates import Certificate, Steiner, certificate_from_object
+from topoplan.plans.certificates import Certificate, Demand, Steiner, certificate_from_object
 from topoplan.plans.json_values import (
     check_format,
     compact,
@@ -37,21 +43,30 @@ from topoplan.plans.json_values import (
     read_texts,
     read_whole,
 )
+from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.symmetric_shards import ImageShards, shard_counts
-from topoplan.plans.tree import Shard
+from topoplan.plans.tree import Shard, shard_bounds
 from topoplan.topology import Topology
-from topoplan.units import format_size
+from topoplan.units import format_size, nearest_float
 
 if TYPE_CHECKING:
     import networkx
 
 FORMAT = "topoplan.plan/1"
-LATER_FORMAT = "topoplan.plan/2"
-"""What a plan says that readers of `FORMAT` cannot read: its trees join helpers, or its bound lets them."""
+FORMAT_2 = "topoplan.plan/2"
+"""What plans say that a reader of the first format cannot read: an all-to-all, gathers without entries, trees that join
+helpers or whose bound lets them."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
+"""Collectives whose trees reach all ranks."""
+
 ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
+
+ALL_TO_ALL = "alltoall"
+"""The collective in which every rank has another block for each rank: its trees are paths."""
+
+EVERY = (*COLLECTIVES, ALL_TO_ALL)
 
 TREES = "trees"
 """The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
@@ -147,7 +162,7 @@ class Plan(Plans):
     Parameters
     ----------
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
     ranks : tuple of str
         Rank i runs on device ``ranks[i]``.
     root : int or None
@@ -226,6 +241,23 @@ class Plan(Plans):
         return any(stage.entries is not None for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
+    def team_wide(self) -> float:
+        """GB/s where NVSwitches take in and give out the root's own part too, as `multimem` does it; else the rate.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> plan = topoplan.plan("dgx-h100", in_network="nvswitch")
+        >>> plan.rate, plan.team_wide
+        (450.0, 400.0)
+        """
+        fabric = Fabric(self.topology, self.channels)
+        if not fabric.in_network or self.collective == ALL_TO_ALL:
+            return self.rate
+        rate = team_wide_rate(self.shards, fabric)
+        return self.rate if rate is None else nearest_float(rate)
+
+    @property
     def vertices(self) -> tuple[str, ...]:
         """Devices that tree edges and roots name by their numbers: the ranks, then the machine's helpers."""
         return Fabric(self.topology, self.channels).vertices
@@ -233,6 +265,8 @@ class Plan(Plans):
     @property
     def helpers(self) -> tuple[str, ...]:
         """Devices that are no ranks and add or copy in the plan's trees."""
+        if all(device.kind != "helper" for device in self.topology.devices):
+            return ()
         size, names = len(self.ranks), self.vertices
         used = {
             end
@@ -245,7 +279,13 @@ class Plan(Plans):
 
     @property
     def _is_later(self) -> bool:
-        return isinstance(self.certificate, Steiner) or bool(self.helpers)
+        of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
+        return of_trees or self.collective == ALL_TO_ALL or self.exchanges
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange elements in any stage: all send what they have, and add up what arrives."""
+        return any(stage.kind == "exchange" for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
@@ -253,12 +293,29 @@ class Plan(Plans):
         return shard_counts(self.shards)
 
     @property
+    def buffers(self) -> int:
+        """Of how many ranks' buffers the shares are: of all in an all-to-all, which are told apart, and else of one."""
+        return len(self.ranks) if self.collective == ALL_TO_ALL else 1
+
+    @property
+    def blocks(self) -> int:
+        """How many equal blocks the buffer has in which shards lie, that of an all-to-all being all ranks' together."""
+        if self.collective in ("allgather", "reduce_scatter"):
+            return len(self.ranks)
+        equal = self.collective == ALL_TO_ALL and not isinstance(self.certificate, Demand)
+        return len(self.ranks) ** 2 if equal else 1
+
+    def bounds(self, count: int) -> list[int]:
+        """Where the shards lie in a buffer of so many elements, a multiple of `blocks` (see `shard_bounds`)."""
+        return shard_bounds((shard.share / self.buffers for shard in self.shards), count, blocks=self.blocks)
+
+    @property
     def ranges(self) -> tuple[SizeRange, ...]:
         """One range, of all sizes."""
         return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
-        """The plan file, format ``topoplan.plan/1`` or ``/2``; the same bytes for the same plan, always."""
+        """The plan file; the same bytes for the same plan, always."""
         return plan_text(self.to_object()) + "\n"
 
     @staticmethod
@@ -276,7 +333,7 @@ class Plan(Plans):
         """The plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": LATER_FORMAT if self._is_later else FORMAT,
+            "format": FORMAT_2 if self._is_later else FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -305,8 +362,8 @@ class Plan(Plans):
         PlanError
             As `from_json`.
         """
-        if value.get("format") != LATER_FORMAT:
-            check_format(value, FORMAT)
+        second = value.get("collective") == ALL_TO_ALL or value.get("format") == FORMAT_2
+        check_format(value, FORMAT_2 if second else FORMAT)
         topology = topology or embedded_topology(value)
         root, order = value.get("root"), value.get("order", "height")
         channels = read_texts(value.get("channels"), "channels")
@@ -402,6 +459,14 @@ def embedded_topology(value: dict[str, object]) -> Topology:
         raise PlanError(f"the embedded topology is wrong: {error}") from None
 
 
+_SPELLINGS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather",
+    "reducescatter": "reduce_scatter",
+    "all_to_all": ALL_TO_ALL,
+}
+
+
 def check_collective(collective: str) -> str:
     """Return the name of a known collective, or raise UsageError that suggests the nearest.
 
@@ -413,12 +478,10 @@ def check_collective(collective: str) -> str:
     import difflib
 
     name = collective.lower().replace("-", "_")
-    name = {"all_reduce": "allreduce", "all_gather": "allgather", "reducescatter": "reduce_scatter"}.get(
-        name, name
-    )
-    if name not in COLLECTIVES:
-        near = difflib.get_close_matches(name, COLLECTIVES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COLLECTIVES)}"
+    name = _SPELLINGS.get(name, name)
+    if name not in EVERY:
+        near = difflib.get_close_matches(name, EVERY, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(EVERY)}"
         raise UsageError(f"collective {collective!r} is unknown; {hint}")
     return name
 

@@ -1,12 +1,12 @@
-"""A sparse plan in rounds: what can stream chunk by chunk, and where ranks have to choose entries in between.
+"""A plan with exchanges in rounds: what can stream chunk by chunk, and where ranks have work to do in between.
 
 Elements stream through stages, but the largest entries of a shard are known only when all of it has arrived. So a
 sparse plan runs in rounds, one after another, and every round is a plan of its own whose trees stream: the stages on
 elements before and after the exchange; the gathers of an exchange; one level of a tree on which entries are reduced;
 the way of the entries back down. In a round on entries every shard is one message: those of one rank that take the same
-way travel together.
+way travel together. Where ranks exchange elements, all that a rank has is such a message too.
 
-All shards of a sparse plan go through the same kinds of rounds, so that they run side by side.
+All shards of such a plan go through the same kinds of rounds, so that they run side by side.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from topoplan.plans.tree import Edge, Shard, Stage
 ROUND = "round"
 """The collective that the plan of a round names: every rank's buffer is its result, in place."""
 
+TOGETHER = ("exchange", "gather")
+"""Kinds of which all stages that follow one another are one round."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -31,8 +34,8 @@ class Round:
     Parameters
     ----------
     kind : str
-        ``elements``, ``gather`` (entries of every root to its tree), ``merge`` (entries one level up) or ``spread``
-        (entries of the root down).
+        ``elements``, ``exchange`` (elements of every root to its tree), ``gather`` (entries of every root to its tree),
+        ``merge`` (entries one level up) or ``spread`` (entries of the root down).
     plan : Plan
         Its trees; ranks, topology and channels are the sparse plan's. Shares are those of what moves, and need not add
         up to 1.
@@ -50,7 +53,7 @@ class Round:
 
 
 def rounds(plan: Plan) -> tuple[Round, ...]:
-    """The rounds of a sparse plan, in order.
+    """The rounds of a plan that exchanges elements or entries, in order.
 
     Raises
     ------
@@ -66,11 +69,12 @@ def rounds(plan: Plan) -> tuple[Round, ...]:
     """
     runs = [_runs(shard) for shard in plan.shards]
     first = [kind for kind, _ in runs[0]] if runs else []
+    name = "a sparse plan" if plan.sparse else "a plan with exchanges"
     for number, run in enumerate(runs):
         if [kind for kind, _ in run] != first:
             raise PlanError(
                 f"runs through {', '.join(kind for kind, _ in run) or 'nothing'}, and shard 0 through "
-                f"{', '.join(first)}; all shards of a sparse plan take the same rounds",
+                f"{', '.join(first)}; all shards of {name} take the same rounds",
                 shard=number,
             )
     made: list[Round] = []
@@ -91,8 +95,8 @@ def _rounds_of(plan: Plan, kind: str, stages: Sequence[tuple[Stage, ...]]) -> It
         yield Round(kind, _as_plan(plan, shards), tuple((number,) for number in range(len(shards))), ())
         return
     if kind != "merge":
-        for position in range(1 if kind == "gather" else max(len(run) for run in stages)):
-            part = stages if kind == "gather" else [run[position : position + 1] for run in stages]
+        for position in range(1 if kind in TOGETHER else max(len(run) for run in stages)):
+            part = stages if kind in TOGETHER else [run[position : position + 1] for run in stages]
             yield _messages(plan, kind, [(number, stage) for number, run in enumerate(part) for stage in run])
         return
     for position in range(max(len(run) for run in stages)):

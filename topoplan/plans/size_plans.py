@@ -3,9 +3,9 @@
 Small messages want few start-ups, large ones bandwidth, and no one plan is best at both. The ranges cover every size
 from 0 bytes on without gap or overlap; what chose them is `topoplan.choice`.
 
-In the file, format ``topoplan.plans/1``, each plan is an object of format ``topoplan.plan/1`` without its ``topology``,
-which stands once beside the ranges. Writing is deterministic and reading believes nothing but the types, as for single
-plans.
+In the file, format ``topoplan.plans/1`` (``/2`` where ranks of a plan exchange elements), each plan is the object of a
+plan file without its ``topology``, which stands once beside the ranges. Writing is deterministic and reading believes
+nothing but the types, as for single plans.
 """
 
 from __future__ import annotations
@@ -15,11 +15,62 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topoplan.errors import PlanError, UsageError
-from topoplan.plans.json_values import check_format, compact, parse_object, read_bytes, read_list, read_object
+from topoplan.plans.chain_limits import ChainLimit, limit_from_object
+from topoplan.plans.json_values import (
+    check_format,
+    compact,
+    parse_object,
+    read_bytes,
+    read_list,
+    read_number,
+    read_object,
+)
 from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
 from topoplan.topology import Topology
 
 FORMAT = "topoplan.plans/1"
+EXCHANGE_FORMAT = "topoplan.plans/2"
+"""Of files with a plan in which ranks exchange elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTimes:
+    """What a file says of the time at some sizes; `topoplan.simulation.time_bound` recomputes it.
+
+    Parameters
+    ----------
+    limits : tuple of ChainLimit
+        Why schedules with few start-ups are slow.
+    points : tuple of (int, float, float)
+        Bytes, model time of the plan for so many, and the least time of any schedule, in seconds.
+    """
+
+    limits: tuple[ChainLimit, ...]
+    points: tuple[tuple[int, float, float], ...]
+
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of a plan file."""
+        return {
+            "limits": [one.to_object() for one in self.limits],
+            "points": [
+                {"size": size, "seconds": seconds, "bound_seconds": least}
+                for size, seconds, least in self.points
+            ],
+        }
+
+    @staticmethod
+    def from_object(item: object) -> SizeTimes:
+        """Read such an object; PlanError where a key is missing or of a wrong type."""
+        value = read_object(item, "times")
+        points = []
+        for row in read_list(value.get("points"), "times: points"):
+            point = read_object(row, "times: point")
+            seconds, least = (
+                read_number(point.get(name), f"times: {name}") for name in ("seconds", "bound_seconds")
+            )
+            points.append((read_bytes(point.get("size"), "times: size"), seconds, least))
+        limits = read_list(value.get("limits"), "times: limits")
+        return SizeTimes(tuple(limit_from_object(one) for one in limits), tuple(points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +81,8 @@ class SizePlans(Plans):
     ----------
     ranges : tuple of SizeRange
         Ascending from 0, each beginning where the one before ends, the last without end.
+    times : SizeTimes or None
+        Model times beside what no schedule undercuts, where they were asked for.
 
     Raises
     ------
@@ -47,6 +100,7 @@ class SizePlans(Plans):
     """
 
     ranges: tuple[SizeRange, ...]
+    times: SizeTimes | None = None
 
     def __post_init__(self) -> None:
         if not self.ranges:
@@ -93,15 +147,21 @@ class SizePlans(Plans):
         """What the planners of all ranges could not reach or prove, each note once."""
         return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
 
+    @property
+    def format(self) -> str:
+        """The format of the file: readers of the first know no exchange of elements."""
+        return EXCHANGE_FORMAT if any(plan.exchanges for plan in self.plans) else FORMAT
+
     def to_json(self) -> str:
-        """The file, format ``topoplan.plans/1``; the same bytes for the same plans, always."""
+        """The file; the same bytes for the same plans, always."""
         rows = ",\n ".join(
             f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(_without_topology(one.plan))}}}'
             for one in self.ranges
         )
+        times = "" if self.times is None else f',\n "times": {compact(self.times.to_object())}'
         return (
-            f'{{"format": {compact(FORMAT)},\n "collective": {compact(self.collective)},\n "ranges": [\n {rows}\n ],\n'
-            f' "topology": {compact(self.topology.to_object())}}}\n'
+            f'{{"format": {compact(self.format)},\n "collective": {compact(self.collective)},\n'
+            f' "ranges": [\n {rows}\n ],\n "topology": {compact(self.topology.to_object())}{times}}}\n'
         )
 
     @staticmethod
@@ -118,23 +178,25 @@ class SizePlans(Plans):
     def to_object(self) -> dict[str, object]:
         """The file as a JSON object."""
         return {
-            "format": FORMAT,
+            "format": self.format,
             "collective": self.collective,
             "ranges": [
                 {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)}
                 for one in self.ranges
             ],
             "topology": self.topology.to_object(),
+            **({} if self.times is None else {"times": self.times.to_object()}),
         }
 
     @staticmethod
     def from_object(value: dict[str, object]) -> SizePlans:
         """Read such an object; errors as `from_json`."""
-        check_format(value, FORMAT)
+        check_format(value, EXCHANGE_FORMAT if value.get("format") == EXCHANGE_FORMAT else FORMAT)
         topology = embedded_topology(value)
         rows = read_list(value.get("ranges"), "ranges")
         plans = SizePlans(
-            tuple(_read_range(row, f"range {number}", topology) for number, row in enumerate(rows))
+            tuple(_read_range(row, f"range {number}", topology) for number, row in enumerate(rows)),
+            SizeTimes.from_object(value["times"]) if "times" in value else None,
         )
         if value.get("collective") != plans.collective:
             raise PlanError(
@@ -180,18 +242,23 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
     PlanError
         It is no plan file.
     """
+    return parse_plan_file(read_plan_file(path))
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> str:
+    """The text of a file of plans; errors of reading as `load_plan`."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"{os.fspath(path)} cannot be read: {error.strerror}; give a plan file, made by topoplan plan -o"
         ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{os.fspath(path)} is binary, not text; give a plan file") from None
-    return parse_plan_file(text)
 
 
 def parse_plan_file(text: str) -> Plans:
     """Read the text of a plan file of either kind; errors as `Plan.from_json` and `SizePlans.from_json`."""
     value = parse_object(text)
-    return SizePlans.from_object(value) if value.get("format") == FORMAT else Plan.from_object(value)
+    by_size = value.get("format") in (FORMAT, EXCHANGE_FORMAT)
+    return SizePlans.from_object(value) if by_size else Plan.from_object(value)

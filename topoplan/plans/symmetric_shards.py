@@ -1,9 +1,9 @@
 """Shards that are images of a few under symmetries of the machine: how large plans stay small.
 
 A cluster of equal servers looks the same after its servers are rotated, and so does an NVSwitch box after its GPUs
-are. A tree and all its images under such symmetries (automorphisms of the fabric) load the machine evenly, so a plan
-for a thousand GPUs is one or two trees and two permutations. `ImageShards` behaves as the tuple of all shards and
-makes each when it is asked for; loads and checks need the templates alone.
+are. A tree and all its images under such symmetries (permutations that take wires to wires, whatever was measured on
+them) load the machine evenly, so a plan for a thousand GPUs is one or two trees and two permutations. `ImageShards`
+behaves as the tuple of all shards and makes each when it is asked for; loads and checks need the templates alone.
 
 With |O| images of a template that crosses the links of an orbit L of links x times, each link of L is crossed
 |O| x / |L| times: the sum over all images does not change under the symmetries, hence is equal on all of L.

@@ -68,9 +68,9 @@ class Stage:
     Parameters
     ----------
     op : str
-        reduce (data runs from child to parent), broadcast (from parent to child), or gather: the entries that the root
-        has chosen run to all ranks of the tree, which add them to their own. Gathers that follow one another in a shard
-        are one exchange: every root chooses before anything arrives.
+        reduce (data runs from child to parent), broadcast (from parent to child), or gather: what the root has, its
+        elements or the entries that it has chosen, runs to all ranks of the tree, which add it to their own. Gathers
+        that follow one another in a shard are one exchange: every root sends what it had before anything arrived.
     root : int
     edges : tuple of Edge
     entries : Fraction or None
@@ -90,9 +90,9 @@ class Stage:
 
     @property
     def kind(self) -> str:
-        """What can run together with it, as `topoplan.plans.rounds` names it: elements, gather, merge or spread."""
+        """What runs together with it, as `topoplan.plans.rounds` names kinds: elements, exchange, gather, …"""
         if self.entries is None:
-            return "elements"
+            return "exchange" if self.op == "gather" else "elements"
         return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]
 
     @property
@@ -185,11 +185,11 @@ class Shard:
 
     @property
     def depth(self) -> int:
-        """Tree edges one after another; the trees of a sparse exchange, stages of one operation, run side by side."""
+        """Tree edges one after another; where ranks exchange, the trees of one operation run side by side."""
         runs = groupby(self.stages, key=lambda stage: (stage.op, stage.entries))
         heights = [[stage.height for stage in run] for _, run in runs]
-        sparse = any(stage.entries is not None for stage in self.stages)
-        return sum(max(run) if sparse else sum(run) for run in heights)
+        beside = any(stage.entries is not None or stage.op == "gather" for stage in self.stages)
+        return sum(max(run) if beside else sum(run) for run in heights)
 
     def to_object(self) -> dict[str, object]:
         """The JSON object of a plan file."""

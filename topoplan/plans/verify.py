@@ -10,22 +10,25 @@ its root had chosen, before any of the exchange, to every rank of its tree. Entr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
-from topoplan.plans.certificates import Channels, Sparse
+from topoplan.plans.certificates import Channels, Demand, Sparse
+from topoplan.plans.certificates.exchange import ends_of
 from topoplan.plans.certificates.sparse import check_entries
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
-from topoplan.plans.plan import COLLECTIVES, ROOTED, Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, ROOTED, Plan, Plans
 from topoplan.plans.rounds import rounds
 from topoplan.plans.symmetric_shards import ImageShards, owner_of
 from topoplan.plans.tree import OPERATIONS, Shard, Stage
-from topoplan.symmetry.permutation_groups import is_automorphism, orbits
+from topoplan.symmetry.permutation_groups import keeps_wires, orbits
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
@@ -85,10 +88,17 @@ def verify(plan: Plan) -> Verification:
     if isinstance(plan.shards, ImageShards):
         _check_symmetries(plan, plan.shards, fabric)
     _check_shares(plan)
+    sparse = plan.sparse
     for number, (shard, _) in enumerate(plan.shard_counts):
-        _check_trees(shard, number, len(fabric.vertices))
-        _check_postcondition(plan, shard, number, len(fabric.vertices))
+        _check_trees(shard, number, len(fabric.vertices), sparse=sparse)
+        if plan.collective != ALL_TO_ALL:
+            _check_postcondition(plan, shard, number, len(fabric.vertices))
+    if plan.collective == ALL_TO_ALL:
+        _check_exchange(plan)
+    elif isinstance(plan.certificate, Demand):
+        raise PlanError(f"a demand bounds alltoall, not {plan.collective}")
     _check_channels(plan, fabric)
+    _check_exchanges(plan)
     _check_sparse(plan, fabric)
     found = link_loads(plan.shards, fabric)
     rate = rate_of_loads(found, fabric)
@@ -140,7 +150,7 @@ def verify_all(plans: Plans) -> tuple[Verification, ...]:
 
 
 def _check_header(plan: Plan) -> Fabric:
-    if plan.collective not in COLLECTIVES:
+    if plan.collective not in EVERY:
         raise PlanError(f"collective {plan.collective!r} is unknown")
     if tuple(plan.ranks) != plan.topology.gpus:
         raise PlanError(
@@ -158,14 +168,16 @@ def _check_header(plan: Plan) -> Fabric:
 
 
 def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
-    """A symmetry must map the machine onto itself: then an image of a correct tree is one, and loads are even.
+    """A symmetry must map the wires onto themselves: then an image of a correct tree is one, and loads are even.
+
+    Equal links are those of one channel. Their bandwidths may differ: the rate is taken link by link, from the loads.
 
     The root of a broadcast or reduce must stay, and images stand in the order of their owners.
     """
     if shards.nodes != fabric.nodes or shards.ranks != fabric.size:
         raise PlanError("the symmetries do not speak of the devices of this plan")
     for number, generator in enumerate(shards.generators):
-        if not is_automorphism(fabric, generator):
+        if not keeps_wires(fabric, generator):
             raise PlanError(f"symmetry {number} does not map the machine's links onto equal links")
         if plan.root is not None and generator[plan.root] != plan.root:
             raise PlanError(
@@ -203,8 +215,9 @@ def _check_shares(plan: Plan) -> None:
                 )
             previous = owner
             owned[owner] += shard.share * count
-    if total != 1:
-        raise PlanError(f"the shares add up to {shown(total)}, not 1")
+    whole = len(plan.ranks) if plan.collective == ALL_TO_ALL else 1
+    if total != whole:
+        raise PlanError(f"the shares add up to {shown(total)}, not {whole}")
     if plan.collective in ("allgather", "reduce_scatter"):
         for rank, share in enumerate(_shared_by_symmetry(plan, owned)):
             if share != Fraction(1, len(plan.ranks)):
@@ -226,7 +239,7 @@ def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
     return [total[label] / orbit.count(label) for label in orbit]
 
 
-def _check_trees(shard: Shard, number: int, size: int) -> None:
+def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) -> None:
     if not shard.stages:
         raise PlanError("has no stage", shard=number)
     for position, stage in enumerate(shard.stages):
@@ -234,7 +247,7 @@ def _check_trees(shard: Shard, number: int, size: int) -> None:
             raise PlanError(
                 f"op {stage.op!r} is none of {', '.join(OPERATIONS)}", shard=number, stage=position
             )
-        if stage.entries is None and stage.op == "gather":
+        if sparse and stage.kind == "exchange":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
         try:
             if stage.entries is not None:
@@ -319,6 +332,41 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int, vertices: int) -
             )
 
 
+def _check_exchange(plan: Plan) -> None:
+    """Every rank's block for every rank must get there: all of it, by paths in the order of destination and source."""
+    if isinstance(plan.shards, ImageShards):
+        raise PlanError("the shards of an alltoall follow their destinations and sources, not symmetries")
+    if isinstance(plan.certificate, Channels):
+        raise PlanError(
+            "the bounds of channels do not add up for an alltoall: pairs may be divided differently"
+        )
+    size = len(plan.ranks)
+    carried: dict[tuple[int, int], Fraction] = {}
+    for number, shard in enumerate(plan.shards):
+        try:
+            pair = ends_of(shard)
+        except PlanError as error:
+            raise error.within(number, 0) from None
+        if carried and pair[::-1] < next(reversed(carried))[::-1]:
+            raise PlanError(
+                "shards of an alltoall must stand in the order of their destinations, then of their sources",
+                shard=number,
+                rank=pair[0],
+            )
+        carried[pair] = carried.get(pair, Fraction(0)) + shard.share
+    if isinstance(plan.certificate, Demand):
+        plan.certificate.suppose(plan.shards)
+        return
+    for source in range(size):
+        for destination in range(size):
+            share = carried.get((source, destination), Fraction(0))
+            if share != Fraction(1, size):
+                raise PlanError(
+                    f"sends {shown(share)} of its buffer to rank {destination} instead of 1/{size}",
+                    rank=source,
+                )
+
+
 def _check_channels(plan: Plan, fabric: Fabric) -> None:
     """Hold every shard of a split plan to one channel, and divide the owners' blocks between them alike.
 
@@ -360,6 +408,41 @@ def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
                     rank=edge.child,
                 )
     return first
+
+
+def _check_exchanges(plan: Plan) -> None:
+    """Hold exchanges of elements to what gives all ranks the same bits: all add up what the same ranks have sent."""
+    if not plan.exchanges:
+        return
+    if plan.collective != "allreduce":
+        raise PlanError(f"elements are exchanged in an allreduce only, not in a {plan.collective}")
+    rounds(plan)  # refuses shards that cannot run side by side
+    for number, shard in enumerate(plan.shards):
+        for position, roots, reached in exchanged(shard):
+            for rank, senders in sorted(reached.items()):
+                if senders != roots:
+                    raise PlanError(
+                        f"adds up what {len(senders)} of {len(roots)} ranks of an exchange have sent, so its sum has "
+                        "other bits; everybody in an exchange sends to everybody",
+                        shard=number,
+                        stage=position,
+                        rank=rank,
+                    )
+
+
+def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int]]]]:
+    """The exchanges of a shard: the first stage, the senders, and for each rank those whose elements it has then."""
+    position = 0
+    for kind, run in groupby(shard.stages, key=lambda stage: stage.kind):
+        stages = list(run)
+        if kind == "exchange":
+            roots = [stage.root for stage in stages]
+            reached: dict[int, list[int]] = {}
+            for stage in stages:
+                for rank in (stage.root, *(edge.child for edge in stage.edges)):
+                    reached.setdefault(rank, []).append(stage.root)
+            yield position, roots, reached
+        position += len(stages)
 
 
 def _check_sparse(plan: Plan, fabric: Fabric) -> None:

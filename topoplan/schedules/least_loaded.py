@@ -8,7 +8,9 @@ GB/s; of equals the one with the fewest links, then the first.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from fractions import Fraction
+from math import lcm
 
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Arc, Fabric
@@ -41,7 +43,17 @@ class LeastLoaded:
         self._routes = Routes(fabric)
         self._load = [Fraction(0)] * len(fabric.links)
         self._share = Fraction(0)
-        self._room: list[Fraction] = []
+        self._unit = 1
+        self._room: list[int] = []
+        whole = lcm(*(capacity.numerator for capacity in fabric.capacity))
+        self._slowness = [int(whole / capacity) for capacity in fabric.capacity]
+
+    def emptied(self) -> LeastLoaded:
+        """Another one on the same fabric, that carries nothing yet."""
+        other = copy(self)
+        other._load = [Fraction(0)] * len(self._load)
+        other._share, other._room = Fraction(0), []
+        return other
 
     def joined(self, tail: int, head: int) -> bool:
         """True where a route leads from one rank to the other without passing a third."""
@@ -74,17 +86,24 @@ class LeastLoaded:
         for number in best.links:
             self._load[number] += share
             if self._room:
-                self._room[number] = self._fabric.capacity[number] / (self._load[number] + self._share)
+                self._room[number] = self._room_of(number)
         if down:
             return Edge(best.tail, child, best.route, best.channel)
         return Edge(best.head, child, best.route[::-1], best.channel)
 
-    def _room_for(self, share: Fraction) -> list[Fraction]:
-        """What is left of every link's capacity for another share; kept for the next edge, which often has as much."""
+    def _room_for(self, share: Fraction) -> list[int]:
+        """How little every link would be filled by another share; kept for the next edge, which often has as much.
+
+        Negative whole numbers in the order of capacity over load, which compare faster than fractions.
+        """
         if share != self._share or not self._room:
-            loads = zip(self._fabric.capacity, self._load, strict=True)
-            self._share, self._room = share, [capacity / (load + share) for capacity, load in loads]
+            self._share = share
+            self._unit = lcm(share.denominator, *(load.denominator for load in self._load))
+            self._room = [self._room_of(number) for number in range(len(self._load))]
         return self._room
+
+    def _room_of(self, number: int) -> int:
+        return -int((self._load[number] + self._share) * self._unit) * self._slowness[number]
 
     def _fullest(self, arc: Arc, share: Fraction) -> Fraction:
         return max((self._load[number] + share) / self._fabric.capacity[number] for number in arc.links)

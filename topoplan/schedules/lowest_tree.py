@@ -69,8 +69,8 @@ def lowest_tree(
         made = trivial_plan(fabric, collective, root=rank, method="lowest tree")
         return made.timed(time.perf_counter() - started)
     if collective in ("allgather", "reduce_scatter"):
-        routes, share = LeastLoaded(fabric), Fraction(1, fabric.size)
-        shards = [_shard(fabric, collective, owner, routes, share) for owner in range(fabric.size)]
+        routes, share, steps = LeastLoaded(fabric), Fraction(1, fabric.size), _steps(fabric, collective)
+        shards = [_shard(fabric, steps, owner, routes, share) for owner in range(fabric.size)]
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
     made = build_plan(
@@ -88,47 +88,60 @@ def lowest_tree(
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
     """The whole buffer over the trees of the best root: lowest, then fastest, then first."""
 
-    def depth(root: int) -> int:
-        return sum(max(_depths(fabric, op, root)) for op in stage_order(collective))
+    steps = _steps(fabric, collective)
 
-    lowest = min(depth(root) for root in roots)
+    def depth(root: int) -> int:
+        return sum(max(_depths(onward, root)) for onward in steps.values())
+
+    depths = {root: depth(root) for root in roots}
+    lowest = min(depths.values())
+    routes = LeastLoaded(fabric)
     shards = [
-        _shard(fabric, collective, root, LeastLoaded(fabric), Fraction(1))
-        for root in roots
-        if depth(root) == lowest
+        _shard(fabric, steps, root, routes.emptied(), Fraction(1)) for root in roots if depths[root] == lowest
     ]
     return max(shards, key=lambda shard: forest_rate([shard], fabric) or 0)
 
 
-def _shard(fabric: Fabric, collective: str, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
-    return Shard(share, tuple(_stage(fabric, op, root, routes, share) for op in stage_order(collective)))
+Steps = dict[str, list[list[int]]]
+"""For each operation the ranks one hop further from the root than every rank, in the direction of the data."""
 
 
-def _stage(fabric: Fabric, op: str, root: int, routes: LeastLoaded, share: Fraction) -> Stage:
+def _steps(fabric: Fabric, collective: str) -> Steps:
+    steps: Steps = {}
+    for op in stage_order(collective):
+        onward: list[set[int]] = [set() for _ in range(fabric.size)]
+        for arc in fabric.arcs:
+            near, far = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
+            onward[near].add(far)
+        steps[op] = [sorted(each) for each in onward]
+    return steps
+
+
+def _shard(fabric: Fabric, steps: Steps, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
+    return Shard(share, tuple(_stage(op, onward, root, routes, share) for op, onward in steps.items()))
+
+
+def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, share: Fraction) -> Stage:
     """A tree of shortest paths; ranks with the fewest possible parents choose first."""
-    depth = _depths(fabric, op, root)
+    depth = _depths(onward, root)
     level: dict[int, list[int]] = {}
-    for arc in fabric.arcs:
-        parent, child = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
-        if depth[parent] + 1 == depth[child] and parent not in level.setdefault(child, []):
-            level[child].append(parent)
+    for parent, children in enumerate(onward):
+        for child in children:
+            if depth[parent] + 1 == depth[child]:
+                level.setdefault(child, []).append(parent)
     edges: list[Edge] = []
     for child in sorted(level, key=lambda rank: (depth[rank], len(level[rank]), rank)):
         edges.append(routes.edge(op, sorted(level[child]), child, share))
     return Stage(op, root, Stage(op, root, tuple(edges)).top_down())
 
 
-def _depths(fabric: Fabric, op: str, root: int) -> list[int]:
+def _depths(onward: list[list[int]], root: int) -> list[int]:
     """Fewest edges between the root and every rank, in the direction of the data."""
-    onward: dict[int, set[int]] = {}
-    for arc in fabric.arcs:
-        near, far = (arc.tail, arc.head) if op == "broadcast" else (arc.head, arc.tail)
-        onward.setdefault(near, set()).add(far)
     depth = {root: 0}
     frontier = [root]
     for rank in frontier:
-        for far in sorted(onward.get(rank, ())):
+        for far in onward[rank]:
             if far not in depth:
                 depth[far] = depth[rank] + 1
                 frontier.append(far)
-    return [depth[rank] for rank in range(fabric.size)]
+    return [depth[rank] for rank in range(len(onward))]

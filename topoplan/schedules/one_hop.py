@@ -15,10 +15,11 @@ from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.errors import InfeasibleError
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
-from topoplan.plans.plan import Plan
-from topoplan.plans.tree import Shard, Stage
+from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import TopologyLike
 
@@ -37,7 +38,7 @@ def one_hop(
     ----------
     topology : Topology, or what `topoplan.load` takes
     collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
+        allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
     gpus : sequence of int or None
         The allocation; all GPUs for None.
     root : int or None
@@ -63,7 +64,7 @@ def one_hop(
     10.0
     """
     started = time.perf_counter()
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     collective, rank, fabric = asked.collective, asked.root, asked.connected(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=rank, method="one-hop")
@@ -71,18 +72,16 @@ def one_hop(
     routes = LeastLoaded(fabric)
     roots = range(fabric.size) if rank is None else (rank,)
     share = Fraction(1, len(roots))
-    shards = []
+    shards: list[Shard] = []
     for centre in roots:
+        if collective == ALL_TO_ALL:
+            shards += _direct_sends(routes, centre, fabric)
+            continue
         others = [other for other in range(fabric.size) if other != centre]
         stages = []
         for op in stage_order(collective):
             for other in others:
-                tail, head = (centre, other) if op == "broadcast" else (other, centre)
-                if not routes.joined(tail, head):
-                    raise InfeasibleError(
-                        f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
-                        "there is no one-hop schedule, so plan trees instead"
-                    )
+                _check_joined(routes, *((centre, other) if op == "broadcast" else (other, centre)), fabric)
             edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
             stages.append(Stage(op, centre, edges))
         shards.append(Shard(share, tuple(stages)))
@@ -96,3 +95,51 @@ def one_hop(
         method="one-hop",
     )
     return made.timed(time.perf_counter() - started)
+
+
+def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:
+    """The all-to-all of libraries that send every block at once to its rank.
+
+    Over NVLink, or where that does not join all pairs over PCIe, since a plan runs over one of them; None where neither
+    does.
+
+    Parameters
+    ----------
+    topology, gpus
+        As for `one_hop`.
+
+    Examples
+    --------
+    Half of the pairs of a DGX-1V have no NVLink, so blocks go over PCIe:
+
+    >>> made = direct_sends("dgx-1v")
+    >>> made.channels, made.rate
+    (('pcie',), 4.0)
+    """
+    for channels in ("auto", "pcie"):
+        try:
+            return one_hop(topology, ALL_TO_ALL, gpus=gpus, channels=channels)
+        except InfeasibleError:
+            continue
+    return None
+
+
+def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
+    """What a rank gets in an all-to-all: each block at once from the rank that has it."""
+    share = Fraction(1, fabric.size)
+    shards = []
+    for source in range(fabric.size):
+        edges: tuple[Edge, ...] = ()
+        if source != destination:
+            _check_joined(routes, source, destination, fabric)
+            edges = (routes.edge("broadcast", (source,), destination, share),)
+        shards.append(Shard(share, (Stage("broadcast", source, edges),)))
+    return shards
+
+
+def _check_joined(routes: LeastLoaded, tail: int, head: int, fabric: Fabric) -> None:
+    if not routes.joined(tail, head):
+        raise InfeasibleError(
+            f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
+            "there is no one-hop schedule, so plan trees instead"
+        )

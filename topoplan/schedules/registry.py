@@ -15,11 +15,13 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
-from topoplan.plans.plan import COLLECTIVES, TREES, Plan
+from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
 from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.one_shot import ONE_SHOT, ONE_SHOT_SERVERS, one_shot, one_shot_servers
+from topoplan.schedules.rails import RAILS, RELAYED_RAILS, rails, relayed_rails
 from topoplan.schedules.rings.ring import ring
 from topoplan.schedules.three_phase import three_phase
 from topoplan.topology import TopologyLike
@@ -165,7 +167,7 @@ _KNOWN = (
         most_ranks=None,
         beside=_three_phase,
     ),
-    Schedule("one-hop", one_hop),
+    Schedule("one-hop", one_hop, collectives=EVERY),
     Schedule(
         "double-tree",
         double_binary_tree,
@@ -206,6 +208,26 @@ _KNOWN = (
         servers=2,
         timed=False,
     ),
+    Schedule(ONE_SHOT, one_shot, collectives=("allreduce",)),
+    Schedule(
+        "one-shot-three-phase",
+        one_shot_servers,
+        words="one-shot between servers",
+        method=ONE_SHOT_SERVERS,
+        collectives=("allreduce",),
+        over=ONE_FABRIC,
+        servers=2,
+        most_ranks=None,
+    ),
+    Schedule(RAILS, rails, collectives=("broadcast", "reduce"), over=ONE_FABRIC, servers=2),
+    Schedule(
+        "relayed-rails",
+        relayed_rails,
+        words=RELAYED_RAILS,
+        collectives=("broadcast", "reduce"),
+        over=ONE_FABRIC,
+        servers=3,
+    ),
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
@@ -227,7 +249,8 @@ def find_schedule(name: str) -> Schedule:
     >>> find_schedule("tree")
     Traceback (most recent call last):
     topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
-one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree
+one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
+one-shot-three-phase, rails, relayed-rails
     """
     if name not in SCHEDULES:
         known = (TREES, *SCHEDULES)

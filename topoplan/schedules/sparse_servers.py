@@ -83,23 +83,8 @@ def sparse_servers(
     if entries <= 0:
         raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
     fabric = Allocation.of(topology, gpus=gpus).connected(channels)
+    shards = exchanging_servers(fabric, entries)
     servers = Servers(fabric)
-    servers.check()
-    count = len(servers.names)
-    if count == fabric.size:
-        raise UsageError(
-            f"each of {count} servers has one GPU, so nothing is summed inside; use the trees of sparse_trees"
-        )
-    parts, routes = _parts(fabric.topology, fabric.channels)
-    if len(parts) * count**2 > MOST_EDGES:
-        raise UsageError(
-            f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
-        )
-    exchange = _Exchange(fabric, entries, routes)
-    shards = [
-        Shard(share, (*up, *exchange.stages([stage.root for stage in up], share), *down))
-        for up, down, share in parts
-    ]
     made = build_plan(
         fabric,
         "allreduce",
@@ -113,6 +98,37 @@ def sparse_servers(
         return made
     lost = f"stays {made.gap:.2%} below the bound of {made.bound:.6g} GB/s on such sparse three phases"
     return replace(made, notes=(lost,))
+
+
+def exchanging_servers(fabric: Fabric, entries: Fraction | None) -> list[Shard]:
+    """The shards of three phases whose owners exchange what they have, elements where ``entries`` is None.
+
+    Raises
+    ------
+    UsageError
+        All GPUs are on one server, each is on its own, or the exchange is too large.
+    InfeasibleError
+        The GPUs of a server are not connected inside it, or the servers not in one hop.
+    """
+    servers = Servers(fabric)
+    servers.check()
+    count = len(servers.names)
+    if count == fabric.size:
+        raise UsageError(
+            f"each of {count} servers has one GPU, so nothing is summed inside; "
+            + ("use the schedule one-shot" if entries is None else "use the trees of sparse_trees")
+        )
+    parts, routes = _parts(fabric.topology, fabric.channels)
+    if len(parts) * count**2 > MOST_EDGES:
+        raise UsageError(
+            f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
+        )
+    # ways of a network twice as wide may crowd on one NIC, which slows elements down and entries hardly
+    exchange = _Exchange(fabric, entries, {} if entries is None else routes)
+    return [
+        Shard(share, (*up, *exchange.stages([stage.root for stage in up], share), *down))
+        for up, down, share in parts
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -182,7 +198,7 @@ def _between(shard: Shard, servers: Servers) -> Iterator[Edge]:
 class _Exchange:
     """Stars between owners: over the ways that the dense plan takes, or else over the least loaded ones."""
 
-    def __init__(self, fabric: Fabric, entries: Fraction, routes: dict[tuple[int, int], Edge]) -> None:
+    def __init__(self, fabric: Fabric, entries: Fraction | None, routes: dict[tuple[int, int], Edge]) -> None:
         self.entries = entries
         self._fabric = fabric
         self._routes = routes
@@ -205,7 +221,8 @@ class _Exchange:
                 f"{self._fabric.ranks[owner]} reaches {self._fabric.ranks[other]} only through another GPU; "
                 "sparse three phases need one hop between servers"
             )
-        return self._free.edge("broadcast", (owner,), other, share * self.entries)
+        weight = share if self.entries is None else share * self.entries
+        return self._free.edge("broadcast", (owner,), other, weight)
 
 
 def _proof(fabric: Fabric, servers: Servers, entries: Fraction) -> Sparse:

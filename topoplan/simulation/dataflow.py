@@ -3,7 +3,8 @@
 A hop carries one chunk of one shard from one rank to another. It may start when its rank holds that chunk:
 every hop of the same shard into that rank, in an earlier stage or the same one, has delivered it. For a
 reduce tree these are the children, for a broadcast tree the parent, and between two stages the handover at
-the root. Where the buffer is split between channels, each runs by itself, a *lane*, and may start later than others.
+the root. Gathers that follow one another are one exchange and wait only for what came before it. Where the buffer is
+split between channels, each runs by itself, a *lane*, and may start later than others.
 
 All images of a tree under symmetries of the machine take the same time, so of a compact plan the templates alone
 become hops; what they share with their images, the links and the wires that start copies, is counted for all.
@@ -17,7 +18,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links, full_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.simulation.latency import channel_starts, device_kinds, link_latency
+from topoplan.simulation.latency import channel_starts, device_kinds, route_latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,17 @@ def dataflow(plan: Plan) -> Dataflow:
     """
     fabric = Fabric(plan.topology, plan.channels)
     kinds = device_kinds(plan.topology)
-    alphas = [link_latency(link, kinds) for link in fabric.links]
     hops: list[Hop] = []
     for number, (shard, _) in enumerate(plan.shard_counts):
         arriving: dict[int, list[int]] = {}
+        exchanged: dict[int, list[int]] = {}
         for position, stage in enumerate(shard.stages):
             upwards = stage.op == "reduce"
+            gather = stage.op == "gather"
+            if not gather:
+                _arrive(arriving, exchanged)
+                exchanged = {}
+            carried: dict[int, int] = {}
             edges = stage.top_down()
             for edge in reversed(edges) if upwards else edges:
                 src, dst = (edge.child, edge.parent) if upwards else (edge.parent, edge.child)
@@ -123,11 +129,13 @@ def dataflow(plan: Plan) -> Dataflow:
                     src=src,
                     dst=dst,
                     links=links,
-                    alpha=sum(alphas[link] for link in links),
+                    alpha=route_latency([fabric.links[link] for link in links], kinds),
                     pace=1e-9 / min(fabric.links[link].bandwidth for link in links),
-                    waits=tuple(arriving.get(src, ())),
+                    waits=(carried[src],) if src in carried else tuple(arriving.get(src, ())),
                 )
-                arriving.setdefault(dst, []).append(len(hops))
+                if gather:
+                    carried[dst] = len(hops)
+                (exchanged if gather else arriving).setdefault(dst, []).append(len(hops))
                 hops.append(hop)
     followers: list[list[int]] = [[] for _ in hops]
     for number, hop in enumerate(hops):
@@ -150,6 +158,12 @@ def dataflow(plan: Plan) -> Dataflow:
         lanes=lanes,
         lane_of_shard=lane_of_shard,
     )
+
+
+def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> None:
+    """What ranks have once an exchange is over."""
+    for rank, hops in exchanged.items():
+        arriving.setdefault(rank, []).extend(hops)
 
 
 def _lanes(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:

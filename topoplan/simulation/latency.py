@@ -2,14 +2,19 @@
 
 A hop between two ranks costs alpha + bytes / bandwidth (Hockney 1994), where alpha is the start of a copy
 and not the flight of a bit: sender and receiver pay it, and it hardly depends on what forwards in between.
-So a link without a stated latency costs half a start-up for each of its ends that is a GPU (or a NIC, on
-the network) and nothing between two switches. A stated ``latency`` replaces that; alpha of a hop is the sum
-over its links.
+So a link without a stated latency costs half a start-up for each of its ends that is a GPU, and nothing between two
+switches. A stated ``latency`` replaces that; alpha of a hop is the sum over its links. A hop over the network is one
+start-up too, the network's: half of it where it leaves the first NIC (the GPU, where there is none) and half where it
+enters the last. The way between GPU and NIC is part of it and adds nothing.
 
 Sources. LAUNCH and the ratios of the channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of
-Ring with protocol Simple (8.4 us; NVLink 3.4, PCI 5.7, network 9.6 us). Their scale: Blink (MLSys 2020)
+Ring with protocol Simple (8.4 us; NVLink 3.4, PCI 5.7 us). Their scale: Blink (MLSys 2020)
 figure 27, where an AllReduce of two hops on a DGX-2 takes a flat 26 us up to 64 KB. With that scale the
-double binary tree of the same figure, eight hops, comes out at 79 us; 84 us were measured.
+double binary tree of the same figure, eight hops, comes out at 79 us; 84 us were measured. On that scale the network
+would be 24.8 us; it is 36 us, so that an allgather of 1 MB between two DGX-A100, a NIC of 200 Gb/s for each GPU, takes
+what was measured, 13.1 GB/s. One of 1 GB comes out at 340 GB/s, and 247 were measured. What the model leaves out:
+headers and flow control, which keep a NIC below its line rate, queues in NICs and switches, proxy threads that wait for
+each other, and the part of NVLink that flags take.
 
 Every channel starts at once, but for PCIe beside NVLink, which has to be switched on. A driver reaches a peer GPU over
 one kind of wire at a time. To use PCIe while NVLink is busy, every process first switches peer access off between its
@@ -30,10 +35,11 @@ LAUNCH = 8.4e-6
 """Seconds from the call until the first copy starts."""
 
 _TWO_HOPS = 26e-6
-_NCCL_HOP = {"nvlink": 3.4, "c2c": 3.4, "pcie": 5.7, "sys": 5.7, "network": 9.6}
+_NCCL_HOP = {"nvlink": 3.4, "c2c": 3.4, "pcie": 5.7, "sys": 5.7}
 
 START_UP: Mapping[str, float] = {
-    channel: (_TWO_HOPS - LAUNCH) / 2 * hop / _NCCL_HOP["nvlink"] for channel, hop in _NCCL_HOP.items()
+    **{channel: (_TWO_HOPS - LAUNCH) / 2 * hop / _NCCL_HOP["nvlink"] for channel, hop in _NCCL_HOP.items()},
+    "network": 36e-6,
 }
 """Seconds to start one copy between two ranks, by link channel."""
 
@@ -57,9 +63,38 @@ def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
     """
     if link.latency is not None:
         return link.latency
+    ends = [kinds[link.src], kinds[link.dst]]
+    if link.channel == "network" and sorted(ends) == ["gpu", "nic"]:
+        return 0.0
     paying = ("gpu", "nic") if link.channel == "network" else ("gpu",)
-    ends = sum(kinds[end] in paying for end in (link.src, link.dst))
-    return START_UP[link.channel] * ends / 2
+    return START_UP[link.channel] * sum(end in paying for end in ends) / 2
+
+
+def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
+    """Seconds of start-up of a hop over some links, one after another.
+
+    Parameters
+    ----------
+    links : sequence of Link
+    kinds : mapping of str to str
+        Kind of every device, by name (see `device_kinds`).
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
+    >>> from topoplan.fabric.fabric import Fabric
+    >>> fabric = Fabric(pair, ("nvlink", "network"))
+    >>> across = next(arc for arc in fabric.arcs if (arc.tail, arc.head) == (0, 8))
+    >>> round(route_latency([fabric.links[link] for link in across.links], device_kinds(pair)) * 1e6, 1)
+    36.0
+    """
+    networked = any(link.channel == "network" for link in links)
+    return sum(
+        link_latency(link, kinds)
+        for link in links
+        if link.latency is not None or not networked or link.channel in ("network", "nvlink")
+    )
 
 
 def device_kinds(topology: Topology) -> dict[str, str]:

@@ -237,6 +237,6 @@ def bus_factor(collective: str, ranks: int) -> float:
     """
     if collective == "allreduce":
         return 2 * (ranks - 1) / ranks
-    if collective in ("allgather", "reduce_scatter"):
+    if collective in ("allgather", "reduce_scatter", "alltoall"):
         return (ranks - 1) / ranks
     return 1.0

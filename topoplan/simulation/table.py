@@ -154,7 +154,7 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
 
 def row(collective: str, ranks: int, nbytes: int, seconds: float) -> Row:
     """The line of a collective that takes so long."""
-    parts = ranks if collective in ("allgather", "reduce_scatter") else 1
+    parts = ranks if collective in ("allgather", "reduce_scatter", "alltoall") else 1
     algbw = nbytes / seconds / 1e9
     return Row(
         nbytes=nbytes,

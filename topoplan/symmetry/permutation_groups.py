@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.labelled_graph import Integers, Wiring, wiring_of
+from topoplan.fabric.labelled_graph import Integers, Wiring, bare_wiring_of, wiring_of
 
 Permutation = NDArray[np.int64]
 """Node i, a position in `Fabric.nodes`, goes to node ``permutation[i]``."""
@@ -40,13 +40,30 @@ def is_automorphism(fabric: Fabric, permutation: ArrayLike) -> bool:
     return wiring_of(fabric).image_of_links(np.asarray(permutation)) is not None
 
 
+def keeps_wires(fabric: Fabric, permutation: ArrayLike) -> bool:
+    """True where a permutation keeps ranks, switches that copy or add, and takes every link to one of its channel.
+
+    Bandwidths may differ, as measured ones do: a forest and its images still load all links of an orbit alike.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> worn = topoplan.slow_links(topoplan.load("dgx-2"), {"gpu3-nvswitch0": 149.5})
+    >>> turned = [*range(1, 16), 0, 16]
+    >>> fabric = Fabric(worn, ("nvlink",))
+    >>> keeps_wires(fabric, turned), is_automorphism(fabric, turned)
+    (True, False)
+    """
+    return bare_wiring_of(fabric).image_of_links(np.asarray(permutation)) is not None
+
+
 def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
-    """How an automorphism permutes the links: link i goes to link ``result[i]`` of `Fabric.links`.
+    """How a permutation that `keeps_wires` moves the links: link i goes to link ``result[i]`` of `Fabric.links`.
 
     Raises
     ------
     UsageError
-        The permutation is no automorphism.
+        The permutation does not keep the wires.
 
     Examples
     --------
@@ -57,7 +74,7 @@ def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
     >>> link_permutation(fabric, [2, 1, 0]).tolist()
     [5, 4, 3, 2, 1, 0]
     """
-    image = wiring_of(fabric).image_of_links(np.asarray(permutation))
+    image = bare_wiring_of(fabric).image_of_links(np.asarray(permutation))
     if image is None:
         raise UsageError("the permutation does not keep the fabric's links; check it with is_automorphism")
     return image
@@ -104,12 +121,12 @@ def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
 
 
 def link_orbits(fabric: Fabric, generators: Sequence[Permutation]) -> Integers:
-    """Orbit of each link of `Fabric.links` under the group of some automorphisms: the number of its first link.
+    """Orbit of each link of `Fabric.links` under the group of some permutations: the number of its first link.
 
     Raises
     ------
     UsageError
-        One of them is no automorphism.
+        One of them does not keep the wires.
 
     Examples
     --------

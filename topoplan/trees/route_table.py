@@ -47,11 +47,14 @@ class Orbits:
         Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
     folded : bool
         Both directions of a wire count as one orbit: for trees that are used upwards and downwards alike.
+    ends_of_routes : int or None
+        So many ranks, the first, are passed by no route; None for all of them.
     """
 
     fabric: Fabric
     generators: tuple[tuple[int, ...], ...] = ()
     folded: bool = False
+    ends_of_routes: int | None = None
 
     @cached_property
     def _arrays(self) -> list[NDArray[np.int64]]:
@@ -106,7 +109,8 @@ class Orbits:
     @cached_property
     def search(self) -> ShortestRoutes:
         """Finds routes over the links."""
-        return ShortestRoutes(self.ends, ranks=self.fabric.size, nodes=len(self.fabric.nodes))
+        closed = self.fabric.size if self.ends_of_routes is None else self.ends_of_routes
+        return ShortestRoutes(self.ends, ranks=closed, nodes=len(self.fabric.nodes))
 
     @cached_property
     def mover(self) -> NDArray[np.int64]:

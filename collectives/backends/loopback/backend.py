@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.backends.backend import Call
+from collectives.backends.backend import Backend, Call
 from collectives.backends.loopback.pieces import Piece, PieceRunner, cut, shard_programs, with_helpers
 from collectives.backends.loopback.workers import MOST_THREADS, Workers, usable_cores
 from collectives.lowering.transfer_table import TransferTable
@@ -90,6 +90,10 @@ class Loopback:
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
         return value
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        return [Loopback(len(group), threads=self._workers.threads) for group in groups]
 
     def close(self) -> None:
         """See `Backend.close`."""

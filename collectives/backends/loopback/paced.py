@@ -28,7 +28,7 @@ from collectives.backends.loopback.pieces import with_helpers
 from collectives.backends.loopback.wires import wires_of
 from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.edge_streams import Stream, streams
-from collectives.lowering.lower import lower
+from collectives.lowering.lower import lower_to
 from collectives.lowering.transfer_table import TransferTable
 from collectives.peers.signature import Signature
 from collectives.reduction import reduction
@@ -185,7 +185,7 @@ class ChunkMover:
     def _elements(self, rank: int, fresh: bool, start: int, stop: int, shard: int) -> NDArray[Any]:
         one = self._memory[rank]
         if fresh:
-            return one.source[start - one.given[0] : stop - one.given[0]]
+            return one.source[one.put_in(start, stop)]
         if one.holds(start, stop):
             return one.result[start - one.block[0] : stop - one.block[0]]
         if (rank, start) not in self._held:
@@ -219,7 +219,7 @@ def recut(key: PlanKey, table: TransferTable, *, itemsize: int, scale: float) ->
     elements = chunk_elements(key.plan, table, itemsize=itemsize, scale=scale, latency=latency)
     if elements == table.chunk_elements:
         return table
-    return lower(key.plan, table.count, chunk_elements=elements, digest=key.digest)
+    return lower_to(key, tuple(table.bounds[1:].tolist()), elements)
 
 
 def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float, latency: float) -> int:
@@ -240,6 +240,7 @@ def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: fl
     --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+    >>> from collectives import lower
     >>> table = lower(plan, 16 << 20, chunk_elements=1 << 20)
     >>> [chunk_elements(plan, table, itemsize=4, scale=scale, latency=1e-5) for scale in (1.0, 0.01, 1e-3)]
     [1048576, 45243, 11449]

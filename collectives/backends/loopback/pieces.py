@@ -158,7 +158,7 @@ class PieceRunner:
     def _part(self, one: RankArrays[NDArray[Any]], fresh: bool, start: int, stop: int) -> NDArray[Any]:
         """What a rank has of a piece: of its input, of its result, or in scratch memory."""
         if fresh:
-            return one.source[start - one.given[0] : stop - one.given[0]]
+            return one.source[one.put_in(start, stop)]
         if one.holds(start, stop):
             return one.result[start - one.block[0] : stop - one.block[0]]
         held = self._scratch.get(one.rank)

@@ -18,7 +18,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import edge_links
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Stage
-from topoplan.simulation.latency import channel_starts, device_kinds, link_latency
+from topoplan.simulation.latency import channel_starts, device_kinds, route_latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,14 @@ def wires_of(key: PlanKey, table: TransferTable) -> Wires:
     parts = streams(table)
     routes = crossings(plan, fabric, parts)
     kinds = device_kinds(plan.topology)
-    alpha = [link_latency(link, kinds) for link in fabric.links]
     starts = channel_starts(plan.topology, plan.channels)
     return Wires(
         parts=parts,
         routes=routes,
         bandwidth=tuple(link.bandwidth for link in fabric.links),
-        latency=tuple(sum(alpha[routes.link[at]] for at in path) for path in routes.paths),
+        latency=tuple(
+            route_latency([fabric.links[routes.link[at]] for at in path], kinds) for path in routes.paths
+        ),
         start=tuple(float(starts.get(table.queues[part.queue][2], 0)) for part in parts),
     )
 

@@ -24,10 +24,10 @@ from collectives.backends.stepped.moves import chunks_together, moves_of
 from collectives.backends.stepped.places import places_of
 from collectives.kernels.launching import DeviceWork
 from collectives.kernels.work import Chunks, Work, work_of
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable
 from collectives.peers.signature import Signature
 
-Layout = tuple[TransferTable, int, tuple[tuple[tuple[int, int], tuple[int, int]], ...]]
+Layout = tuple[TransferTable, int, tuple[tuple[Given, tuple[int, int]], ...]]
 """What a program depends on: the table, the bytes of an element, and which elements each rank gives and gets."""
 
 KEPT = 16

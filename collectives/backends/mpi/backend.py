@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from collectives.backends.backend import Backend, group_of
 from collectives.backends.mpi.abort_at_exit import forget, watch_the_end
 from collectives.backends.mpi.meeting import meet, memory_fence
 from collectives.backends.mpi.transport import MpiHosts, MpiMessages
@@ -77,6 +78,17 @@ class MpiBackend(SharedBackend):
         self._last: Messages | None = None
         _UNFINISHED.add(self)
         watch_the_end(self._control, self._placement)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        (rank,) = self.ranks
+        members = group_of(groups, rank)
+        part = self._comm.Split(members[0], key=members.index(rank))
+        try:
+            hosts = [self._placement.hosts[member] for member in members]
+            return [MpiBackend(part, timeout=self._timeout, hosts=hosts)]
+        finally:
+            part.Free()
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.cupy_arrays import CupyArrays, load_cupy
-from collectives.backends.backend import AVERAGED, Call, OneRank
+from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, group_of
 from collectives.backends.nccl.connections import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
@@ -40,6 +40,8 @@ from collectives.backends.nccl.lanes import Lanes, PlacedProgram, Replays, decis
 from collectives.backends.nccl.regions import UNIT, open_region
 from collectives.backends.open_backend import LONGEST_TIMEOUT
 from collectives.backends.stepped.program import program_of, waits_for
+from collectives.lowering.transfer_table import Given
+from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.peers import World
 from collectives.peers.place_in_job import number_of, place_in_job
@@ -63,15 +65,15 @@ NOT_READY = 600
 TOLD_SECONDS = 1.0
 """Time for a rank that gave up to tell why."""
 
-CAPTURES, NOT_READY_TO_CAPTURE = -1, -2
-"""What ranks offer that capture a collective in a graph."""
+CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
+"""What ranks offer that capture a collective in a graph, or have their arrays on the host."""
 
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """What Open MPI and MPICH set for the processes that they start."""
 
-Layout = tuple[Any, int, tuple[int, int], tuple[int, int]]
+Layout = tuple[Any, int, Given, tuple[int, int]]
 """What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
 
 
@@ -184,6 +186,14 @@ class NcclBackend(OneRank):
             "exact": exact,
         }
         self._graphs = graphs and lanes == "steps"
+        self._alike: dict[str, Any] = {
+            **self._settings,
+            "graphs": graphs,
+            "ranks_per_gpu": ranks_per_gpu,
+            "bindings": bindings,
+            "region_bytes": region_bytes,
+        }
+        self._then: list[Callable[[], None]] = []
         self._programs: OrderedDict[Layout, tuple[PlacedProgram, Replays]] = OrderedDict()
         self._captures = 0
         self._closed = False
@@ -239,6 +249,28 @@ class NcclBackend(OneRank):
             world.close()
             raise
 
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`; with the settings of this one."""
+        if not isinstance(self._world, TcpWorld):
+            raise UsageError(
+                "ranks that meet over MPI are not split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
+            )
+        members = group_of(groups, self.rank)
+        local = self._world.control.local
+        address, place = meeting_within(self.gather_texts, members, rank=self.rank, local=local)
+        try:
+            world = TcpWorld(address, members.index(self.rank), len(members), timeout=self._timeout)
+            made = NcclBackend(
+                self._cupy, world, device=self.arrays.device, timeout=self._timeout, **self._alike
+            )
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        if place is not None:
+            made._then.append(place.close)
+        return [made]
+
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         user, name = self._users_stream(), f"topoplan {call.signature.collective}"
@@ -260,18 +292,28 @@ class NcclBackend(OneRank):
         with self._telling():
             self._agree(signature, 0)
 
+    def agree_on_host(self, signature: Signature) -> None:
+        """Compare with all ranks a collective that something else carries, since its arrays are on the host."""
+        with self._telling():
+            self._agree(signature, ON_HOST)
+
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """See `GivesMemory.empty`: of the region, where there is one."""
-        nbytes = math.prod(shape) * self.arrays.itemsize(like)
-        memory = None if self._engine is None else self._engine.region.array(nbytes)
+        memory = self.memory(math.prod(shape) * self.arrays.itemsize(like))
         return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
+
+    def memory(self, nbytes: int) -> Any | None:
+        """A CuPy array of bytes in the region, contents undefined; None where it has no more room."""
+        return None if self._engine is None else self._engine.region.array(nbytes)
 
     def writes(self, array: Any) -> bool:
         """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
-        if self._engine is None:
-            return False
-        inside = self._engine.place_of_result(array.data.ptr, array.nbytes) > 0
-        return inside or _captures(self._users_stream())
+        inside = self.holds(array.data.ptr, array.nbytes)
+        return inside or (self._engine is not None and _captures(self._users_stream()))
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether memory is of `memory`, where results may be written at once."""
+        return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -286,6 +328,8 @@ class NcclBackend(OneRank):
             self._connections.left(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
+        for close in self._then:
+            close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)
@@ -297,8 +341,6 @@ class NcclBackend(OneRank):
             direct = engine.place(call, direct=True) if place and whole else None
             self._check_engine(engine)
             offers = self._agree(call.signature, place)
-            if min(offers) < 0:
-                raise UsageError(CAPTURED_ALONE)
             if direct is not None and min(offers) == max(offers):
                 placed = direct
             if len(call.table):
@@ -326,8 +368,6 @@ class NcclBackend(OneRank):
         placed = engine.kept(call)
         self._check_engine(engine)
         offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
-        if max(offers) >= 0:
-            raise UsageError(CAPTURED_ALONE)
         averaged = call.op == "avg" and call.dtype not in AVERAGED
         if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
@@ -368,7 +408,7 @@ class NcclBackend(OneRank):
             )
             if isinstance(found, str):
                 if wanted == "windows":
-                    raise UsageError(f'the windows engine cannot be had: {found}; use engine="messages"')
+                    raise no_windows(found)
                 return f"messages: {found}"
             most = min(BLOCKS, processors // found.sharing)
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
@@ -511,6 +551,14 @@ class NcclBackend(OneRank):
                     rank=self.rank,
                     peer=peer,
                 )
+            if (ON_HOST in (offer, offers[-1])) and offer != offers[-1]:
+                raise BackendError(
+                    "one of the two has its arrays on the host and the other on a GPU; move them to the same kind",
+                    rank=self.rank,
+                    peer=peer,
+                )
+        if min(offers) < 0 <= max(offers):
+            raise UsageError(CAPTURED_ALONE)
         return offers
 
     def _about(self, offer: int) -> str:
@@ -582,6 +630,13 @@ class NcclBackend(OneRank):
         """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
+
+
+def no_windows(why: str) -> UsageError:
+    """What is raised where windows are demanded and cannot be had; the bare reason is its cause."""
+    error = UsageError(f'the windows engine cannot be had: {why}; use engine="messages"')
+    error.__cause__ = UsageError(why)
+    return error
 
 
 def _addresses(call: Call[Any]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from collectives.backends.nccl.tree_steps import order_of
 from collectives.kernels.launching import Kernels
 from collectives.kernels.source import forest_kernel, switch_adds
 from collectives.lowering.dependencies import PlanKey
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable
 
 THREADS, SMALL_THREADS = 512, 256
 """Threads of a block, and where a collective is small; as in ``forest.cu``."""
@@ -57,7 +57,7 @@ LATE, TOLD = 1, 3
 COMPLETE = 0xFFFFFFFF
 """In the word of a block: it has ended; as in ``forest.cu``."""
 
-Layout = tuple[TransferTable, str, str | None, tuple[int, int], tuple[int, int], bool]
+Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
 """What a program depends on: table, dtype, operation, which elements the rank gives and gets, and whether others write
 to its result."""
 

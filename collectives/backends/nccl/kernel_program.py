@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from collectives.backends.backend import RankArrays
 from collectives.backends.nccl.tree_steps import GIVEN, KEPT, NOWHERE, RESULT, Step, Steps, steps_of
 from collectives.lowering.dependencies import PlanKey
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable, place_in
 from topoplan.plans.tree import ALIGNMENT
 
 FLAG_BYTES = 128
@@ -292,7 +292,7 @@ class _Tables:
         final = step.last and result is not None and bool(step.arrivals)
         arrivals, departures = step.arrivals, [edge for edge in step.departures if not crosses[edge]]
         own = {
-            GIVEN: (GIVEN, self._memory.given[0]),
+            GIVEN: (GIVEN, start - place_in(self._memory.given, start)),
             KEPT: self._values.get(id(step.behind), NO_BUFFER),
             NOWHERE: NO_BUFFER,
         }[step.own]

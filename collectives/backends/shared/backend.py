@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, OneRank, RankArrays, Repeat, Step
+from collectives.backends.backend import Backend, Call, OneRank, RankArrays, Repeat, Step, group_of
 from collectives.backends.shared.execution import (
     PROCESS_VM_READV,
     Lines,
@@ -43,6 +43,7 @@ from collectives.backends.shared.program import BLOCK_BYTES, program_of
 from collectives.backends.shared.run import compile_ahead
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.control_page import GIVEN, LYING, TAKEN, Control, Placement, Room, Scratch
+from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
@@ -149,6 +150,27 @@ class SharedBackend(OneRank):
             )
         finally:
             world.close()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        (rank,) = self.ranks
+        members = group_of(groups, rank)
+        address, place = meeting_within(self.gather_texts, members, rank=rank, local="127.0.0.1")
+        try:
+            world = TcpWorld(address, members.index(rank), len(members), timeout=self._timeout)
+            try:
+                made = SharedBackend(
+                    lambda text: world.texts(text, timeout=self._timeout),
+                    rank=members.index(rank),
+                    size=len(members),
+                    timeout=self._timeout,
+                )
+            finally:
+                world.close()
+        finally:
+            if place is not None:
+                place.close()
+        return [made]
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""

@@ -47,7 +47,7 @@ from collectives.backends.shared.instructions import (
 )
 from collectives.backends.shared.program import ALIGNMENT, aligned, merged
 from collectives.lowering.edge_streams import streams
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable, given_block, place_in
 from collectives.peers.control_page import SHOWABLE
 
 EACH, SHOWN, ROUNDS, ARRAYS, FETCHED = range(5)
@@ -171,7 +171,7 @@ def host_program_of(
     table: TransferTable,
     rank: int,
     *,
-    given: tuple[int, int],
+    given: Given,
     blocks: tuple[tuple[int, int], ...],
     itemsize: int,
     block_bytes: int,
@@ -183,8 +183,8 @@ def host_program_of(
     ----------
     table : TransferTable
     rank : int
-    given : (int, int)
-        The elements that this rank puts in: all, or its block, as all ranks do.
+    given : Given
+        The elements that this rank puts in: all, its block, or a block for each rank, as all ranks do.
     blocks : tuple of (int, int)
         For each rank the elements of its result.
     itemsize : int
@@ -208,7 +208,7 @@ class _HostProgram:
         self,
         table: TransferTable,
         rank: int,
-        given: tuple[int, int],
+        given: Given,
         blocks: tuple[tuple[int, int], ...],
         itemsize: int,
         block_bytes: int,
@@ -219,8 +219,12 @@ class _HostProgram:
         self._itemsize, self._block = itemsize, block_bytes // itemsize
         self._blocks = blocks
         self._given = given[1] - given[0]
+        collective = "alltoall" if len(given) > 2 else "allgather"
         whole = self._given == table.count
-        self._starts = [0 if whole else other * table.count // table.ranks for other in range(table.ranks)]
+        self._puts_in: list[Given] = [
+            given if whole else given_block(collective, other, table.ranks, table.count)
+            for other in range(table.ranks)
+        ]
         self._line = results_of(table, blocks)
         self._added = [piece for piece in self._line if isinstance(piece.sum, tuple)]
         self._end = self._added[-1].end if self._added else 0
@@ -355,13 +359,15 @@ class _HostProgram:
     def _input(self, rank: int, place: int, element: int) -> Place:
         """Where a rank's input lies, for a place of the line and an element of the buffer."""
         if self._road == ARRAYS or (self._road == FETCHED and rank != self._rank):
-            return FIRST_ARRAY + rank, element - self._starts[rank]
+            return FIRST_ARRAY + rank, place_in(self._puts_in[rank], element)
         if self._road in (ROUNDS, FETCHED):
             if rank == self._rank:
-                return SOURCE, element - self._starts[rank]
+                return SOURCE, place_in(self._puts_in[rank], element)
             number, within = divmod(place, self._round)
             return SHARED, self._ring(rank, number) + within
-        return instructions.SHOWN, rank * (2 * SHOWABLE // self._itemsize) + element - self._starts[rank]
+        return instructions.SHOWN, rank * (2 * SHOWABLE // self._itemsize) + place_in(
+            self._puts_in[rank], element
+        )
 
     def _targets(self, piece: Piece, place: int, element: int) -> list[Place]:
         """Where a sum goes."""
@@ -381,7 +387,7 @@ class _HostProgram:
         copied = [piece for piece in self._line if isinstance(piece.sum, int)]
         for piece in copied:
             if piece.sum == self._rank:
-                start = piece.start - self._starts[self._rank]
+                start = place_in(self._puts_in[self._rank], piece.start)
                 self._writing.add(
                     self._copy, piece.row, piece.stop - piece.start, [(SOURCE, start)], (SHARED, piece.place)
                 )
@@ -414,7 +420,7 @@ class _HostProgram:
             for start, stop in ((first, own), (end, last)):
                 start, stop = max(start, piece.place), min(stop, piece.end)
                 if start < stop:
-                    element = piece.start + start - piece.place - self._starts[self._rank]
+                    element = place_in(self._puts_in[self._rank], piece.start + start - piece.place)
                     parts.append((element, ring + start - first, stop - start))
         for element, goal, elements in merged(parts):
             self._writing.add(COPY, 0, elements, [(SOURCE, element)], (SHARED, goal))

@@ -34,7 +34,7 @@ from collectives.backends.shared.instructions import (
 from collectives.backends.shared.slots import Slots, slots_of
 from collectives.backends.shared.total_order import Order, order_of
 from collectives.lowering.edge_streams import stream_of, streams
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.control_page import Placement
 
 Numbers = NDArray[np.int64]
@@ -51,7 +51,7 @@ def program_of(
     table: TransferTable,
     placement: Placement,
     *,
-    given: tuple[int, int],
+    given: Given,
     blocks: tuple[tuple[int, int], ...],
     itemsize: int,
 ) -> Program:
@@ -61,7 +61,7 @@ def program_of(
     ----------
     table : TransferTable
     placement : Placement
-    given : (int, int)
+    given : Given
         The elements that this rank puts in.
     blocks : tuple of (int, int)
         For each rank the elements of its result.
@@ -98,7 +98,7 @@ def program_of(
         return SHARED, starts[row] if number < 0 else room + number * slot
 
     def put_in(row: int) -> Place:
-        return SOURCE, starts[row] - given[0]
+        return SOURCE, place_in(given, starts[row])
 
     writing = Writing(itemsize)
     joined: defaultdict[int, list[int]] = defaultdict(list)

@@ -89,18 +89,19 @@ def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[An
         Bytes of an element.
     """
     number = np.full(table.ranks, -1, dtype=np.int64)
-    given = np.zeros(table.ranks, dtype=np.int64)
+    given = np.array([(0, 1, 0)] * table.ranks, dtype=np.int64)
     block = np.zeros((table.ranks, 2), dtype=np.int64)
     for i, one in enumerate(memory):
         number[one.rank] = i
-        given[one.rank] = one.given[0]
+        given[one.rank] = one.given[0], *(one.given[2:] or (1, 0))
         block[one.rank] = one.block
     rings = _rings(table, moves, number, block, itemsize)
 
     def place(rank: NDArray[np.int32], fresh: Flags) -> Place:
         inside = _inside(moves, block, rank)
         buffer = np.where(fresh, 2 * number[rank], np.where(inside, 2 * number[rank] + 1, 2 * len(memory)))
-        first = np.where(fresh, given[rank], block[rank, 0])
+        start, period, skip = given[rank].T
+        first = np.where(fresh, start + moves.start // period * skip, block[rank, 0])
         offset = np.where(
             fresh | inside, (moves.start - first) * itemsize, rings.offset(moves, rank, itemsize)
         )

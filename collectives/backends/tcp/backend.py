@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.result_arrays import ResultArrays
-from collectives.backends.backend import Call, OneRank, Repeat, Step
+from collectives.backends.backend import Backend, Call, OneRank, Repeat, Step, group_of
 from collectives.backends.shared.execution import (
     Lines,
     Ready,
@@ -39,6 +39,7 @@ from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.blame import Waiting
 from collectives.peers.control_page import Scratch
+from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
@@ -135,6 +136,7 @@ class TcpBackend(OneRank):
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
+        self.then: list[Callable[[], None]] = []
         self._timeout = timeout
         self._pace = pace
         self._flight_bytes = flight_bytes
@@ -174,6 +176,32 @@ class TcpBackend(OneRank):
         return cls(
             place.rank, place.size, rendezvous=place.rendezvous, wires=wires, pace=pace, timeout=timeout
         )
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        if self._wires:
+            raise UsageError(
+                "the wires file names ranks of the whole job; leave TOPOPLAN_WIRES out to split it"
+            )
+        members = group_of(groups, self.rank)
+        control = self._world.control
+        address, place = meeting_within(self.gather_texts, members, rank=self.rank, local=control.local)
+        try:
+            made = TcpBackend(
+                members.index(self.rank),
+                len(members),
+                rendezvous=address,
+                pace=self._pace,
+                timeout=self._timeout,
+                flight_bytes=self._flight_bytes,
+            )
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        if place is not None:
+            made.then.append(place.close)
+        return [made]
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
@@ -414,10 +442,14 @@ class TcpBackend(OneRank):
     def close(self) -> None:
         """See `Backend.close`. What this rank has sent reaches the machines of the others first."""
         # a child that was forked off must not say goodbye for its parent
-        if not self._closed and os.getpid() == self._process:
+        if os.getpid() != self._process:
+            return
+        if not self._closed:
             self._network.drain(self._timeout)
             self._world.leave()
             self._end()
+        while self.then:
+            self.then.pop(0)()
 
     def _meet(self, rendezvous: str, timeout: float) -> None:
         """Find the other ranks."""

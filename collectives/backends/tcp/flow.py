@@ -27,7 +27,7 @@ from collectives.backends.tcp.loops import BY_PYTHON, COME, DONE, PEER_ENDED, ST
 from collectives.backends.tcp.order import orders
 from collectives.backends.tcp.wires import Queue
 from collectives.lowering.edge_streams import Stream, row_of
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import TransferTable, place_in
 from collectives.peers.blame import Waiting
 from collectives.peers.control_page import Scratch
 
@@ -123,7 +123,7 @@ class FlowProgram:
                 befores += [(here[number], lag) for number, lag in one.before]
             streams[place] = (
                 part.number,
-                part.start - memory.given[0],
+                place_in(memory.given, part.start),
                 part.stop - part.start,
                 call.table.chunk_elements,
                 part.chunks,

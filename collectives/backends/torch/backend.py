@@ -50,6 +50,11 @@ class TorchBackend(OneRank):
         or NCCL and torch finds no GPU.
     BackendError
         The other ranks of the group do not make a back end within the timeout.
+
+    Attributes
+    ----------
+    about_engine : str
+        What carries tensors on GPUs, and why nothing better; empty where the group takes none.
     """
 
     _world: GroupWorld
@@ -68,7 +73,7 @@ class TorchBackend(OneRank):
         served = devices_of(self._group)
         self.size = dist.get_world_size(self._group)
         self.ranks: tuple[int, ...] = (dist.get_rank(self._group),)
-        self.arrays = TorchArrays([_device(kind) for kind in served])
+        self.arrays = TorchArrays([device_of(kind) for kind in served])
         self._wires: dict[str, Wires] = {}
         if "cpu" in served:
             self._wires["cpu"] = GlooWires(self._group, timeout=timeout)
@@ -78,6 +83,7 @@ class TorchBackend(OneRank):
         self._scratch: dict[str, torch.Tensor] = {}
         self._timeout = timeout
         self._owned = False
+        self.about_engine = ""
         self._world = GroupWorld(
             self.ranks[0],
             self.size,
@@ -192,7 +198,7 @@ def _execute(
         torch.cuda.current_stream(lines[0].device).synchronize()
 
 
-def _device(kind: str) -> torch.device:
+def device_of(kind: str) -> torch.device:
     """The device of that kind on which this process works."""
     if kind != "cuda":
         return torch.device(kind)

@@ -17,7 +17,7 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.stepped.places import VECTOR
 from collectives.backends.stepped.program import SCRATCH, Lane, Message, Step, program_of
 from collectives.kernels.work import Chunks
-from collectives.lowering.transfer_table import TransferTable
+from collectives.lowering.transfer_table import Given, TransferTable
 
 SEND_STEPS = 2
 """Steps after which a send is waited for."""
@@ -74,7 +74,7 @@ class Program:
 def program(
     table: TransferTable,
     rank: int,
-    given: tuple[int, int],
+    given: Given,
     block: tuple[int, int],
     itemsize: int,
     *,

@@ -46,3 +46,16 @@ def test_plans_of_a_million_edges_are_refused() -> None:
     plan = topoplan.plan(cluster([Server(topoplan.load("dgx-a100"), count=128)], nic_gbps=200), "allgather")
     with pytest.raises(UsageError, match=f"{1024 * 1023} tree edges"):
         footprint(plan)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_an_all_to_all_keeps_chunks_only_of_blocks_that_it_relays(shape: str) -> None:
+    """Two for each such block and one for every level; along stars, where nothing is relayed, none."""
+    plan = forest_plan(8, "alltoall", shape)
+    relayed = [0] * 8
+    for shard in plan.shards:
+        for edge in shard.stages[0].top_down()[:-1]:
+            relayed[edge.child] += 1
+    for chunks, blocks in zip(footprint(plan).scratch, relayed, strict=True):
+        assert chunks <= 2 * blocks * (plan.depth + 2)
+    assert (max(relayed) == 0) == (shape == "star")

@@ -23,7 +23,7 @@ from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import EVERY, Plan
 
 ORDERS = ("first", "last", "random")
 SIZES = [*((shape, 5003) for shape in sorted(SHAPES)), ("binary", 0), ("star", 1), ("chain", 7)]
@@ -49,13 +49,13 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_loopback_on_a_gpu_has_the_bits_of_loopback(
     cupy: ModuleType, shape: str, collective: str, count: int
 ) -> None:
     plan = forest_plan(5, collective, shape)
-    arrays = floats(5, (count + 4) // 5 * 5 if collective == "reduce_scatter" else count)
+    arrays = floats(5, (count + 4) // 5 * 5 if collective in ("reduce_scatter", "alltoall") else count)
     with Communicator(plan, "loopback-gpu", chunk_bytes=256) as comm:
         results = run(comm, collective, [cupy.asarray(array) for array in arrays])
     assert identical(results, expected(plan, collective, arrays))
@@ -65,14 +65,14 @@ def test_loopback_on_a_gpu_has_the_bits_of_loopback(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize(("shape", "count"), SIZES)
 def test_nccl_has_the_bits_of_loopback(
     machine: Machine, cupy: ModuleType, shape: str, collective: str, count: int
 ) -> None:
     machine.gpus = 5
     plan = forest_plan(5, collective, shape)
-    arrays = floats(5, (count + 4) // 5 * 5 if collective == "reduce_scatter" else count)
+    arrays = floats(5, (count + 4) // 5 * 5 if collective in ("reduce_scatter", "alltoall") else count)
     results = on_every_rank(
         cupy,
         plan,
@@ -87,7 +87,7 @@ def test_nccl_has_the_bits_of_loopback(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_other_arrays(
     machine: Machine, cupy: ModuleType, collective: str, order: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_caller_may_copy_while_a_graph_is_captured(
     [{}, {"bindings": "cupy"}, {"overlap": False}, {"lanes": "trees"}, {"graphs": False}],
     ids=str,
 )
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
     machine: Machine, cupy: ModuleType, collective: str, how: dict[str, Any], order: str
 ) -> None:

@@ -43,6 +43,7 @@ def run(
         "reduce": comm.reduce,
         "allgather": comm.all_gather,
         "reduce_scatter": comm.reduce_scatter,
+        "alltoall": comm.all_to_all,
     }
     return methods[collective](arrays, **options)
 

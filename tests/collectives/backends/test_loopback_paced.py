@@ -26,11 +26,12 @@ from collectives.lowering.dependencies import PlanKey
 from collectives.lowering.edge_streams import Stream, streams
 from collectives.lowering.transfer_table import TransferTable
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, stage
+from tests.support.tcp_jobs import METHODS
 from topoplan.clusters import Server, cluster
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import EVERY, Plan
 from topoplan.plans.tree import Shard
 from topoplan.simulation.latency import START_UP
 from topoplan.topology import Device, Link, Topology
@@ -217,14 +218,14 @@ def test_no_link_carries_more_than_its_bandwidth_and_a_burst_whatever_wakes_late
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [0, 1, 7, 1003])
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_paced_results_have_the_bits_of_unpaced_ones(shape: str, collective: str, count: int) -> None:
     generator = np.random.default_rng(count)
-    each = -(-count // 8) * 8 if collective == "reduce_scatter" else count
+    each = -(-count // 8) * 8 if collective in ("reduce_scatter", "alltoall") else count
     arrays = [generator.standard_normal(each).astype(np.float32) for _ in range(8)]
     plan = forest_plan(8, collective, shape)
-    method = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(collective, collective)
+    method = METHODS[collective]
     results = []
     for backend in (Loopback(8), PacedLoopback(8, scale=1e9), PacedLoopback(8, clock=OwnClock())):
         with Communicator(plan, backend, chunk_bytes=64) as comm:

@@ -41,7 +41,7 @@ from tests.support.tcp_jobs import (
     seal,
 )
 from topoplan.errors import BackendError, UsageError
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import EVERY, Plan
 from topoplan.plans.tree import Edge, Shard, Stage
 
 Array = NDArray[Any]
@@ -65,7 +65,7 @@ def seals(results: list[Any]) -> list[str | None]:
 def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
     size: int, shape: str, tmp_path: Path
 ) -> None:
-    plans = [forest_plan(size, collective, shape) for collective in COLLECTIVES]
+    plans = [forest_plan(size, collective, shape) for collective in EVERY]
     found = in_processes(size, all_results, plans, str(tmp_path))
     for number, plan in enumerate(plans):
         for place, count in enumerate(SIZES):
@@ -90,7 +90,7 @@ def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path:
 
 @given(
     st.integers(1, 5),
-    st.sampled_from(COLLECTIVES),
+    st.sampled_from(EVERY),
     st.sampled_from(sorted(SHAPES)),
     st.integers(0, 1600),
     st.sampled_from([1, 200, 1600, 1 << 20]),

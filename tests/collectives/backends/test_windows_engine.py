@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.nccl.joint_steps import JointSteps, StepFailed
 from tests.support.fake_streams import Machine
@@ -64,7 +65,9 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall"]
+)
 @pytest.mark.parametrize("length", [24, LONG])
 def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine: Machine, cupy: ModuleType, collective: str, length: int
@@ -284,3 +287,17 @@ def test_steps_fail_on_all_ranks_alike() -> None:
     steps = JointSteps(Alone(), timeout=5.0)  # type: ignore[arg-type]
     with pytest.raises(StepFailed, match="rank 1: no room"):
         steps.take(lambda: 7)
+
+
+def test_groups_of_a_mesh_have_communicators_and_regions_of_their_own(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 4, True
+    mesh = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])
+
+    def task(comm: Communicator, rank: int) -> Any:
+        with comm.split(mesh, "dp") as group:
+            assert about(group, rank).startswith("windows over peer access")
+            return group.all_reduce(cupy.asarray(np.full(5, rank + 1.0))).get().tolist()
+
+    assert outcome(run(cupy, 4, task, timeout=40.0)) == [[4.0] * 5, [6.0] * 5] * 2

@@ -15,7 +15,7 @@ from collectives.backends.loopback.backend import Loopback
 from collectives.wire import WireFormat
 from tests.bench.alignment import COUNTS, MACHINES, PACK, Crossing, nccl_crossings, torch_crossings
 from tests.support.hand_plans import SHAPES, forest_plan
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import EVERY, Plan
 from topoplan.plans.tree import ALIGNMENT
 
 GATHERED = ("allgather", "reduce_scatter")
@@ -34,15 +34,14 @@ def all_packed(crossings: list[Crossing]) -> bool:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize("each", [1, 15, 16, 17, 1003])
 def test_chunks_start_on_borders_of_a_block_and_only_its_last_one_ends_elsewhere(
     collective: str, each: int
 ) -> None:
     """Whether blocks are multiples of the alignment or not."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), collective)
-    gathered = collective in GATHERED
-    count, block = (8 * each, each) if gathered else (each, each)
+    count, block = plan.blocks * each, each
     for chunk in (1, 100, 1 << 20):
         table = lower(plan, count, chunk_elements=chunk)
         assert len(table) > 0
@@ -83,12 +82,12 @@ def test_messages_of_blocks_that_end_on_borders_are_copied_in_packs(
         assert all_packed(crossings(plan, table, itemsize))
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective: str, shape: str) -> None:
     """Partial sums lie in scratch memory, and slots hold shards of any length."""
     plan = forest_plan(5, collective, shape)
-    for count in (5 * 16, 5 * 1008, *([] if collective in GATHERED else [1, 17, 4999])):
+    for count in (25 * 16, 25 * 1008, *([] if plan.blocks > 1 else [1, 17, 4999])):
         table = lower(plan, count, chunk_elements=300)
         for crossings in BACKENDS.values():
             assert all_packed(crossings(plan, table, 1))

@@ -14,16 +14,18 @@ from collectives.backends.stepped.moves import moves_of
 from collectives.lowering.edge_streams import row_of, stream_of, streams
 from collectives.lowering.transfer_table import TransferTable
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
-from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan import EVERY
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> TransferTable:
     """Tables of hand-made forests with chunks of any length."""
     ranks = draw(st.integers(2, 6))
-    collective = draw(st.sampled_from(COLLECTIVES))
+    collective = draw(st.sampled_from(EVERY))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
-    return lower(plan, ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640)))
+    return lower(
+        plan, plan.blocks * ranks * draw(st.integers(0, 480)), chunk_elements=draw(st.integers(1, 640))
+    )
 
 
 def steps(table: TransferTable) -> NDArray[np.int64]:

@@ -258,7 +258,7 @@ def test_progress_names_what_is_tried() -> None:
         "one-hop …",
         "lowest tree …",
         "relay rings …",
-        "timing 6 plans at 21 sizes and where they cross …",
+        "timing 8 plans at 21 sizes and where they cross …",
     ]
 
 

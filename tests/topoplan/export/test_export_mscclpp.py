@@ -22,6 +22,7 @@ from topoplan.plans.tree import Shard
 from topoplan.topology import Topology
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter")
+EVERY = (*COLLECTIVES, "alltoall")
 
 
 def exported(plan: Plan, **choices: int) -> tuple[PlanFile, Verdict]:
@@ -35,7 +36,7 @@ def blocks(file: PlanFile) -> int:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "dgx-a100", "mi250", "pcie-x8"])
 def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: str) -> None:
     """The postcondition holds in eight interleavings, and what is sent loads the links as the file's note says."""
@@ -48,7 +49,7 @@ def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: st
     assert kept >= 0.99 * plan.rate - 1e-4
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", EVERY)
 def test_two_servers_put_over_ports(collective: str) -> None:
     """Two servers of four GPUs, a NIC each: sums land in scratch, totals where they belong, at the plan's rate."""
     plan = topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), collective)
@@ -56,7 +57,9 @@ def test_two_servers_put_over_ports(collective: str) -> None:
     loads = machine_loads(verdict.traffic, 8, plan.topology)
     assert float(loads.rate) == pytest.approx(plan.rate)
     assert any(gpu.peers["port"] for gpu in file.gpus)
-    assert any(gpu.chunks["s"] for gpu in file.gpus) == (collective in ("allreduce", "reduce_scatter"))
+    relays = collective == "alltoall" and plan.height > 1
+    lands = collective in ("allreduce", "reduce_scatter") or relays
+    assert any(gpu.chunks["s"] for gpu in file.gpus) == lands
     for rank, gpu in enumerate(file.gpus):
         assert {peer // 4 == rank // 4 for peer in gpu.peers["memory"]} <= {True}
         assert {peer // 4 == rank // 4 for peer in gpu.peers["port"]} <= {False}

@@ -19,7 +19,7 @@ import topoplan
 from topoplan.columns.generation import Generation
 from topoplan.columns.pricing import Pricing
 from topoplan.columns.problem import Packing
-from topoplan.fabric.fabric import usable_fabric
+from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.packing.exact import pack_exact
 from topoplan.plans.build import build_plan
 from topoplan.simplex.float_guided import GuidedSimplex
@@ -171,3 +171,31 @@ def _dijkstra(
                 best[d], via[d] = reached, number
                 heapq.heappush(heap, (*reached, d))
     return [-1 if one is None else one[0] for one in best], via
+
+
+def switches(gpus: int, count: int, seed: int) -> Topology:
+    """Every GPU on every switch, the switches joined, GPUs wired in a chain, all at bandwidths of their own."""
+    stream = random.Random(seed)
+    hubs = [f"nvswitch{j}" for j in range(count)]
+    pairs = [(f"gpu{i}", hub) for i in range(gpus) for hub in hubs]
+    pairs += [*combinations(hubs, 2), *((f"gpu{i}", f"gpu{i + 1}") for i in range(gpus - 1))]
+    links = [
+        Link(src, dst, "nvlink", round(stream.uniform(5, 150), 4))
+        for one, other in pairs
+        for src, dst in ((one, other), (other, one))
+    ]
+    devices = [Device(f"gpu{i}", "gpu") for i in range(gpus)] + [Device(hub, "nvswitch") for hub in hubs]
+    return Topology("unequal switches", tuple(devices), tuple(links))
+
+
+@pytest.mark.parametrize(("gpus", "count", "seed"), [(7, 3, 1), (9, 3, 2)])
+def test_unequal_switches_are_packed_at_the_optimum_in_floating_point_first(
+    gpus: int, count: int, seed: int
+) -> None:
+    """Limits beyond 16 bits: from 64 rows on floating point finds the corner, and exact duals prove it."""
+    machine = switches(gpus, count, seed)
+    made = topoplan.plan(machine, "allreduce")
+    assert made.gap == 0
+    assert topoplan.verify(made).exact_rate == topoplan.verify(made).exact_bound
+    packing = Packing(Fabric(machine, ("nvlink",)), "allreduce", None)
+    assert Generation(Pricing(packing)).guided == (gpus == 9)

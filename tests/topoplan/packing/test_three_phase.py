@@ -364,6 +364,24 @@ def test_one_server_is_refused() -> None:
     assert topoplan.three_phase(pair, gpus=[3]).schedule == "trivial"
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_servers_that_are_no_stars_are_composed_first(collective: str) -> None:
+    """128 MI250 GPUs: every collective at its bound in three phases, though the method asked for is exact."""
+    machine = cluster([Server(topoplan.load("mi250"), count=8)], nic_gbps=128, nics=8, nic_access="direct")
+    made = topoplan.plan(machine, collective, root=0 if collective in ROOTED else None)
+    assert (made.gap, made.schedule, made.method) == (0, "three-phase", "exact")
+    assert topoplan.verify(made).rate == made.rate
+
+
+def test_stars_are_told_from_meshes() -> None:
+    """GPUs on one NVSwitch hang on a star; dies with wires between them, or GPUs on a tree of switches, do not."""
+    mesh = cluster([Server(topoplan.load("mi250"), count=2)], nic_gbps=128, nics=8, nic_access="direct")
+    tree = cluster([Server(V100S, count=2)], nic_gbps=100)
+    assert Servers(Fabric(nvswitch_cluster(2), ("nvlink", "network"))).stars
+    assert not Servers(Fabric(mesh, ("nvlink", "network"))).stars
+    assert not Servers(Fabric(tree, ("pcie", "network"))).stars
+
+
 def test_a_server_that_is_not_connected_inside_is_refused() -> None:
     """GPUs 1 and 4 of a DGX-1V share no NVLink: the cut is named."""
     pair = cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100)

@@ -59,8 +59,8 @@ def test_the_machine_stands_in_the_file_once(planned: SizePlans) -> None:
     """The promised keys; each plan is a plan file without its machine, and with it one that stands alone."""
     text = planned.to_json()
     value = json.loads(text)
-    assert list(value) == ["format", "collective", "ranges", "topology"]
-    assert (value["format"], value["collective"]) == ("topoplan.plans/1", "allreduce")
+    assert list(value) == ["format", "collective", "ranges", "topology", "times"]
+    assert (value["format"], value["collective"]) == ("topoplan.plans/2", "allreduce")
     assert text.count("topoplan.topology/1") == 1
     assert [(one["from"], one["to"]) for one in value["ranges"]] == [
         (one.start, one.stop) for one in planned.ranges
@@ -88,8 +88,8 @@ def test_load_plan_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     odd.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="is binary, not text"):
         topoplan.load_plan(odd)
-    odd.write_text('{"format": "topoplan.plans/2"}')
-    with pytest.raises(PlanError, match=r"format 'topoplan\.plans/2' is not 'topoplan\.plan/1'"):
+    odd.write_text('{"format": "topoplan.plans/3"}')
+    with pytest.raises(PlanError, match=r"format 'topoplan\.plans/3' is not 'topoplan\.plan/1'"):
         topoplan.load_plan(odd)
 
 

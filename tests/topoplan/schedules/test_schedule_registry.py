@@ -114,7 +114,11 @@ ABSENT = {
     ("three-phase", "pcie-x8"),
     ("one-hop", "dgx-1v"),
     ("relay-ring", "pcie-x8"),
-    *((name, machine) for name in ("nvls", "nvls-tree") for machine in ("v100x4", "dgx-1v", "pcie-x8")),
+    *(
+        (name, machine)
+        for name in ("nvls", "nvls-tree", "one-shot-three-phase", "rails", "relayed-rails")
+        for machine in ("v100x4", "dgx-1v", "pcie-x8")
+    ),
 }
 """Schedules that a machine does not have: several servers, a wire between any two GPUs, NVLink, a switch that adds."""
 

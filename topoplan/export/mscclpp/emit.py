@@ -4,8 +4,8 @@ The engine's executor runs packed trees inside a server as they are: a thread bl
 have summed and writes on, in one pass, unit by unit. Between servers its proxies put what NICs carry. The format is
 that of release 0.9 as its source reads it (``src/core/executor/execution_plan.cc``); no document states it, and the
 file has no version. Data stay in place: in the input of allreduce, broadcast and reduce_scatter, in the output of
-allgather. Deliberately absent: reduce, which the engine lacks, and switches that copy and add beyond stars in one
-server: there the GPUs do their work, and the rate that is kept says so.
+allgather; those of an all-to-all go from input to output. Deliberately absent: reduce, which the engine lacks, and
+switches that copy and add beyond stars in one server: there the GPUs do their work, and the rate that is kept says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topoplan.export.mscclpp.blocks import Block, blocks, crowded
 from topoplan.export.mscclpp.packets import packet_tasks
 from topoplan.export.mscclpp.tasks import SWITCH, Wires, by_switch, tasks
 from topoplan.plans.json_values import compact
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 
@@ -155,7 +155,7 @@ def _text(
         "name": f"{plan.schedule} {plan.collective} {plan.topology.name}".replace(" ", "_"),
         "collective": NAMES.get(plan.collective, plan.collective),
         "protocol": "LL" if packets else "Simple",
-        "inplace": True,
+        "inplace": plan.collective != ALL_TO_ALL,
         "reuse_resources": False,
     }
     tail: dict[str, object] = {

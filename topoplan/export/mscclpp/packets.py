@@ -22,7 +22,7 @@ from topoplan.export.mscclpp.tasks import (
     Wires,
     shard_trees,
 )
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.tree import Shard
 
 
@@ -34,6 +34,8 @@ def packet_tasks(plan: Plan, shards: Sequence[tuple[Shard, int, int]]) -> tuple[
     UsageError
         As there; the plan spans servers; a rank has more children than one operation takes.
     """
+    if plan.collective == ALL_TO_ALL:
+        raise UsageError("packets are written for trees, and blocks of an alltoall take paths; use simple")
     wires = Wires([plan.topology.device(name).server for name in plan.ranks])
     found: list[list[Task]] = [[] for _ in plan.ranks]
     for number, (shard, start, count) in enumerate(shards):

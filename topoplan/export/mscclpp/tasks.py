@@ -14,19 +14,22 @@ channels to flush from ``dst_buff``.)
 Where a switch adds and copies, a star through it is one operation of its root (``glres``; ``gstore`` where it only
 copies), between the same signals.
 
+Blocks of an all-to-all go down paths from inputs to outputs, through scratch of the ranks that relay them.
+
 A rank's buffer is touched by others between its own first signal and the last that it waits for: a broadcast writes to
 children that have said that they are there, and what was read in a reduce_scatter is acknowledged at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.build import stage_order
-from topoplan.plans.plan import Plan
+from topoplan.plans.certificates.exchange import ends_of
+from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.tree import Shard, Stage
 
 MOST_REFERENCES = 8
@@ -150,6 +153,7 @@ class Tree:
         self.root = stage.root
         self.parent: dict[int, int] = {}
         self.children: dict[int, list[int]] = {}
+        self.members = {stage.root, *(edge.child for edge in stage.edges)}
         for edge in stage.top_down():
             self.parent[edge.child] = edge.parent
             self.children.setdefault(edge.parent, []).append(edge.child)
@@ -185,18 +189,40 @@ def tasks(
     """
     wires = Wires([plan.topology.device(name).server for name in plan.ranks])
     found: list[list[Task]] = [[] for _ in plan.ranks]
-    buffer = "o" if plan.collective == "allgather" else "i"
     for number, (shard, start, count) in enumerate(shards):
         reduce, broadcast = shard_trees(plan, shard)
+        layout = _layout(plan, shard, start, count, sum(each for _, _, each in shards), wires)
         for tree in (reduce, broadcast):
             for child, parent in tree.parent.items() if tree else ():
                 wires.add(number, parent, child, count if tree is reduce else 0)
         step = piece or count
         pieces = tuple((index, step) for index in range(start, start + count, step))
         for rank, own in enumerate(found):
-            part = _Part(rank, number, buffer, pieces, reduce, broadcast, wires)
+            part = _Part(rank, number, layout, pieces, reduce, broadcast, wires)
             own += part.switched() if switched else part.tasks()
     return found, wires
+
+
+Layout = Callable[[int, int], tuple[str, int]]
+"""Where a rank has a chunk of a shard: the buffer, and the number of the chunk there."""
+
+
+def _layout(plan: Plan, shard: Shard, start: int, count: int, total: int, wires: Wires) -> Layout:
+    """Where ranks have the chunks of a shard: in place, or of an all-to-all in input, scratch of relays and output."""
+    if plan.collective != ALL_TO_ALL:
+        buffer = "o" if plan.collective == "allgather" else "i"
+        return lambda _, index: (buffer, index)
+    source, destination = ends_of(shard)
+    size = len(plan.ranks)
+    each, block = total // size, total // size**2
+    first = {source: ("i", start - destination * each - (source - destination) * block)}
+    for edge in shard.stages[0].edges:
+        if edge.child == destination:
+            first[edge.child] = "o", start - destination * each
+        else:
+            first[edge.child] = "s", wires.scratch[edge.child]
+            wires.scratch[edge.child] += count
+    return lambda rank, index: (first[rank][0], first[rank][1] + index - start)
 
 
 def by_switch(plan: Plan) -> bool:
@@ -216,7 +242,9 @@ def by_switch(plan: Plan) -> bool:
 def shard_trees(plan: Plan, shard: Shard) -> tuple[Tree | None, Tree | None]:
     """The reduce tree and the broadcast tree of a shard."""
     if plan.collective == "reduce":
-        raise UsageError("MSCCL++ has no reduce; it runs allreduce, broadcast, allgather and reduce_scatter")
+        raise UsageError(
+            "MSCCL++ has no reduce; it runs allreduce, broadcast, allgather, reduce_scatter and alltoall"
+        )
     ops, wanted = tuple(stage.op for stage in shard.stages), stage_order(plan.collective)
     if plan.sparse or ops != wanted or len({stage.root for stage in shard.stages}) > 1:
         raise UsageError(
@@ -234,13 +262,13 @@ class _Part:
         self,
         rank: int,
         shard: int,
-        buffer: str,
+        layout: Layout,
         pieces: tuple[tuple[int, int], ...],
         reduce: Tree | None,
         broadcast: Tree | None,
         wires: Wires,
     ) -> None:
-        self._rank, self._shard, self._buffer, self._pieces = rank, shard, buffer, pieces
+        self._rank, self._shard, self._layout, self._pieces = rank, shard, layout, pieces
         self._reduce, self._broadcast, self._wires = reduce, broadcast, wires
 
     def tasks(self) -> Iterator[Task]:
@@ -263,7 +291,7 @@ class _Part:
         name = "glres" if self._reduce else "gstore"
         body = []
         for index, count in self._pieces:
-            there = Place(None, SWITCH, self._buffer, index, count)
+            there = Place(None, SWITCH, self._layout(self._rank, index)[0], index, count)
             body.append(Step(name, (), (there if self._reduce else self._own(index, count),), (there,)))
         yield Task(self._shard, True, size, (), children, tuple(body), children)
 
@@ -346,6 +374,11 @@ class _Part:
     def _down(self, tree: Tree) -> Iterator[Task]:
         """Wait for the parent, put to the children; leaves wait once, for the last unit."""
         rank, size = self._rank, self._pieces[0][1]
+        if rank not in tree.members:
+            return
+        if not tree.parent:
+            yield Task(self._shard, False, size, body=tuple(self._kept()))
+            return
         above = self._above(tree)
         # where nothing ran upwards, children say first that their buffer may be written to
         ready = () if self._reduce else above
@@ -359,6 +392,12 @@ class _Part:
             done = self._to(tree.below(rank, leaves=True))
             far = self._to(self._far(tree))
             yield Task(self._shard, False, size, ready, expected, body, done, far, come)
+
+    def _kept(self) -> Iterator[Step]:
+        """Copy the block of an all-to-all that stays with its rank."""
+        for index, count in self._pieces:
+            there = self._own(index, count)
+            yield Step("copy", (), (there,), (Place(None, MEMORY, "o", there.index, count),))
 
     def _far(self, tree: Tree) -> list[int]:
         """The children on other servers."""
@@ -376,10 +415,10 @@ class _Part:
         return () if parent is None else self._wires.up(self._shard, self._rank, parent)
 
     def _own(self, index: int, count: int) -> Place:
-        return Place(None, MEMORY, self._buffer, index, count)
+        return Place(None, MEMORY, *self._layout(self._rank, index), count)
 
     def _at(self, peer: int, index: int, count: int) -> Place:
-        return Place(peer, self._kind(peer), self._buffer, index, count)
+        return Place(peer, self._kind(peer), *self._layout(peer, index), count)
 
     def _landed(self, child: int, index: int, count: int) -> Place:
         landing = self._wires.landing(self._shard, self._rank, child) - self._pieces[0][0]

@@ -7,6 +7,7 @@ from topoplan.plans.certificates.certificate import (
     certificate_from_object,
     explain_certificate,
 )
+from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.certificates.one_fabric import Cut, Lengths, Partition, Trivial
 from topoplan.plans.certificates.sparse import BetweenServers, Entries, InsideServer, Sparse
 from topoplan.plans.certificates.steiner import Steiner
@@ -16,6 +17,7 @@ __all__ = [
     "Certificate",
     "Channels",
     "Cut",
+    "Demand",
     "Entries",
     "InsideServer",
     "Lengths",

@@ -55,7 +55,10 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     >>> forest_length(fabric, [int(link.dst == "nvswitch0") for link in fabric.links], "allreduce", None)
     Fraction(30, 1)
     """
-    part, arcs = parted(fabric, length)
+    if collective == "alltoall":
+        ones = ((1,) * fabric.size,) * fabric.size
+        return exchange_length(fabric, length, ones) / fabric.size
+    part, arcs = contracted(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
     place = {vertex: number for number, vertex in enumerate(where)}
     counts = [0] * len(where)
@@ -81,8 +84,40 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     return found
 
 
-def parted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
-    """The vertex of every node, one for all at distance zero from each other, and the lengths of arcs between them."""
+def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequence[int]]) -> Fraction:
+    """Sum over all pairs of ranks of their distance and of what row sends to column.
+
+    Raises
+    ------
+    PlanError
+        There is no way to a rank from one that sends to it.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("v100x4"), ("nvlink",))
+    >>> exchange_length(fabric, [1] * len(fabric.links), [[1] * 4] * 4)
+    Fraction(12, 1)
+    """
+    part, arcs = contracted(fabric, length)
+    total = 0
+    wanted: dict[int, dict[int, int]] = {}
+    for source, row in enumerate(demand):
+        sent = wanted.setdefault(part[source], {})
+        for destination, amount in enumerate(row):
+            if amount and part[destination] != part[source]:
+                sent[part[destination]] = sent.get(part[destination], 0) + amount
+    for start, sent in wanted.items():
+        for end, reach in zip(sent, distances(arcs, start, list(sent)), strict=True):
+            if reach < 0:
+                ranks = [part.index(start), part.index(end)]
+                raise PlanError(f"rank {ranks[0]} does not reach rank {ranks[1]} on the plan's channels")
+            total += reach * sent[end]
+    return Fraction(total)
+
+
+def contracted(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], Arcs]:
+    """The part of every node, and the shortest links between parts."""
     part = zero_parts(fabric, length)
     arcs: Arcs = {}
     for (src, dst), y in zip(fabric.ends, length, strict=True):

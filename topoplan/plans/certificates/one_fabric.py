@@ -2,6 +2,7 @@
 
 - `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
   (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
+  All-to-all: L = |S ∩ ranks| |ranks - S| / N, as every rank of S has a block for each rank outside.
 - `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and
   once down (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks is as long
@@ -76,6 +77,8 @@ class Cut(OneFabric):
         if inside == 0 or inside == fabric.size:
             raise PlanError("the cut must hold at least one rank and leave out at least one")
         crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
+        if collective == "alltoall":
+            return crossing * fabric.size / (inside * (fabric.size - inside))
         if collective in ("allgather", "reduce_scatter"):
             return crossing * fabric.size / inside
         if collective in ("broadcast", "reduce") and root not in side:
@@ -93,23 +96,29 @@ class Cut(OneFabric):
         """Whether the links that count lead outwards, and their lengths."""
         side = node_set(self.side, fabric)
         leaves, enters = leaving(side, fabric), leaving(set(range(len(fabric.nodes))) - side, fabric)
-        outwards = collective in ("broadcast", "allgather")
+        outwards = collective in ("broadcast", "allgather", "alltoall")
         if collective == "allreduce":
             outwards = capacity_of(leaves, fabric) <= capacity_of(enters, fabric)
         return outwards, leaves if outwards else enters
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
+        part = "every byte"
+        within = sum(name in set(self.side) for name in fabric.ranks)
+        if collective in ("allgather", "reduce_scatter"):
+            part = f"{within}/{fabric.size} of the buffer"
+        elif collective == "alltoall":
+            part = f"{within} x {fabric.size - within} blocks of 1/{fabric.size} of a buffer"
+        return f"{self.crossing_words(fabric, collective)}, and {part} must"
+
+    def crossing_words(self, fabric: Fabric, collective: str) -> str:
+        """What crosses the cut at most."""
         side = set(self.side)
         outwards, lengths = self._crossing(fabric, collective)
         inside = tuple(name for name in fabric.nodes if name in side)
         outside = tuple(name for name in fabric.nodes if name not in side)
         verbs = ("leave", "enter") if outwards else ("enter", "leave")
         verb, names = (verbs[0], inside) if len(inside) <= len(outside) else (verbs[1], outside)
-        part = "every byte"
-        if collective in ("allgather", "reduce_scatter"):
-            part = f"{sum(name in side for name in fabric.ranks)}/{fabric.size} of the buffer"
-        crossing = number_words(capacity_of(lengths, fabric))
-        return f"only {crossing} GB/s {verb} {set_words(names)}, and {part} must"
+        return f"only {number_words(capacity_of(lengths, fabric))} GB/s {verb} {set_words(names)}"
 
     def to_object(self) -> dict[str, object]:
         return {"kind": self.kind, "side": list(self.side)}
@@ -185,23 +194,14 @@ class Lengths(OneFabric):
     lengths: tuple[tuple[str, str, Fraction], ...]
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        length = self.checked_lengths(fabric, collective)
-        if fabric.helpers:
-            raise PlanError(
-                f"trees may pass helper {fabric.helpers[0]}, which these lengths do not count: they prove nothing "
-                "there; a cut or the kind steiner does"
-            )
-        scale = lcm(*(value.denominator for value in length))
-        whole = [int(value * scale) for value in length]
-        _check_switches(fabric, whole, collective)
-        cheapest = forest_length(fabric, whole, collective, root)
+        self.check(fabric)
+        cheapest = self.forest(fabric, collective, root)
         if cheapest == 0:
             raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
-        total = sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0))
-        return total / cheapest
+        return self.volume(fabric) / cheapest
 
-    def checked_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
-        """`link_lengths`, where all are of usable links and none is below zero; else PlanError."""
+    def check(self, fabric: Fabric) -> None:
+        """Raise `PlanError` where a length is below zero, or of no link."""
         for src, dst, value in self.lengths:
             if (src, dst) not in fabric.link_index:
                 raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
@@ -209,7 +209,24 @@ class Lengths(OneFabric):
                 raise PlanError(
                     f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
                 )
-        return self.link_lengths(fabric, collective)
+
+    def volume(self, fabric: Fabric) -> Fraction:
+        """What the links carry a second, each by its length."""
+        length = self.link_lengths(fabric, "")
+        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True)), Fraction(0))
+
+    def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        """Length of the cheapest forest of one byte; links that the fabric lacks do not count."""
+        if fabric.helpers and collective != "alltoall":
+            raise PlanError(
+                f"trees may pass helper {fabric.helpers[0]}, which these lengths do not count: they prove nothing "
+                "there; a cut or the kind steiner does"
+            )
+        length = self.link_lengths(fabric, collective)
+        scale = lcm(*(value.denominator for value in length))
+        whole = [int(value * scale) for value in length]
+        _check_switches(fabric, whole, collective)
+        return forest_length(fabric, whole, collective, root) / scale
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
         """The listed lengths, and 0 for the other links."""
@@ -253,10 +270,12 @@ def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> N
 
     It does not where a rank at distance zero both ways could do the same, and where what its copies share, the way
     from any rank to it, has no length (for one that adds: the way from it to any rank). To copy serves no reduce and
-    no reduce-scatter, to add no broadcast and no allgather.
+    no reduce-scatter, to add no broadcast and no allgather; neither serves an all-to-all.
     """
-    part = zero_parts(fabric, length) if fabric.in_network else []
-    with_rank = {part[rank] for rank in range(fabric.size)} if part else set()
+    part = zero_parts(fabric, length) if fabric.in_network and collective != "alltoall" else []
+    if not part:
+        return
+    with_rank = {part[rank] for rank in range(fabric.size)}
     for names, forward, unused in (
         (fabric.copying, False, ("reduce", "reduce_scatter")),
         (fabric.adding, True, ("broadcast", "allgather")),

@@ -24,7 +24,13 @@ import numpy as np
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.certificates.certificate import registered
-from topoplan.plans.certificates.forest_length import Table, arborescence_of, distances, known_root, parted
+from topoplan.plans.certificates.forest_length import (
+    Table,
+    arborescence_of,
+    contracted,
+    distances,
+    known_root,
+)
 from topoplan.plans.certificates.one_fabric import Lengths
 from topoplan.trees.steiner import inner_sets, like_vertices, set_count
 
@@ -39,14 +45,11 @@ class Steiner(Lengths):
 
     kind: ClassVar[str] = "steiner"
 
-    def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        length = self.checked_lengths(fabric, collective)
+    def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
+        """Length of the lightest forest of one byte, whose trees may have inner vertices."""
+        length = self.link_lengths(fabric, collective)
         scale = lcm(*(value.denominator for value in length))
-        whole = [int(value * scale) for value in length]
-        lightest = lightest_forest(fabric, whole, collective, root)
-        if lightest == 0:
-            raise PlanError("the certificate's lengths allow a forest of length zero and bound nothing")
-        return sum((c * y for c, y in zip(fabric.capacity, whole, strict=True)), Fraction(0)) / lightest
+        return lightest_forest(fabric, [int(value * scale) for value in length], collective, root) / scale
 
 
 def inner_devices(fabric: Fabric, op: str) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     PlanError
         A tree cannot span all ranks, or there are too many sets of inner vertices to compare.
     """
-    part, arcs = parted(fabric, length)
+    part, arcs = contracted(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
     position = {name: node for node, name in enumerate(fabric.nodes)}
 

@@ -201,7 +201,7 @@ def plan_orders(plan: Plan) -> PlanOrders | None:
     """
     rings: dict[Path, Fraction] = {}
     chains: dict[Path, Fraction] = {}
-    if plan.sparse:
+    if plan.sparse or plan.exchanges:
         return None
     for shard in plan.shards:
         paths = [_path(stage, len(plan.ranks)) for stage in shard.stages]

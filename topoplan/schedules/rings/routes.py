@@ -102,15 +102,15 @@ class Routes:
             there = arrived
         return part
 
-    def widest(self, tail: int, head: int, width: Sequence[Fraction]) -> Links | None:
+    def widest(self, tail: int, head: int, width: Sequence[Fraction] | Sequence[int]) -> Links | None:
         """Of all routes the one whose narrowest link is widest, of equals that of fewest links, then the first.
 
         Two searches from the head: one for the width, as Dijkstra's with the narrowest link in place of the sum, and
         one for the fewest links over what is as wide.
         """
-        reach: dict[int, Fraction] = {}
+        reach: dict[int, Fraction | int] = {}
         count = 0
-        heap: list[tuple[Fraction, int, int]] = [(-max(width, default=Fraction(0)), 0, head)]
+        heap: list[tuple[Fraction | int, int, int]] = [(-max(width, default=0), 0, head)]
         while heap and tail not in reach:
             narrowest, _, node = heapq.heappop(heap)
             if node in reach:

@@ -1,0 +1,171 @@
+"""All-to-all on arrays: every block gets where it must, on every back end, whatever its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import topoplan
+from collectives import Communicator, check_table, lower
+from collectives.backends.loopback.backend import execute
+from tests.support.small_fabrics import direct_machines
+from tests.support.tcp_jobs import in_threads
+from topoplan.errors import BackendError, PlanError, UsageError
+from topoplan.plans.plan import Plan, Plans
+from topoplan.topology import Topology
+
+Array = NDArray[np.int64]
+
+PLANS = [("v100x4", None), ("dgx-1v", None), ("dgx-1v", [1, 4, 5, 7]), ("dgx-a100", [0, 3, 6])]
+
+
+def inputs(size: int, block: int) -> list[Array]:
+    """Arrays whose elements all differ."""
+    return [np.arange(size * block) + 1_000_000 * rank for rank in range(size)]
+
+
+def exchanged(arrays: Sequence[Array]) -> list[Array]:
+    """What every rank must get."""
+    blocks = [np.split(array, len(arrays)) for array in arrays]
+    return [np.concatenate([row[rank] for row in blocks]) for rank in range(len(arrays))]
+
+
+def check(results: Sequence[Array], arrays: Sequence[Array]) -> None:
+    for result, wanted in zip(results, exchanged(arrays), strict=True):
+        assert result.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLANS)
+@pytest.mark.parametrize("block", [0, 1, 5, 37, 1000])
+def test_every_block_arrives_on_loopback(name: str, gpus: list[int] | None, block: int) -> None:
+    plan = topoplan.plan(name, "alltoall", gpus=gpus)
+    arrays = inputs(len(plan.ranks), block)
+    with Communicator(plan, chunk_bytes=256) as comm:
+        check(comm.all_to_all(arrays), arrays)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLANS)
+def test_every_order_that_the_table_allows_is_right(name: str, gpus: list[int] | None) -> None:
+    plan = topoplan.plan(name, "alltoall", gpus=gpus)
+    check_table(lower(plan, len(plan.ranks) ** 2 * 37, chunk_elements=16), plan)
+
+
+def test_a_table_of_another_plan_is_found_out() -> None:
+    """Two ranks that change places in the plan get each other's blocks."""
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1, 2])
+    gathers = topoplan.plan("dgx-1v", "allgather", gpus=[0, 1, 2])
+    with pytest.raises(PlanError):
+        check_table(lower(gathers, 90, chunk_elements=16), plan)
+
+
+@settings(max_examples=30)
+@given(direct_machines(), st.integers(0, 200), st.sampled_from([16, 64, 1 << 20]))
+def test_any_machine_and_block_is_exchanged(small: Topology, block: int, chunk: int) -> None:
+    """Row by row from the table, which knows nothing of ranks' own arrays."""
+    plan = topoplan.plan(small, "alltoall")
+    size = len(plan.ranks)
+    arrays = inputs(size, block)
+    whole = [np.full((size, size, block), -1) for _ in range(size)]
+    for rank, array in enumerate(arrays):
+        whole[rank][:, rank] = array.reshape(size, block)
+    lines = [buffer.reshape(-1) for buffer in whole]
+    execute(lower(plan, size * size * block, chunk_elements=chunk), lines, lines)
+    check([buffer[rank].reshape(-1) for rank, buffer in enumerate(whole)], arrays)
+    with Communicator(plan, chunk_bytes=chunk) as comm:
+        check(comm.all_to_all(arrays), arrays)
+
+
+def test_rows_of_arrays_are_exchanged_and_the_result_may_replace_the_input() -> None:
+    """Rank r gets row r of everyone; a plan of another collective finds the paths by itself."""
+    arrays = [np.arange(12.0).reshape(4, 3) + 100 * rank for rank in range(4)]
+    wanted = [np.stack([array[rank] for array in arrays]) for rank in range(4)]
+    with Communicator(topoplan.plan("v100x4")) as comm:
+        for result, expected in zip(comm.all_to_all(arrays), wanted, strict=True):
+            assert np.array_equal(result, expected)
+        handle = comm.all_to_all(arrays, out=arrays, async_op=True)
+        handle.wait()
+    for array, expected in zip(arrays, wanted, strict=True):
+        assert np.array_equal(array, expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        topoplan.ring("dgx-1v", gpus=[0, 1, 2]),
+        topoplan.plan("dgx-1v", gpus=[0, 1, 2], order="trees"),
+        topoplan.plan("dgx-1v", gpus=[0, 1, 2], channels="nvlink+pcie"),
+        topoplan.plan_by_size("dgx-1v", gpus=[0, 1, 2], sizes=[1 << 10, 1 << 20]),
+        topoplan.one_hop("dgx-1v", "alltoall", gpus=[0, 1, 2]),
+    ],
+    ids=["ring", "few trees", "split", "by size", "direct sends"],
+)
+def test_plans_of_any_kind_lead_to_the_paths_and_back(given: Plans) -> None:
+    arrays = inputs(3, 5)
+    with Communicator(given) as comm:
+        check(comm.all_to_all(arrays), arrays)
+        assert np.array_equal(comm.all_reduce(arrays)[1], sum(arrays))
+
+
+def test_an_axis_that_ranks_do_not_divide_is_refused() -> None:
+    with (
+        Communicator(topoplan.plan("v100x4", "alltoall")) as comm,
+        pytest.raises(
+            UsageError, match=r"axis 0 of shape \(6,\) cannot be divided among 4 ranks; pad it to 8"
+        ),
+    ):
+        comm.all_to_all([np.zeros(6)] * 4)
+
+
+def test_the_plan_of_a_demand_has_no_equal_blocks_to_run() -> None:
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1], demand=[[0, 1], [2, 0]])
+    with Communicator(plan) as comm, pytest.raises(UsageError, match="equal blocks; plan it without"):
+        comm.all_to_all([np.zeros(2)] * 2)
+
+
+def in_tcp(plan: Plan, block: int, **options: int) -> list[Array]:
+    """The results of ranks that are threads, each twice, the second time by what was kept of the first."""
+    arrays = inputs(len(plan.ranks), block)
+
+    def body(comm: Communicator, rank: int) -> Array:
+        first = comm.all_to_all(arrays[rank])
+        again: Array = comm.all_to_all(arrays[rank])
+        assert np.array_equal(first, again)
+        return again
+
+    return in_threads(plan, body, **options)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLANS)
+@pytest.mark.parametrize("block", [1, 37, 40_000])
+def test_every_block_arrives_over_tcp(name: str, gpus: list[int] | None, block: int) -> None:
+    """Told in the meeting where they are few, and over the links of the plan."""
+    plan = topoplan.plan(name, "alltoall", gpus=gpus)
+    check(in_tcp(plan, block), inputs(len(plan.ranks), block))
+
+
+def test_relays_keep_no_more_than_a_few_chunks_over_tcp() -> None:
+    plan = topoplan.plan("v100x4", "alltoall")
+    check(in_tcp(plan, 9000, chunk_bytes=256, flight_bytes=1), inputs(4, 9000))
+
+
+def test_a_rank_that_closes_or_does_not_fit_is_named_over_tcp() -> None:
+    """As in every collective: the others say who is to blame."""
+    plan = topoplan.plan("v100x4", "alltoall")
+
+    def closes(comm: Communicator, rank: int) -> object:
+        return "closed" if rank == 1 else comm.all_to_all(np.zeros(8))
+
+    def odd(comm: Communicator, rank: int) -> object:
+        return comm.all_to_all(np.zeros(6 if rank == 1 else 8))
+
+    for body, message in ((closes, "rank 1 has closed its communicator"), (odd, "cannot be divided among 4")):
+        errors = in_threads(plan, body)
+        for rank in (0, 2, 3):
+            assert isinstance(errors[rank], BackendError)
+            assert errors[rank].peer == 1
+            assert message in str(errors[rank])

@@ -1,0 +1,251 @@
+"""All-to-all reaches the optimum of the concurrent flow problem, proves it, and a wrong plan of it is found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.concurrent_flow import concurrent_flow
+from tests.support.irregular_fabrics import KINDS, irregular
+from tests.support.small_fabrics import direct_machines, machine, switched_machines
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.plans import Fabric
+from topoplan.plans.certificates import Channels, Cut, Demand, Lengths
+from topoplan.plans.plan import Plan
+from topoplan.topology import Topology
+
+
+def exact_rate(plan: Plan) -> Fraction:
+    """The recomputed rate of a plan that is proved optimal."""
+    report = topoplan.verify(plan)
+    assert report.optimal
+    assert report.exact_rate is not None
+    return report.exact_rate
+
+
+def boxes(count: int, access: str) -> Topology:
+    """DGX-A100 with eight NICs of 200 Gb/s each."""
+    server = topoplan.Server(topoplan.load("dgx-a100"), count=count)
+    return topoplan.cluster([server], nics=8, nic_gbps=200, nic_access=access)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "pair"),
+    [
+        ("dgx-1v", "nvlink", "75/8"),
+        ("dgx-1v", "pcie", "1/2"),
+        ("v100x4", "nvlink", "125/4"),
+        ("dgx-2", "nvlink", "10"),
+        ("dgx-a100", "nvlink", "300/7"),
+        ("dgx-h100", "nvlink", "450/7"),
+    ],
+)
+def test_a_pair_of_a_known_machine_has_the_known_rate(name: str, channels: str, pair: str) -> None:
+    """And the plan's rate is that of a whole buffer, one block for each rank."""
+    plan = topoplan.plan(name, "alltoall", channels=channels)
+    assert exact_rate(plan) == len(plan.ranks) * Fraction(pair)
+
+
+@pytest.mark.parametrize(
+    ("count", "access", "pair"),
+    [
+        (2, "direct", "25/8"),
+        (2, "pcie", "3"),
+        (4, "direct", "25/24"),
+        (4, "pcie", "1"),
+        (8, "direct", "25/56"),
+    ],
+)
+def test_a_pair_of_a_cluster_has_the_known_rate(count: int, access: str, pair: str) -> None:
+    plan = topoplan.plan(boxes(count, access), "all_to_all")
+    assert exact_rate(plan) == 8 * count * Fraction(pair)
+    assert isinstance(plan.certificate, Cut)
+
+
+def test_relays_are_worth_a_quarter_on_four_gpus() -> None:
+    """The single NVLinks are full with 25 GB/s of each pair alone; the double ones have room for others' blocks."""
+    plan = topoplan.plan("v100x4", "alltoall")
+    assert plan.height > 1
+    assert topoplan.one_hop("v100x4", "alltoall").rate == 100.0
+    assert plan.rate == 125.0
+
+
+def test_no_lower_paths_reach_the_rate() -> None:
+    """A relay is enough on a DGX-1V; half of an MI250 is five hops from the other."""
+    assert topoplan.plan("dgx-1v", "alltoall").height == 2
+    assert topoplan.plan("mi250", "alltoall").height == 5
+
+
+def test_the_file_of_a_plan_is_read_back_and_the_same_every_time() -> None:
+    text = topoplan.plan("dgx-1v", "alltoall").to_json()
+    assert '"format": "topoplan.plan/2"' in text
+    assert Plan.from_json(text).to_json() == text
+    assert topoplan.plan("dgx-1v", "alltoall").to_json() == text
+
+
+@settings(max_examples=40)
+@given(st.one_of(direct_machines(), switched_machines()), st.data())
+def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObject) -> None:
+    """Of equal blocks, and of any demand."""
+    try:
+        plan = topoplan.plan(small, "alltoall")
+    except InfeasibleError:
+        return
+    fabric, size = Fabric(plan.topology, plan.channels), len(plan.ranks)
+    ones = [[1] * size for _ in range(size)]
+    assert float(exact_rate(plan)) == pytest.approx(size * concurrent_flow(fabric, ones), rel=1e-7)
+    row = st.lists(st.integers(0, 5), min_size=size, max_size=size)
+    demand = data.draw(st.lists(row, min_size=size, max_size=size))
+    demand[0][1] += 1
+    uneven = topoplan.plan(small, "alltoall", demand=demand)
+    buffer = sum(map(sum, demand)) / size
+    assert float(exact_rate(uneven)) == pytest.approx(buffer * concurrent_flow(fabric, demand), rel=1e-7)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(13))
+def test_irregular_machines_reach_a_linear_program(kind: str, seed: int) -> None:
+    """104 machines, each with equal blocks and with a random demand."""
+    made = irregular(kind, seed)
+    plan = topoplan.plan(made, "alltoall")
+    fabric, size = Fabric(plan.topology, plan.channels), len(plan.ranks)
+    ones = [[1] * size for _ in range(size)]
+    assert float(exact_rate(plan)) == pytest.approx(size * concurrent_flow(fabric, ones), rel=1e-6)
+    pick = Random(f"demand {kind} {seed}")
+    demand = [[pick.choice([0, 0, 1, 3, 8]) for _ in range(size)] for _ in range(size)]
+    uneven = topoplan.plan(made, "alltoall", demand=demand)
+    buffer = sum(map(sum, demand)) / size
+    assert float(exact_rate(uneven)) == pytest.approx(buffer * concurrent_flow(fabric, demand), rel=1e-6)
+
+
+def test_a_demand_takes_the_time_of_its_cut() -> None:
+    """One expert is wanted by all: its port of 300 GB/s takes 7 times 3 MB, and 10 us go by for each of them."""
+    demand = [[3_000_000 if rank == 5 else 0 for rank in range(8)] for _ in range(8)]
+    plan = topoplan.plan("dgx-a100", "alltoall", demand=demand)
+    proof = plan.certificate
+    assert isinstance(proof, Demand)
+    assert isinstance(proof.certificate, Cut)
+    assert proof.seconds(exact_rate(plan)) == Fraction(70, 10**6)
+    assert sum(shard.share for shard in plan.shards) == 8
+
+
+def test_equal_bytes_are_the_plain_all_to_all() -> None:
+    demand = [[1000] * 4] * 4
+    assert exact_rate(topoplan.plan("v100x4", "alltoall", demand=demand)) == 125
+
+
+@pytest.mark.parametrize(
+    ("demand", "message"),
+    [
+        ([[0, -1], [1, 0]], "the demand from rank 0 to rank 1 is -1; give whole bytes, zero or more"),
+        (
+            [[0, 1], [float("nan"), 0]],
+            "the demand from rank 1 to rank 0 is nan; give whole bytes, zero or more",
+        ),
+        (
+            [[0, 1], [float("inf"), 0]],
+            "the demand from rank 1 to rank 0 is inf; give whole bytes, zero or more",
+        ),
+        ([[0, 1.5], [1, 0]], "the demand from rank 0 to rank 1 is 1.5; give whole bytes, zero or more"),
+        ([[0, 1]], "the demand has 1 rows of 2 entries for 2 ranks; give 2 rows of 2"),
+        ([[0], [1, 0]], "the demand has 2 rows of 1, 2 entries for 2 ranks; give 2 rows of 2"),
+        ([], "the demand has 0 rows of 0 entries for 2 ranks; give 2 rows of 2"),
+        ([[4, 0], [0, 4]], "the demand sends nothing from any rank to another; there is nothing to plan"),
+    ],
+)
+def test_a_demand_that_is_none_is_refused_in_a_line(demand: list[list[float]], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1], demand=demand)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "mwu"}, "method 'mwu' does not apply"),
+        ({"order": "trees"}, "order 'trees' does not apply"),
+        ({"channels": "nvlink+pcie"}, "one choice of links"),
+        ({"root": 0}, "alltoall has no root"),
+    ],
+)
+def test_what_only_trees_have_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        topoplan.plan("dgx-1v", "alltoall", **options)  # type: ignore[arg-type]
+
+
+def test_a_demand_belongs_to_an_all_to_all() -> None:
+    with pytest.raises(UsageError, match="a demand belongs to alltoall, not to allreduce"):
+        topoplan.plan("dgx-1v", gpus=[0, 1], demand=[[0, 1], [1, 0]])
+
+
+def test_wrong_paths_are_found_out() -> None:
+    """A block that goes elsewhere, one that is missing, one out of order, and a path that branches."""
+    plan = topoplan.plan("v100x4", "alltoall")
+    shards = list(plan.shards)
+    moved = next(number for number, shard in enumerate(shards) if shard.stages[0].edges)
+    swapped = [*shards[: moved + 1], *shards[moved + 1 :][::-1]]
+    edges = shards[moved].stages[0].edges
+    source = shards[moved].stages[0].root
+    other = next(
+        shard.stages[0].edges[0]
+        for shard in shards
+        if shard.stages[0].root == source and shard.stages[0].edges and shard.stages[0].edges != edges
+    )
+    twice = replace(shards[moved].stages[0], edges=(*edges[:1], other))
+    wrong = {
+        "order of their destinations": swapped,
+        "the shares add up to": shards[:-1],
+        "branches at rank": [*shards[:moved], replace(shards[moved], stages=(twice,)), *shards[moved + 1 :]],
+        "of its buffer to rank": [
+            replace(shard, share=shard.share + change)
+            for shard, change in zip(
+                shards, [Fraction(1, 100), Fraction(-1, 100), *[Fraction(0)] * (len(shards) - 2)], strict=True
+            )
+        ],
+    }
+    for message, changed in wrong.items():
+        with pytest.raises(PlanError, match=message):
+            topoplan.verify(replace(plan, shards=tuple(changed)))
+
+
+def test_the_shards_of_a_demand_are_held_to_it() -> None:
+    demand = [[0, 2, 1], [1, 0, 1], [1, 1, 0]]
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1, 2], demand=demand)
+    assert isinstance(plan.certificate, Demand)
+    other = replace(plan.certificate, demand=((0, 1, 2), *plan.certificate.demand[1:]))
+    with pytest.raises(PlanError, match="carries 2 bytes to rank 1 instead of the 1"):
+        topoplan.verify(replace(plan, certificate=other))
+
+
+def test_certificates_of_other_plans_prove_nothing() -> None:
+    """Bounds of channels suppose equal parts, and a demand speaks of an all-to-all."""
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1, 2])
+    assert isinstance(plan.certificate, Cut | Lengths)
+    with pytest.raises(PlanError, match="the bounds of channels do not add up"):
+        topoplan.verify(replace(plan, certificate=Channels((("nvlink", plan.certificate),))))
+    demand = Demand(((1, 1, 1),) * 3, plan.certificate)
+    assert topoplan.verify(replace(plan, certificate=demand)).optimal
+    other = topoplan.plan("dgx-1v", "allgather", gpus=[0, 1, 2])
+    with pytest.raises(PlanError, match="a demand bounds alltoall, not allgather"):
+        topoplan.verify(replace(other, certificate=demand))
+
+
+def test_lengths_prove_what_no_cut_does() -> None:
+    """Three GPUs on one side of a thin wire each: the links of a triangle, weighted, are what is full."""
+    wires = {("gpu0", "gpu1"): 2.0, ("gpu1", "gpu2"): 3.0, ("gpu2", "gpu0"): 4.0}
+    plan = topoplan.plan(machine(3, wires), "alltoall")
+    assert isinstance(plan.certificate, Cut | Lengths)
+    assert exact_rate(plan) == 2
+
+
+def test_one_gpu_keeps_its_block() -> None:
+    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[3])
+    assert plan.rate == float("inf")
+    topoplan.verify(plan)

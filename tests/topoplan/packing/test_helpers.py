@@ -1,0 +1,270 @@
+"""Devices that add and copy but are no ranks: the optimum in the star, proofs by Steiner lengths, runs, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from collectives import Communicator, lower
+from collectives.backends.loopback.paced import PacedLoopback
+from collectives.lowering.table_check import check_table
+from tests.support.checkout import Run
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine, switched_machines
+from tests.support.tree_program import rate_by_inner_trees
+from topoplan.errors import PlanError, TopologyError, UsageError
+from topoplan.export.known_formats import export_plan
+from topoplan.plans import Cut, Edge, Fabric, Lengths, Plan, Shard, Stage
+from topoplan.plans.certificates import Steiner
+from topoplan.topology import Device, Link, Topology
+
+CLOSE = 1e-6
+
+
+def star(workers: int, helpers: int, width: float = 10.0) -> Topology:
+    """Workers and helpers with equal ports on one switch."""
+    ends = [Device(f"gpu{i}", "gpu") for i in range(workers)]
+    ends += [Device(f"helper{i}", "helper") for i in range(helpers)]
+    links = [Link(*pair, "network", width) for end in ends for pair in ((end.name, "sw0"), ("sw0", end.name))]
+    return Topology("star", (*ends, Device("sw0", "switch")), tuple(links))
+
+
+def best(workers: int, helpers: int) -> Fraction:
+    """(n^2 + k n - 2 k) B / (2 n (n - 1)), at most B, for ports of 10 GB/s."""
+    n, k = workers, helpers
+    return min(Fraction(10), Fraction(10 * (n * n + k * n - 2 * k), 2 * n * (n - 1)))
+
+
+def proved(topology: Topology, collective: str = "allreduce") -> Plan:
+    made = topoplan.plan(topology, collective)
+    assert topoplan.verify(made).optimal
+    return made
+
+
+@pytest.mark.parametrize(
+    ("workers", "helpers", "rate"),
+    [
+        *[(2, 0, "10"), (2, 1, "10"), (3, 0, "15/2"), (3, 1, "25/3"), (3, 2, "55/6"), (3, 3, "10")],
+        *[(4, 1, "15/2"), (4, 2, "25/3"), (4, 3, "55/6"), (5, 3, "17/2"), (5, 4, "37/4"), (6, 1, "20/3")],
+        *[(6, 4, "26/3"), (6, 5, "28/3"), (6, 6, "10")],
+    ],
+)
+def test_the_star_is_exact(workers: int, helpers: int, rate: str) -> None:
+    """What the formula says, at height 1, with the proof recomputed from the file."""
+    made = proved(star(workers, helpers))
+    report = topoplan.verify(Plan.from_json(made.to_json()))
+    assert report.exact_rate == report.exact_bound == Fraction(rate) == best(workers, helpers)
+    assert made.height == 1
+
+
+@pytest.mark.parametrize(("workers", "helpers"), [(9, 4), (16, 1), (16, 5), (16, 15), (16, 16)])
+def test_larger_stars_are_exact(workers: int, helpers: int) -> None:
+    """Up to sixteen workers, as equal helpers make few sets."""
+    report = topoplan.verify(proved(star(workers, helpers)))
+    assert report.exact_rate == best(workers, helpers)
+
+
+@pytest.mark.parametrize(("workers", "helpers"), [(3, 1), (4, 2), (8, 4), (16, 5)])
+def test_the_lengths_of_the_formula_prove_it(workers: int, helpers: int) -> None:
+    """1 on the ports of workers and (n - 2) / n on those of helpers; shorter or longer ones prove less."""
+    fabric = Fabric(star(workers, helpers), ("network",))
+
+    def bound(length: Fraction) -> Fraction:
+        ports = [
+            (link.src, link.dst, length if "helper" in link.src + link.dst else 1) for link in fabric.links
+        ]
+        made = Steiner(tuple((src, dst, Fraction(y)) for src, dst, y in ports))
+        return made.bound(fabric, "allreduce", None)
+
+    tight = Fraction(workers - 2, workers)
+    assert bound(tight) == best(workers, helpers)
+    assert bound(tight + Fraction(1, 10)) > best(workers, helpers)
+    assert bound(tight - Fraction(1, 10)) > best(workers, helpers)
+
+
+def test_cuts_alone_prove_less() -> None:
+    """A worker's port is 10 GB/s wide; trees of three workers and a helper do 25/3."""
+    fabric = Fabric(star(3, 1), ("network",))
+    assert Cut(("gpu0",)).bound(fabric, "allreduce", None) == 10
+    with pytest.raises(PlanError, match="trees may pass helper helper0, which these lengths do not count"):
+        Lengths((("gpu0", "sw0", Fraction(1)),)).bound(fabric, "allreduce", None)
+
+
+def test_shards_root_at_helpers_and_the_file_says_so() -> None:
+    """Of three workers and one helper a third of the buffer is added up at the helper: format 2."""
+    made = proved(star(3, 1))
+    assert made.helpers == ("helper0",)
+    assert made.vertices == ("gpu0", "gpu1", "gpu2", "helper0")
+    assert {shard.stages[0].root for shard in made.shards} == {0, 1, 2, 3}
+    assert '"topoplan.plan/2"' in made.to_json()
+    assert '"topoplan.plan/1"' in topoplan.plan(star(3, 0)).to_json()
+    assert {tree.graph["root"] for tree in made.to_networkx()} == set(made.vertices)
+    seconds = topoplan.simulate(made, nbytes=1 << 30).seconds
+    assert (1 << 30) / seconds / 1e9 == pytest.approx(25 / 3, rel=0.02)
+
+
+@st.composite
+def helped_machines(draw: st.DrawFn) -> Topology:
+    """3 workers, 1 or 2 helpers, one switch with ports of any width, and some direct links."""
+    names = ["gpu0", "gpu1", "gpu2", *(f"helper{i}" for i in range(draw(st.integers(1, 2))))]
+    width = st.integers(1, 6).map(float)
+    wires = {pair: draw(width) for name in names for pair in ((name, "sw0"), ("sw0", name))}
+    for pair in permutations(names, 2):
+        if draw(st.integers(0, 3)) == 0:
+            wires[pair] = draw(width)
+    made = machine(3, {}, switches=1)
+    helpers = tuple(Device(name, "helper") for name in names[3:])
+    links = tuple(Link(*pair, "nvlink", c) for pair, c in wires.items())
+    return replace(made, devices=(*made.devices, *helpers), links=links)
+
+
+def meets_the_program(topology: Topology, collective: str) -> None:
+    """Rate and bound are what a program over all listed trees finds."""
+    root = 0 if collective in ROOTED else None
+    wanted = rate_by_inner_trees(topology, collective, root=root)
+    made = topoplan.plan(topology, collective, root=root)
+    topoplan.verify(made)
+    assert made.rate == pytest.approx(wanted, rel=CLOSE)
+    assert made.bound == pytest.approx(wanted, rel=CLOSE)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_small_stars_meet_a_program_over_all_trees(helpers: int, collective: str) -> None:
+    """Three workers: every tree is listed."""
+    meets_the_program(star(3, helpers), collective)
+
+
+@pytest.mark.thorough
+@given(helped_machines(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=100, deadline=None)
+def test_random_machines_with_helpers_meet_a_program_over_all_trees(
+    topology: Topology, collective: str
+) -> None:
+    """Unequal ports and direct links."""
+    meets_the_program(topology, collective)
+
+
+@st.composite
+def gifted_machines(draw: st.DrawFn) -> Topology:
+    """Switches each of which may copy, add, or do both."""
+    topology = draw(switched_machines())
+    gift = st.booleans()
+    devices = tuple(
+        replace(d, multicast=draw(gift), reduce=draw(gift)) if d.kind == "nvswitch" else d
+        for d in topology.devices
+    )
+    return replace(topology, devices=devices)
+
+
+@pytest.mark.thorough
+@given(gifted_machines(), st.sampled_from(COLLECTIVES))
+@settings(max_examples=300, deadline=None)
+def test_random_switches_that_copy_or_add_meet_a_program_over_all_trees(
+    topology: Topology, collective: str
+) -> None:
+    """A switch is an inner vertex of trees that lead down where it copies, of those that lead up where it adds."""
+    meets_the_program(topology, collective)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
+def test_sums_over_helpers_are_right(op: str) -> None:
+    """A helper begins with nothing, so the first that arrives is stored, whatever the reduction; any count."""
+    made = proved(star(4, 2))
+    join = {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max, "avg": np.mean}[op]
+    with Communicator(made) as comm:
+        for count in (0, 1, 17, 1000, 100_003):
+            data = [np.random.default_rng(rank).integers(1, 9, count).astype(np.float64) for rank in range(4)]
+            wanted = join(np.array(data), axis=0)
+            for result in comm.all_reduce([one.copy() for one in data], op=op):
+                assert np.array_equal(result, wanted)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_transfer_tables_over_helpers_are_right(collective: str) -> None:
+    """In any order that they allow; helpers stand behind the ranks."""
+    relayed = star(3, 1)
+    # The workers' way to each other is thin, so that copies pass the helper too.
+    wide = [(a, b) for g in range(3) for a, b in ((f"gpu{g}", "helper0"), ("helper0", f"gpu{g}"))]
+    relayed = replace(relayed, links=(*relayed.links, *(Link(*pair, "network", 10.0) for pair in wide)))
+    made = proved(relayed, collective)
+    table = lower(made, 300, chunk_elements=32)
+    check_table(table, made)
+    assert table.helpers == (1 if made.helpers else 0)
+
+
+def test_paced_links_run_helpers_too() -> None:
+    """As loopback does."""
+    with Communicator(proved(star(3, 2)), PacedLoopback(3, scale=1.0)) as comm:
+        results = comm.all_reduce([np.arange(999.0) + rank for rank in range(3)])
+    assert all(np.array_equal(result, 3 * np.arange(999.0) + 3) for result in results)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shared"])
+def test_where_every_process_is_a_rank_helpers_are_refused(backend: str) -> None:
+    """One line, before anybody is met."""
+    with pytest.raises(
+        UsageError, match=f"helper0 adds and copies .* the {backend} back end runs ranks alone"
+    ):
+        Communicator(proved(star(3, 1)), backend)
+
+
+def test_engines_know_ranks_alone() -> None:
+    """No file of them is made; Graphviz draws helpers."""
+    made = proved(star(3, 1))
+    for name in ("mscclpp", "msccl-xml", "chakra"):
+        with pytest.raises(
+            UsageError, match=f"trees of this plan pass helper0, which is no rank, and {name}"
+        ):
+            export_plan(made, name)
+    assert '"helper0"' in export_plan(made, "dot").text
+
+
+def test_a_helper_without_links_is_refused(run: Run) -> None:
+    """No link in, no link out: one line."""
+    whole = star(3, 1)
+    for end, way in (("dst", "in"), ("src", "out")):
+        links = tuple(link for link in whole.links if getattr(link, end) != "helper0")
+        with pytest.raises(TopologyError, match=f"helper helper0 has no link {way}; add one"):
+            topoplan.plan(replace(whole, links=links))
+
+
+def test_a_helper_sends_nothing_before_it_holds_something() -> None:
+    """Its memory would be sent as it is."""
+    made = proved(star(3, 1))
+    route = ("gpu0", "sw0", "helper0")
+    for stage in (
+        Stage("reduce", 0, (Edge(0, 3, route, "network"),)),
+        Stage("broadcast", 3, (Edge(3, 0, route[::-1], "network"),)),
+    ):
+        wrong = replace(made, shards=(Shard(Fraction(1), (stage, *made.shards[0].stages)),))
+        with pytest.raises(PlanError, match="is a helper and sends before it holds anything"):
+            topoplan.verify(wrong)
+
+
+def test_other_methods_join_ranks_alone_and_say_so() -> None:
+    """Multiplicative weights: the optimum without helpers, below a bound that counts them."""
+    made = topoplan.plan(star(4, 2), method="mwu")
+    topoplan.verify(made)
+    assert made.rate <= float(Fraction(20, 3))
+    assert any("--method exact lets them pass helpers" in note for note in made.notes)
+
+
+def test_the_command_line_names_helpers(run: Run, tmp_path: object) -> None:
+    """The table of trees, the bound and its check."""
+    path = f"{tmp_path}/star.json"
+    with open(path, "w") as file:
+        file.write(star(3, 1).to_json())
+    status, out, _ = run("plan", path, "-o", f"{tmp_path}/plan.json")
+    assert status == 0
+    assert "optimal, proved" in out
+    assert "helper0>gpu0 helper0>gpu1 helper0>gpu2" in out
+    status, out, _ = run("verify", f"{tmp_path}/plan.json")
+    assert status == 0
+    assert "8.33333333 GB/s = 25/3" in out

@@ -1,0 +1,156 @@
+"""Groups of a mesh planned together: against single plans, closed forms, and a small program of all trees."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+import topoplan
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.formats.load import library
+from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
+from topoplan.plans.plan import COLLECTIVES
+from topoplan.topology import Device, Link, Topology
+
+
+def switched(rng: np.random.Generator, gpus: int) -> Topology:
+    """GPUs behind one switch, every port with a bandwidth of its own."""
+    devices = [Device(f"gpu{number}", "gpu") for number in range(gpus)] + [Device("nvswitch0", "nvswitch")]
+    links = []
+    for number in range(gpus):
+        out, into = (float(rng.integers(1, 9)) for _ in range(2))
+        links += [
+            Link(f"gpu{number}", "nvswitch0", "nvlink", out),
+            Link("nvswitch0", f"gpu{number}", "nvlink", into),
+        ]
+    return Topology("switched", tuple(devices), tuple(links))
+
+
+def arborescences(members: tuple[int, ...], root: int) -> list[list[tuple[int, int]]]:
+    """All trees of edges (parent, child) from a root, by trying every parent of every other rank."""
+    others = [rank for rank in members if rank != root]
+    found = []
+    for parents in itertools.product(*([p for p in members if p != rank] for rank in others)):
+        parent = dict(zip(others, parents, strict=True))
+        if all(reaches(rank, parent, root) for rank in others):
+            found.append([(parent[rank], rank) for rank in others])
+    return found
+
+
+def reaches(rank: int, parent: dict[int, int], root: int) -> bool:
+    for _ in parent:
+        if rank == root:
+            return True
+        rank = parent[rank]
+    return rank == root
+
+
+def best_rate(machine: Topology, groups: list[tuple[tuple[int, ...], float]]) -> float:
+    """The common rate of allreduces behind one switch: linear program over all pairs of trees."""
+    size = len(machine.gpus)
+    capacity = [link.bandwidth for link in machine.links]
+    rows: list[list[float]] = []
+    owners = []
+    for number, (members, _) in enumerate(groups):
+        for root in members:
+            trees = arborescences(members, root)
+            for up, down in itertools.product(trees, trees):
+                row = [0.0] * (2 * size)
+                for parent, child in down:
+                    row[2 * parent] += 1
+                    row[2 * child + 1] += 1
+                for parent, child in up:
+                    row[2 * child] += 1
+                    row[2 * parent + 1] += 1
+                rows.append(row)
+                owners.append(number)
+    columns = len(rows)
+    upper = np.hstack([np.array(rows).T, np.zeros((2 * size, 1))])
+    equal = np.zeros((len(groups), columns + 1))
+    for column, number in enumerate(owners):
+        equal[number, column] = 1
+    for number, (_, weight) in enumerate(groups):
+        equal[number, columns] = -weight
+    cost = np.zeros(columns + 1)
+    cost[-1] = -1
+    solved = linprog(cost, A_ub=upper, b_ub=capacity, A_eq=equal, b_eq=np.zeros(len(groups)))
+    return float(-solved.fun)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", [name for name in library() if len(topoplan.load(name).gpus) <= 16])
+def test_one_group_of_all_gpus_is_as_fast_as_the_plan(name: str, collective: str) -> None:
+    machine = topoplan.load(name)
+    mesh = topoplan.plan_mesh(machine, {"dp": len(machine.gpus)}, collective)
+    assert (mesh.rate, mesh.bound) == (topoplan.plan(machine, collective).rate, mesh.rate)
+    verify_mesh(mesh)
+
+
+def test_axes_that_share_ports_divide_them_by_their_weights() -> None:
+    """A star of n sends and takes 2 (n - 1) / n of a byte at every port: weights w ask for sum of w 2 (n - 1) / n."""
+    for first, second in ((1, 1), (3, 1), (1, 5)):
+        weights = {"dp": Fraction(first), "tp": Fraction(second)}
+        mesh = topoplan.plan_mesh(topoplan.load("dgx-a100"), {"dp": 2, "tp": 4}, axes=weights)
+        assert mesh.rate == mesh.bound == pytest.approx(300 / (first * 1 + second * 1.5))
+        verify_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 40))]
+)
+def test_random_ports_reach_what_a_program_of_all_trees_reaches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    machine = switched(rng, 6)
+    weights = {"dp": Fraction(int(rng.integers(1, 4))), "tp": Fraction(int(rng.integers(1, 4)), 2)}
+    mesh = topoplan.plan_mesh(machine, {"dp": 2, "tp": 3}, axes=weights)
+    groups = [(group.members, float(weights[group.axis])) for group in mesh.groups]
+    assert mesh.rate == mesh.bound == pytest.approx(best_rate(machine, groups))
+    verify_mesh(mesh)
+
+
+def test_files_are_read_back_and_believed_in_nothing() -> None:
+    mesh = topoplan.plan_mesh(topoplan.load("dgx-a100"), {"dp": 2, "tp": 4}, "allgather", axes=["tp", "dp"])
+    text = mesh.to_json()
+    assert MeshPlans.from_json(text) == mesh
+    assert topoplan.plan_mesh(topoplan.load("dgx-a100"), {"dp": 2, "tp": 4}, "allgather").to_json() == text
+    value = json.loads(text)
+    for change, told in (
+        ({"rate": 250.0}, "claims rate 250 GB/s of all groups at once; it is 240"),
+        ({"weights": [["dp", "1"], ["tp", "2"]]}, "claims rate 240 GB/s of all groups at once; it is"),
+        ({"weights": [["dp", "0"], ["tp", "2"]]}, "weights are above zero"),
+        ({"axes": [["dp", 4], ["tp", 2]]}, "the groups are not those of the axes"),
+        ({"axes": [["dp", 4], ["tp", 4]]}, "the axes make 16 ranks of 8 GPUs"),
+        ({"certificate": {"kind": "lengths", "lengths": []}}, "bound nothing"),
+        ({"certificate": {"kind": "cut", "side": ["gpu0"]}}, "gives lengths of links"),
+        ({"groups": value["groups"][:-1]}, "the groups are not those of the axes"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            verify_mesh(MeshPlans.from_json(json.dumps({**value, **change})))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "told"),
+    [
+        ({"dp": 2, "tp": 3}, None, "a mesh of dp 2 x tp 3 does not have as many ranks as there are GPUs, 8"),
+        ({"dp": 2, "tp": 4}, ["pp"], "axis 'pp' is none of the mesh; use one of dp, tp"),
+        ({"dp": 1, "tp": 8}, ["dp"], "along axis dp every group has one rank"),
+        ({"dp": 2, "tp": 4}, {"dp": 0}, "axis dp has weight 0; weights are above zero"),
+        ({"dp": 0, "tp": 4}, None, "axis dp has extent 0"),
+        ({"dp": 1}, None, "no axis of the mesh has two ranks or more"),
+    ],
+)
+def test_meshes_that_are_none_are_one_line(mesh: dict[str, int], axes: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        topoplan.plan_mesh(topoplan.load("dgx-1v"), mesh, axes=axes)
+
+
+def test_groups_that_no_kind_of_links_joins_are_named() -> None:
+    mesh, gpus = {"dp": 2, "tp": 2}, [0, 1, 6, 7]
+    with pytest.raises(InfeasibleError, match="the group of gpu0, gpu6: no NVLink path leads from"):
+        topoplan.plan_mesh(topoplan.load("dgx-1v"), mesh, gpus=gpus, axes=["dp"], channels="nvlink")

@@ -1,0 +1,217 @@
+"""The bound on time at every size: what proves it, that plans respect it, and that files are recomputed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.checkout import Run
+from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
+from topoplan.choice.time_limits import chain_limits
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.chain_limits import Groups, Heights, crossings_of, limit_from_object
+from topoplan.plans.size_plans import SizePlans
+from topoplan.simulation.latency import LAUNCH, START_UP
+from topoplan.simulation.time_bound import TimeBound, check_times, time_bound
+from topoplan.topology import Topology
+from topoplan.units import TOLERANCE
+
+HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
+
+
+def bound_of(machine: Topology, collective: str) -> TimeBound:
+    plan = topoplan.plan(machine, collective)
+    fabric = Fabric(plan.topology, plan.channels)
+    rate = plan.certificate.bound(fabric, collective, plan.root)
+    return time_bound(fabric, collective, plan.root, chain_limits(fabric, collective, plan.root, rate), rate)
+
+
+def four(access: str = "direct") -> Topology:
+    one = topoplan.Server(topoplan.load("dgx-a100"), count=4)
+    return topoplan.cluster([one], nic_gbps=200, nics=8, nic_access=access)
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "steps"),
+    [
+        ("dgx-2", "allreduce", [(1, 10), (2, 80)]),
+        ("dgx-2", "broadcast", [(1, 10), (2, 150)]),
+        ("dgx-2", "allgather", [(1, 160)]),
+        ("dgx-a100", "allreduce", [(1, "300/7"), (2, "1200/7")]),
+        ("dgx-1v", "broadcast", [(2, 50), (3, 125), (4, 150)]),
+        ("dgx-1v", "allgather", [(2, "1200/7")]),
+    ],
+)
+def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, int | str]]) -> None:
+    """DGX-1V from GPU 0: height 2, 3, 4 give 50, 125, 150; a star of N ranks receives N - 1 buffers at each port."""
+    found = bound_of(topoplan.load(name), collective).steps
+    assert [rate for _, rate in found] == [Fraction(rate) for _, rate in steps]
+    assert [chain for chain, _ in found] == pytest.approx([hops * HOP for hops, _ in steps])
+
+
+def test_between_servers_each_hop_more_allows_less_traffic() -> None:
+    """32 GPUs on four servers, 200 GB/s each: 192, 24 and 3 buffers into a server, then the optimum."""
+    found = bound_of(four(), "allreduce").steps
+    assert [rate for _, rate in found] == [
+        Fraction(200, 192),
+        Fraction(200, 24),
+        Fraction(200, 3),
+        Fraction(400, 3),
+    ]
+    chains = [ACROSS, ACROSS + HOP, ACROSS + 2 * HOP, 2 * ACROSS]
+    assert [chain for chain, _ in found] == pytest.approx(chains)
+
+
+@pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100"])
+def test_switch_machines_are_optimal_at_every_size(name: str) -> None:
+    """One-shot and then one hop meet the bound on an allreduce, an allgather and a reduce-scatter."""
+    for collective in ("allreduce", "allgather", "reduce_scatter"):
+        plans = topoplan.plan_by_size(topoplan.load(name), collective)
+        assert plans.times is not None
+        assert all(seconds <= least * 1.011 for _, seconds, least in plans.times.points)
+
+
+def test_where_one_shot_ends_now() -> None:
+    """One start-up less against 15 times the bytes: on a DGX-2 (1/10 - 1/80) bytes cost as much as a hop."""
+    for name, fast, slow in (("dgx-2", 80, 10), ("dgx-a100", 1200 / 7, 300 / 7)):
+        plans = topoplan.plan_by_size(topoplan.load(name))
+        first, second = plans.ranges
+        assert (first.plan.schedule, second.plan.schedule) == ("one-shot", "one-hop")
+        assert second.start == pytest.approx(HOP / (1 / slow - 1 / fast) * 1e9, rel=0.02)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    direct_machines() | direct_machines(symmetric=True) | switched_machines(), st.sampled_from(COLLECTIVES)
+)
+def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> None:
+    """Every schedule of random machines at every tested size."""
+    from topoplan.choice import choose_by_size
+
+    choice = choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26])
+    if choice.bound is None or len(choice.plans.ranks) == 1:
+        return
+    for clock in choice.clocks():
+        for size in choice.sizes:
+            assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
+def test_no_library_candidate_is_below_the_bound(name: str, collective: str) -> None:
+    from topoplan.choice import choose_by_size
+
+    choice = choose_by_size(topoplan.load(name), collective)
+    assert choice.bound is not None
+    for clock in choice.clocks():
+        for size in choice.sizes:
+            assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
+
+
+def test_what_a_chain_of_some_length_can_do() -> None:
+    """Between two groups a chain that returns does not help; between more, two hops pass a third."""
+    assert crossings_of(2.5, 1, 1, two=True) == "half"
+    assert crossings_of(2.5, 1, 1, two=False) is None
+    assert crossings_of(2.0, 1, 1, two=False) == "direct"
+    assert crossings_of(3.0, float("inf"), 1.5, two=False) == "direct"
+
+
+def dgx_bound(limit: Groups | Heights) -> Fraction:
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    from topoplan.simulation.time_bound import least_start_ups
+
+    return limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (Groups(4e-5, "ranks", ("gpu0",)), "may hop between groups more than once"),
+        (Groups(1e-5, "sides", ("gpu0", "nobody")), "names device 'nobody'"),
+        (Groups(1e-5, "servers", ("gpu0",)), "parts the ranks of a group"),
+        (Groups(1e-5, "ranks", ()), "nothing must leave"),
+        (Heights(4e-5, 2, (("gpu0", "gpu1", 1),)), "may have more than 2 hops"),
+        (Heights(1e-5, 2, ()), "have no length"),
+        (Heights(1e-5, 2, (("gpu0", "gpu1", -1),)), "must be whole numbers from 0 on"),
+    ],
+)
+def test_what_proves_nothing_is_refused(limit: Groups | Heights, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        dgx_bound(limit)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"kind": "guess", "chain": 1.0}, "limit: kind 'guess' is unknown; use groups or heights"),
+        ({"kind": "groups", "chain": 1.0, "between": "racks", "side": []}, "between must be one of ranks"),
+        (
+            {"kind": "heights", "chain": 1.0, "height": 2, "lengths": [["gpu0", 1]]},
+            r"must be \[src, dst, length\]",
+        ),
+        ([], "limit"),
+    ],
+)
+def test_limits_of_a_wrong_form_are_refused(value: object, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        limit_from_object(value)
+
+
+def test_a_file_says_times_and_verify_recomputes_them(run: Run, tmp_path: Path) -> None:
+    """Times, bounds and ratios in table and JSON; a time or a limit that is not right is found."""
+    path = tmp_path / "sizes.json"
+    command = ("plan", "dgx-1v", "--sizes", "1KB:1GB")
+    status, out, _ = run(*command, "-o", str(path))
+    assert status == 0
+    assert "no schedule below  ratio" in out
+    points = json.loads(run(*command, "--json")[1])["points"]
+    assert [set(point) for point in points] == [
+        {"size", "schedule", "seconds", "bound_seconds", "ratio"}
+    ] * 21
+    assert all(1 <= point["ratio"] < 1.6 for point in points)
+    status, told, _ = run("verify", str(path))
+    assert status == 0
+    assert f"times of 21 sizes recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and" in told
+    value = json.loads(run("verify", str(path), "--json")[1])
+    assert value["times"]["steps"][0]["rate"] == 25
+    plans = topoplan.load_plan(path)
+    assert isinstance(plans, SizePlans)
+    assert plans.times is not None
+    assert SizePlans.from_json(plans.to_json()) == plans
+    assert check_times(replace(plans, times=None)) is None
+    for place, name in ((1, "model time"), (2, "bound on time")):
+        point = list(plans.times.points[3])
+        point[place] *= 1.001
+        spoiled = replace(plans.times, points=((point[0], point[1], point[2]),))
+        path.write_text(replace(plans, times=spoiled).to_json())
+        status, _, err = run("verify", str(path))
+        assert status == 1
+        assert f"claims a {name}" in err
+    (limit,) = plans.times.limits
+    path.write_text(
+        replace(plans, times=replace(plans.times, limits=(replace(limit, chain=1e-3),))).to_json()
+    )
+    assert run("verify", str(path))[0] == 1
+
+
+def test_verify_needs_no_solver(tmp_path: Path) -> None:
+    """What recomputes the bounds loads neither the simplex nor column generation nor a packing."""
+    path = tmp_path / "sizes.json"
+    path.write_text(topoplan.plan_by_size(topoplan.load("v100x4")).to_json())
+    code = (
+        "import sys; from topoplan.cli.main import main; status = main(['verify', sys.argv[1]]);"
+        "print(status, [name for name in sys.modules if name.startswith(('topoplan.simplex', 'topoplan.columns',"
+        " 'topoplan.packing', 'topoplan.choice', 'scipy'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"

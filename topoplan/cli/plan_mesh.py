@@ -1,0 +1,169 @@
+"""``topoplan plan --mesh``: the groups of a mesh that share the machine's links, planned together."""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+from itertools import groupby
+
+from topoplan.cli import arguments
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, write_whole
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_machine
+from topoplan.cli.tree_table import named_ranks
+from topoplan.errors import UsageError
+from topoplan.plans.mesh_plans import MeshPlans
+from topoplan.plans.plan import TREES
+from topoplan.units import format_seconds
+
+OF_ONE_PLAN = {
+    "root": None,
+    "method": "exact",
+    "order": None,
+    "epsilon": None,
+    "threshold": None,
+    "time_limit": None,
+    "tolerance": None,
+    "demand": None,
+    "size": None,
+    "sizes": None,
+    "density": None,
+    "bound_only": False,
+    "explain": False,
+    "plot": None,
+    "schedule": TREES,
+}
+"""Options that do not go with a mesh, and what they are when nobody has given them."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add ``--mesh`` and what belongs to it."""
+    parser.add_argument(
+        "--mesh",
+        type=_extents,
+        metavar="M",
+        help="plan the groups of a mesh at once, since they share links: dp=2,tp=4, the last axis fastest",
+    )
+    parser.add_argument(
+        "--axes",
+        type=_weights,
+        metavar="A",
+        help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
+        "(default: all alike)",
+    )
+
+
+def _extents(text: str) -> dict[str, int]:
+    """Names and extents.
+
+    Examples
+    --------
+    >>> _extents("dp=2,tp=4")
+    {'dp': 2, 'tp': 4}
+    """
+    wanted = "axes with whole numbers of ranks, such as dp=2,tp=4"
+    found = _named(text, text, wanted)
+    if any(number.denominator != 1 for number in found.values()):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} must be {wanted}")
+    return {name: int(number) for name, number in found.items()}
+
+
+def _weights(text: str) -> dict[str, Fraction]:
+    """Names and weights; 1 where none is given.
+
+    Examples
+    --------
+    >>> _weights("dp,tp=1.5")
+    {'dp': Fraction(1, 1), 'tp': Fraction(3, 2)}
+    """
+    whole = ",".join(part if "=" in part else f"{part}=1" for part in text.split(","))
+    return _named(whole, text, "axes, such as dp, or with weights, such as dp=1,tp=3")
+
+
+def _named(text: str, shown: str, wanted: str) -> dict[str, Fraction]:
+    found: dict[str, Fraction] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            number = Fraction(value)
+        except (ValueError, ZeroDivisionError):
+            number = Fraction(0)
+        if not name.strip() or name.strip() in found or number <= 0:
+            raise argparse.ArgumentTypeError(f"{shown[:40]!r} must be {wanted}")
+        found[name.strip()] = number
+    return found
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what does not go with a mesh, and ``--axes`` without one."""
+    if options.mesh is None:
+        if options.axes is not None:
+            raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
+        return
+    given = arguments.first_given(options, OF_ONE_PLAN)
+    if given:
+        raise UsageError(f"{given} is for one plan and does not go with --mesh; leave one of them out")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan a mesh with the options of ``plan``, which has checked where the output goes."""
+    from topoplan.packing.mesh import plan_mesh
+
+    machine = read_machine(options)
+    with progress_line("planning") as progress:
+        mesh = plan_mesh(
+            machine.whole,
+            options.mesh,
+            options.collective,
+            axes=options.axes,
+            gpus=machine.allocation(options.gpus),
+            channels=options.channels,
+            progress=progress,
+        )
+    if options.output == "-":
+        print(mesh.to_json(), end="")
+        return 0
+    if options.output:
+        write_whole(options.output, mesh.to_json())
+    if options.json:
+        print_json({**mesh.to_object(), "gap": mesh.gap, "seconds": mesh.seconds})
+        return 0
+    print_mesh(mesh)
+    if mesh.seconds is not None:
+        print(f"planned in {format_seconds(mesh.seconds)}")
+    print_notes(*dict.fromkeys(note for group in mesh.groups for note in plan_notes(group.plan)))
+    if options.output:
+        print(f"written: {options.output}")
+    return 0
+
+
+def print_mesh(mesh: MeshPlans) -> None:
+    """The rate of all groups at once against the bound, and each group beside what it could do alone."""
+    first = mesh.groups[0].plan
+    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
+    kinds = " and ".join(
+        f"{counted(len(list(groups)), 'group')} along {axis}"
+        for axis, groups in groupby(mesh.groups, key=lambda group: group.axis)
+    )
+    print(
+        f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
+        f"{' and '.join(first.channels)}"
+    )
+    verdict = "optimal, proved" if mesh.gap == 0 else f"{mesh.gap:.2%} below the bound"
+    print(f"rate   {mesh.rate:.6g} GB/s of algorithm bandwidth in every group of weight 1 ({verdict})")
+    print()
+    weights = dict(mesh.weights)
+    rows = [
+        (
+            group.axis,
+            named_ranks(group.plan.ranks),
+            f"{float(weights[group.axis]) * mesh.rate:.6g}",
+            f"{group.plan.rate:.6g}",
+            f"{group.plan.bound:.6g}",
+            str(group.plan.trees),
+            str(group.plan.height),
+        )
+        for group in mesh.groups
+    ]
+    print(table(("axis", "GPUs", "GB/s", "these trees alone", "best alone", "trees", "height"), rows))
+    print()

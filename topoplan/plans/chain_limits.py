@@ -1,0 +1,322 @@
+"""What limits the rate of schedules with few start-ups one after another: the proof of a bound on time at every size.
+
+A schedule pays the start-ups of its longest chain of hops, and moves the buffer at its rate. Chains of many hops allow
+the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of start-ups
+has a rate of at most so much. Two kinds:
+
+- `Groups`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then what one group
+  has for another crosses straight from one to the other, and nothing of a third is added or copied on the way. Between
+  groups of p and q ranks one byte crosses at least
+
+      pq times where a chain has one hop only,   min(p, q) times where it has one hop more inside,   else once
+
+  for an allreduce. (With one hop more inside either all q ranks take in what was added up on the other side, or all p
+  send what they have.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves
+  its group q times or once. Sums over pairs of groups across a set S of devices bound the rate by what leaves S.
+- `Heights`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of that
+  height, by tables (`topoplan.trees.hop_constrained_exact`), so rate <= sum of c(e) y(e) over that. For few ranks.
+
+Seconds of start-ups are given from outside (`topoplan.simulation.time_bound`): for every link what a hop over it pays
+at least. Switches that copy or add have no such limits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificates.certificate import capacity_of, leaving, node_set
+from topoplan.plans.json_values import read_list, read_number, read_object, read_text, read_texts, read_whole
+from topoplan.trees.hop_constrained_exact import LARGEST, UNREACHABLE, HopLimitedTrees
+from topoplan.units import TOLERANCE
+
+BETWEEN = ("ranks", "servers", "sides")
+"""What the groups of `Groups` are: single ranks, servers, or the ranks on either side of the set."""
+
+
+class ChainLimit(ABC):
+    """A proof that schedules with short chains are slow.
+
+    Attributes
+    ----------
+    kind : str
+        What files call it.
+    chain : float
+        Seconds: it speaks of schedules whose chains of start-ups are shorter than this.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    chain: float
+
+    @abstractmethod
+    def bound(
+        self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
+    ) -> Fraction:
+        """Recompute the highest rate of such schedules in GB/s, exactly.
+
+        Parameters
+        ----------
+        fabric : Fabric
+        collective : str
+        root : int or None
+            Root rank of a broadcast or reduce.
+        start_ups : sequence of float, one for each link
+            Seconds that a hop over it pays at least.
+
+        Raises
+        ------
+        PlanError
+            It proves nothing: chains of this length may do what it excludes, or it does not fit the machine.
+        """
+
+    @abstractmethod
+    def to_object(self) -> dict[str, object]:
+        """The JSON object of a plan file, with its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups(ChainLimit):
+    """Schedules without two hops between groups, one after the other, and what must leave a set of devices then.
+
+    Parameters
+    ----------
+    chain : float
+    between : str
+        Of `BETWEEN`.
+    side : tuple of str
+        Devices; every group is inside as a whole or not at all.
+    """
+
+    kind: ClassVar[str] = "groups"
+    chain: float
+    between: str
+    side: tuple[str, ...]
+
+    def bound(
+        self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
+    ) -> Fraction:
+        side = node_set(self.side, fabric)
+        groups = rank_groups(fabric, self.between, side)
+        for group in groups:
+            if 0 < sum(rank in side for rank in group) < len(group):
+                raise PlanError("a chain limit parts the ranks of a group")
+        inside, across = hop_start_ups(fabric, groups, start_ups)
+        crossings = crossings_of(self.chain, inside, across, two=len(groups) == 2)
+        if crossings is None:
+            raise PlanError(f"chains of {self.chain:.4g} s may hop between groups more than once")
+        needed = Fraction(0)
+        for sender in groups:
+            for receiver in groups:
+                if sender[0] in side and receiver[0] not in side:
+                    needed += _needed(collective, root, sender, receiver, crossings, fabric.size)
+        if not needed:
+            raise PlanError("nothing must leave the devices of a chain limit")
+        return capacity_of(leaving(side, fabric), fabric) / needed
+
+    def to_object(self) -> dict[str, object]:
+        return {"chain": self.chain, "kind": self.kind, "between": self.between, "side": list(self.side)}
+
+
+@dataclass(frozen=True, slots=True)
+class Heights(ChainLimit):
+    """Schedules whose chains have at most so many hops, and lengths under which trees of that height are dear.
+
+    Parameters
+    ----------
+    chain : float
+    height : int
+        Hops.
+    lengths : tuple of (src, dst, whole number)
+        Links of other lengths than 0.
+    """
+
+    kind: ClassVar[str] = "heights"
+    chain: float
+    height: int
+    lengths: tuple[tuple[str, str, int], ...]
+
+    def bound(
+        self, fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float]
+    ) -> Fraction:
+        if fabric.size > LARGEST:
+            raise PlanError(f"trees of a height are counted among up to {LARGEST} ranks, not {fabric.size}")
+        inside, across = hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], start_ups)
+        if self.chain > (self.height + 1) * min(inside, across) * (1 + TOLERANCE):
+            raise PlanError(f"chains of {self.chain:.4g} s may have more than {self.height} hops")
+        given = {(src, dst): length for src, dst, length in self.lengths}
+        lengths = [given.get((link.src, link.dst), 0) for link in fabric.links]
+        if min(lengths, default=0) < 0 or sum(lengths) * fabric.size >= UNREACHABLE:
+            raise PlanError(
+                "lengths of a chain limit must be whole numbers from 0 on, and small enough to add"
+            )
+        least = self._least(rank_distances(fabric, lengths), collective, root)
+        if not least:
+            raise PlanError("trees of this height have no length under those of a chain limit")
+        return capacity_of([Fraction(length) for length in lengths], fabric) / least
+
+    def _least(self, cost: NDArray[np.int64], collective: str, root: int | None) -> Fraction:
+        """Length that a byte of the buffer uses at least."""
+        down = HopLimitedTrees(cost, self.height).costs.tolist()
+        up = HopLimitedTrees(cost.T.copy(), self.height).costs.tolist()
+        if collective in ("broadcast", "reduce"):
+            assert root is not None, "a broadcast or reduce has a root"
+            return Fraction((down if collective == "broadcast" else up)[root])
+        if collective in ("allgather", "reduce_scatter"):
+            return Fraction(sum(down if collective == "allgather" else up), len(down))
+        return Fraction(max(*down, *up))
+
+    def to_object(self) -> dict[str, object]:
+        lengths = [list(one) for one in self.lengths]
+        return {"chain": self.chain, "kind": self.kind, "height": self.height, "lengths": lengths}
+
+
+def limit_from_object(item: object) -> ChainLimit:
+    """Read a limit of a plan file; PlanError where its kind is unknown, or a key is missing or of a wrong type."""
+    value = read_object(item, "limit")
+    kind = value.get("kind")
+    chain = read_number(value.get("chain"), "limit: chain")
+    if kind == Groups.kind:
+        between = read_text(value.get("between"), "limit: between")
+        if between not in BETWEEN:
+            raise PlanError(f"limit: between must be one of {', '.join(BETWEEN)}, not {between!r}"[:200])
+        return Groups(chain, between, read_texts(value.get("side"), "limit: side"))
+    if kind != Heights.kind:
+        raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups or heights")
+    lengths = []
+    for row in read_list(value.get("lengths"), "limit: lengths"):
+        ends = read_list(row, "limit: length")
+        if len(ends) != 3:
+            raise PlanError(f"limit: a length must be [src, dst, length], not {ends!r}"[:200])
+        src, dst = read_texts(ends[:2], "limit: length")
+        lengths.append((src, dst, read_whole(ends[2], "limit: length")))
+    return Heights(chain, read_whole(value.get("height"), "limit: height"), tuple(lengths))
+
+
+def rank_groups(fabric: Fabric, between: str, side: set[int]) -> list[tuple[int, ...]]:
+    """The ranks of every group."""
+    if between == "ranks":
+        return [(rank,) for rank in range(fabric.size)]
+    home = {device.name: device.server for device in fabric.topology.devices}
+    groups: dict[object, list[int]] = {}
+    for rank, name in enumerate(fabric.ranks):
+        groups.setdefault(home[name] if between == "servers" else rank in side, []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def crossings_of(chain: float, inside: float, across: float, *, two: bool) -> str | None:
+    """What chains below ``chain`` seconds can do around their only hop between groups; None where they have more.
+
+    ``inside`` and ``across`` are the least start-ups of a hop in a group and between two. Between two groups there and
+    back is no way to the other, so chains from one to the other have one such hop or three.
+
+    Examples
+    --------
+    >>> [crossings_of(chain, 9, 36, two=False) for chain in (45, 54, 72, 73)]
+    ['direct', 'half', 'once', None]
+    """
+    chain *= 1 - TOLERANCE
+    if chain > (3 if two else 2) * across:
+        return None
+    if chain <= across + inside:
+        return "direct"
+    return "half" if chain <= across + 2 * inside else "once"
+
+
+def _needed(
+    collective: str,
+    root: int | None,
+    sender: Sequence[int],
+    receiver: Sequence[int],
+    crossings: str,
+    size: int,
+) -> Fraction:
+    """How often a byte of the buffer crosses from one group to another, at least."""
+    p, q = len(sender), len(receiver)
+    if collective == "allreduce":
+        return Fraction({"direct": p * q, "half": min(p, q), "once": 1}[crossings])
+    direct = crossings == "direct"
+    if collective == "broadcast":
+        return Fraction((q if direct else 1) if root in sender else 0)
+    if collective == "reduce":
+        return Fraction((p if direct else 1) if root in receiver else 0)
+    other = p if collective == "allgather" else q
+    return Fraction(p * q if direct else other, size)
+
+
+def hop_start_ups(
+    fabric: Fabric, groups: Sequence[Sequence[int]], start_ups: Sequence[float]
+) -> tuple[float, float]:
+    """The least start-ups of a hop inside any group, and between any two; infinite where there is none."""
+    arcs = arcs_of(fabric, start_ups)
+    inside = across = float("inf")
+    for group in groups:
+        others = set(range(fabric.size)) - set(group)
+        across = min(across, nearest(arcs, group, others))
+        for rank in group if len(group) > 1 else ():
+            inside = min(inside, nearest(arcs, (rank,), set(group) - {rank}))
+    return inside, across
+
+
+Arcs = list[list[tuple[int, float]]]
+
+
+def arcs_of(fabric: Fabric, costs: Sequence[float]) -> Arcs:
+    """For every node where its links lead, and at which cost."""
+    arcs: Arcs = [[] for _ in fabric.nodes]
+    for (src, dst), cost in zip(fabric.ends, costs, strict=True):
+        arcs[src].append((dst, cost))
+    return arcs
+
+
+def nearest(arcs: Arcs, starts: Iterable[int], ends: set[int]) -> float:
+    """The least cost from any of some nodes to any of others; infinite where no way leads there."""
+    heap = [(0.0, node) for node in starts]
+    seen: set[int] = set()
+    while heap:
+        reach, node = heapq.heappop(heap)
+        if node in ends:
+            return reach
+        if node not in seen:
+            seen.add(node)
+            for head, cost in arcs[node]:
+                if head not in seen:
+                    heapq.heappush(heap, (reach + cost, head))
+    return float("inf")
+
+
+def distances(arcs: Arcs, start: int, *, through: int = -1) -> list[float]:
+    """The least cost from a node to every other; nodes below ``through`` are not passed on the way, but the start."""
+    best = [float("inf")] * len(arcs)
+    best[start] = 0.0
+    heap = [(0.0, start)]
+    while heap:
+        reach, node = heapq.heappop(heap)
+        if reach > best[node] or (node < through and node != start):
+            continue
+        for head, cost in arcs[node]:
+            if reach + cost < best[head]:
+                best[head] = reach + cost
+                heapq.heappush(heap, (reach + cost, head))
+    return best
+
+
+def rank_distances(fabric: Fabric, lengths: Sequence[int]) -> NDArray[np.int64]:
+    """(N, N): length of the shortest way between two ranks that passes no third; `UNREACHABLE` where there is none."""
+    arcs = arcs_of(fabric, lengths)
+    table = np.full((fabric.size, fabric.size), UNREACHABLE, dtype=np.int64)
+    for start in range(fabric.size):
+        reached = distances(arcs, start, through=fabric.size)[: fabric.size]
+        for end, length in enumerate(reached):
+            if length < float("inf"):
+                table[start, end] = int(length)
+    return table

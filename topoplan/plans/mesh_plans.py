@@ -1,0 +1,336 @@
+"""Plans of several groups at once: the GPUs of a job in a mesh, whose axes' groups share the machine's links.
+
+A job of 8 GPUs with ``dp=2,tp=4`` has two groups of 4 along tp and four of 2 along dp. What runs along an axis runs in
+all its groups at once, so what one group may use of a link depends on the others. Every group has an ordinary plan
+among its own GPUs; weights say how fast the groups of an axis are to be, and the *rate* is what all of them reach
+together: a group of weight w moves w times the rate.
+
+    rate  =  min over links of  c(e) / sum over groups of w load(e)
+
+The bound is by lengths, as for one plan: whatever the forests, sum of w forest_length(group) times the rate is at most
+the sum of c(e) y(e). A third party recomputes both from the file alone, format ``topoplan.mesh/1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import product
+from math import prod
+
+from topoplan.errors import PlanError
+from topoplan.fabric.fabric import Fabric
+from topoplan.plans.certificates import Lengths, certificate_from_object
+from topoplan.plans.json_values import (
+    check_format,
+    compact,
+    parse_object,
+    read_fraction,
+    read_list,
+    read_number,
+    read_object,
+    read_text,
+    read_whole,
+)
+from topoplan.plans.loads import link_loads
+from topoplan.plans.plan import Plan, embedded_topology, plan_text
+from topoplan.plans.size_plans import read_plan_file
+from topoplan.plans.verify import Verification, verify
+from topoplan.topology import Topology
+from topoplan.units import nearest_float
+
+FORMAT = "topoplan.mesh/1"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshGroup:
+    """The ranks along one axis, and their plan.
+
+    Parameters
+    ----------
+    axis : str
+    members : tuple of int
+        Their ranks in the mesh, ascending.
+    plan : Plan
+        Among their GPUs alone; its own rate and bound are those of a group that has the machine for itself.
+    """
+
+    axis: str
+    members: tuple[int, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlans:
+    """Plans of the groups of a mesh that run at once.
+
+    Parameters
+    ----------
+    axes : tuple of (str, int)
+        Names and extents; ranks count along the last axis first, as in torch's device meshes.
+    weights : tuple of (str, Fraction)
+        The axes whose groups run, and how fast in proportion.
+    ranks : tuple of str
+        Device of each rank of the mesh.
+    topology : Topology
+        The machine with these GPUs.
+    groups : tuple of MeshGroup
+        In the order of the axes, then of their members.
+    rate, bound : float
+        GB/s of algorithm bandwidth for weight 1, of all groups at once.
+    certificate : Lengths
+        What a third party needs to recompute the bound.
+    seconds : float or None
+        Time it took to plan; not in the file.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    weights: tuple[tuple[str, Fraction], ...]
+    ranks: tuple[str, ...]
+    topology: Topology
+    groups: tuple[MeshGroup, ...]
+    rate: float
+    bound: float
+    certificate: Lengths
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the rate is below the bound, as a fraction of the bound; 0 means proved optimal."""
+        return max(0.0, 1 - self.rate / self.bound)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, by which ranks agree that they have the same."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The file; the same bytes for the same plans, always."""
+        rows = ",\n ".join(
+            f'{{"axis": {compact(group.axis)}, "members": {compact(list(group.members))}, '
+            f'"plan": {plan_text(group.plan.to_object())}}}'
+            for group in self.groups
+        )
+        head = {key: value for key, value in self.to_object().items() if key not in ("groups", "topology")}
+        told = ",\n ".join(f'"{key}": {compact(value)}' for key, value in head.items())
+        machine = compact(self.topology.to_object())
+        return f'{{{told},\n "groups": [\n {rows}\n ],\n "topology": {machine}}}\n'
+
+    def to_object(self) -> dict[str, object]:
+        """The file as a JSON object."""
+        return {
+            "format": FORMAT,
+            "axes": [[name, extent] for name, extent in self.axes],
+            "weights": [[name, str(weight)] for name, weight in self.weights],
+            "ranks": list(self.ranks),
+            "rate": self.rate,
+            "bound": self.bound,
+            "certificate": self.certificate.to_object(),
+            "groups": [
+                {"axis": group.axis, "members": list(group.members), "plan": group.plan.to_object()}
+                for group in self.groups
+            ],
+            "topology": self.topology.to_object(),
+        }
+
+    @staticmethod
+    def from_json(text: str) -> MeshPlans:
+        """Read such a file; its claims are not trusted (see `verify_mesh`).
+
+        Raises
+        ------
+        PlanError
+            The text is no such file; names the key, and the group where there is one.
+        """
+        return MeshPlans.from_object(parse_object(text))
+
+    @staticmethod
+    def from_object(value: dict[str, object]) -> MeshPlans:
+        """Read such an object; errors as `from_json`."""
+        check_format(value, FORMAT)
+        certificate = certificate_from_object(value.get("certificate"))
+        if not isinstance(certificate, Lengths):
+            raise PlanError("the certificate of a mesh gives lengths of links")
+        return MeshPlans(
+            axes=tuple(
+                (read_text(name, "axes"), read_whole(extent, "axes"))
+                for name, extent in _pairs(value, "axes")
+            ),
+            weights=tuple(
+                (read_text(name, "weights"), read_fraction(weight, "weights"))
+                for name, weight in _pairs(value, "weights")
+            ),
+            ranks=tuple(read_text(one, "ranks") for one in read_list(value.get("ranks"), "ranks")),
+            topology=embedded_topology(value),
+            groups=tuple(
+                _read_group(item, f"group {number}")
+                for number, item in enumerate(read_list(value.get("groups"), "groups"))
+            ),
+            rate=read_number(value.get("rate"), "rate"),
+            bound=read_number(value.get("bound"), "bound"),
+            certificate=certificate,
+        )
+
+
+def is_mesh(text: str) -> bool:
+    """Whether a text is a file of a mesh, right or wrong."""
+    return text.lstrip().startswith("{") and f'"format": "{FORMAT}"' in text[:200]
+
+
+def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
+    """Read a file that ``topoplan plan --mesh -o`` wrote; its claims are not trusted.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read.
+    PlanError
+        It holds no plans of a mesh.
+    """
+    return MeshPlans.from_json(read_plan_file(path))
+
+
+def _pairs(value: dict[str, object], key: str) -> list[list[object]]:
+    rows = read_list(value.get(key), key)
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2:
+            raise PlanError(f"{key}: every row is a pair, not {row!r}"[:200])
+    return [list(row) for row in rows if isinstance(row, list)]
+
+
+def _read_group(item: object, where: str) -> MeshGroup:
+    value = read_object(item, where)
+    try:
+        plan = Plan.from_object(read_object(value.get("plan"), "plan"))
+    except PlanError as error:
+        raise error.under(where) from None
+    members = read_list(value.get("members"), f"{where}: members")
+    return MeshGroup(
+        read_text(value.get("axis"), f"{where}: axis"),
+        tuple(read_whole(one, f"{where}: members") for one in members),
+        plan,
+    )
+
+
+def groups_along(axes: Sequence[tuple[str, int]], axis: str) -> list[tuple[int, ...]]:
+    """The ranks of every group along an axis, in ascending order of their first.
+
+    Examples
+    --------
+    >>> groups_along([("dp", 2), ("tp", 4)], "dp")
+    [(0, 4), (1, 5), (2, 6), (3, 7)]
+    >>> groups_along([("dp", 2), ("tp", 4)], "tp")
+    [(0, 1, 2, 3), (4, 5, 6, 7)]
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    position = [name for name, _ in axes].index(axis)
+    for rank, place in enumerate(product(*(range(extent) for _, extent in axes))):
+        found.setdefault((*place[:position], *place[position + 1 :]), []).append(rank)
+    return [tuple(members) for members in found.values()]
+
+
+def joint_rate(groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: Fabric) -> Fraction:
+    """What all groups reach together for weight 1, recomputed from the loads of their forests.
+
+    Parameters
+    ----------
+    groups : sequence of MeshGroup
+    weights : sequence of Fraction
+        Of each group.
+    whole : Fabric
+        Of all GPUs of the mesh, over the channels of the plans.
+
+    Raises
+    ------
+    PlanError
+        A plan crosses a link that the machine does not have, or as wide.
+    """
+    used = [Fraction(0)] * len(whole.links)
+    for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+        fabric = Fabric(group.plan.topology, group.plan.channels)
+        for link, load in zip(fabric.links, link_loads(group.plan.shards, fabric), strict=True):
+            at = whole.link_index.get((link.src, link.dst))
+            if at is None or whole.links[at] != link:
+                raise PlanError(f"group {number}: its link {link.src}->{link.dst} is none of the machine's")
+            used[at] += weight * load
+    return min(c / load for c, load in zip(whole.capacity, used, strict=True) if load)
+
+
+def joint_bound(
+    certificate: Lengths, groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: Fabric
+) -> Fraction:
+    """What no forests of the groups exceed together for weight 1; as `joint_rate`, and errors of `Lengths`."""
+    certificate.check(whole)
+    length = Fraction(0)
+    for group, weight in zip(groups, weights, strict=True):
+        plan = group.plan
+        fabric = Fabric(plan.topology, plan.channels)
+        length += weight * certificate.forest(fabric, plan.collective, plan.root)
+    if length == 0:
+        raise PlanError("the certificate's lengths allow forests of length zero and bound nothing")
+    return certificate.volume(whole) / length
+
+
+def verify_mesh(mesh: MeshPlans) -> tuple[Verification, ...]:
+    """Recompute what the plans of a mesh claim, each alone and all together.
+
+    Returns
+    -------
+    tuple of Verification
+        Of each group's plan.
+
+    Raises
+    ------
+    PlanError
+        The first thing that is wrong, with its group.
+    """
+    weights = _checked_weights(mesh)
+    _check_ranks(mesh)
+    reports = []
+    channels = mesh.groups[0].plan.channels
+    for number, group in enumerate(mesh.groups):
+        plan = group.plan
+        try:
+            if plan.channels != channels or plan.collective != mesh.groups[0].plan.collective:
+                raise PlanError("it has other channels or another collective than group 0")
+            if plan.ranks != tuple(mesh.ranks[rank] for rank in group.members):
+                raise PlanError(f"its ranks are {', '.join(plan.ranks)}, not its members' GPUs")
+            reports.append(verify(plan))
+        except PlanError as error:
+            raise error.under(f"group {number}") from None
+    whole = Fabric(mesh.topology, channels)
+    rate = joint_rate(mesh.groups, weights, whole)
+    bound = joint_bound(mesh.certificate, mesh.groups, weights, whole)
+    for name, claimed, found in (("rate", mesh.rate, rate), ("bound", mesh.bound, bound)):
+        if claimed != nearest_float(found):
+            raise PlanError(
+                f"claims {name} {claimed:.9g} GB/s of all groups at once; it is {float(found):.9g}"
+            )
+    if rate > bound:
+        raise PlanError(f"the rate {float(rate):.6g} GB/s exceeds the certified bound {float(bound):.6g}")
+    return tuple(reports)
+
+
+def _checked_weights(mesh: MeshPlans) -> list[Fraction]:
+    """The weight of every group."""
+    weights = dict(mesh.weights)
+    for name, weight in mesh.weights:
+        if name not in dict(mesh.axes) or weight <= 0:
+            raise PlanError(f"weight {weight} of axis {name!r}: weights are above zero, of axes of the mesh")
+    if any(group.axis not in weights for group in mesh.groups) or not mesh.groups:
+        raise PlanError("every group has an axis with a weight")
+    return [weights[group.axis] for group in mesh.groups]
+
+
+def _check_ranks(mesh: MeshPlans) -> None:
+    """Hold the groups to be those of the mesh, all of them, and its ranks to be the machine's GPUs."""
+    if mesh.ranks != mesh.topology.gpus or prod(extent for _, extent in mesh.axes) != len(mesh.ranks):
+        raise PlanError(
+            f"the axes make {prod(extent for _, extent in mesh.axes)} ranks of {len(mesh.ranks)} GPUs"
+        )
+    wanted = [(axis, members) for axis, _ in mesh.weights for members in groups_along(mesh.axes, axis)]
+    if [(group.axis, group.members) for group in mesh.groups] != wanted:
+        raise PlanError("the groups are not those of the axes")
