@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import cast
 
@@ -95,10 +96,19 @@ def execution_plan(
 
 
 def execution_plans(plans: Plans, choices: Choices = DEFAULT) -> Exported:
-    """A file for each range of sizes, which says the smallest and the largest that it is for; as `execution_plan`."""
+    """A file for each range of sizes, which says the smallest and the largest that it is for; as `execution_plan`.
+
+    Where ranks exchange elements without trees, which this writes no file for, the next larger plan of trees is taken.
+    """
     files = []
     notes = []
+    of_trees = [one for one in plans.ranges if not one.plan.exchanges]
     for number, one in enumerate(plans.ranges):
+        if one.plan.exchanges and of_trees:
+            larger = [other for other in of_trees if other.start > one.start]
+            taken = (larger or of_trees[-1:])[0].plan
+            notes.append(f"{one}: {one.plan.schedule} is not written; its file holds {taken.schedule}")
+            one = replace(one, plan=taken)
         # the unit suits the larger sizes of a range, where it matters
         size = USUAL_SIZE if one.stop is None else one.stop
         made = execution_plan(one.plan, choices, sizes=(one.start, one.stop), usual=max(size, one.start))
