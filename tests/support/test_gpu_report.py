@@ -246,6 +246,7 @@ def cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return install_selection(monkeypatch, machine)[0]
 
 
+@pytest.mark.thorough
 def test_the_rows_on_kernels_hold_on_the_stand_in(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very rows, with some of the dtypes; the kernels run on this processor."""
     assert len(gpu_checks.kernel_cases()) == 65

@@ -107,6 +107,7 @@ def test_the_planner_refuses_switches_that_are_not_there() -> None:
         topoplan.plan("dgx-1v", in_network="nvswitch")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("which", "collective", "rate"),
     [("nvswitch", "allgather", 1600 / 3), ("all", "allgather", 1600 / 3), ("switch", "allreduce", 275.0)],

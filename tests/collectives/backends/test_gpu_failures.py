@@ -25,6 +25,7 @@ from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 
 
+@pytest.mark.thorough
 def test_arrays_that_do_not_fit_are_refused(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 2
     plan = forest_plan(2, "allreduce", "star")
@@ -260,7 +261,7 @@ def test_a_rank_that_goes_after_a_graph_is_named_by_the_others_at_once(
     assert farewells() == []
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("bindings", BINDINGS)
 def test_a_failure_inside_a_collective_that_is_replayed_ends_on_every_rank(
     machine: Machine, cupy: ModuleType, bindings: str

@@ -163,6 +163,7 @@ def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) 
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["comm_window_register", "get_lsa_multimem_device_pointer", "mem_alloc"])
 def test_where_nccl_fails_on_one_rank_all_go_another_way_and_messages_still_move(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, what: str

@@ -74,7 +74,7 @@ def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
             assert [one[number][place] for one in found] == expected
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [4, 6, 7])
 def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path: Path) -> None:
     machine = topoplan.load("dgx-1v")
@@ -404,6 +404,7 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
     assert set(rates.values()) == {25e9, 50e9}
 
 
+@pytest.mark.thorough
 def test_a_link_that_the_system_does_not_pace_is_paced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "set_pace", lambda connection, rate: False)
     plan = forest_plan(2, "allreduce", "star")

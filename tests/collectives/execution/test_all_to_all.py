@@ -140,6 +140,7 @@ def in_tcp(plan: Plan, block: int, **options: int) -> list[Array]:
     return in_threads(plan, body, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "gpus"), PLANS)
 @pytest.mark.parametrize("block", [1, 37, 40_000])
 def test_every_block_arrives_over_tcp(name: str, gpus: list[int] | None, block: int) -> None:

@@ -60,6 +60,7 @@ def test_sums_are_the_same_bits_on_all_ranks(kind: str) -> None:
             assert {seal(one) for one in arrays} == {seal(results[0])}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("op", "expected"), [("max", 3), ("min", 0), ("prod", 0), ("sum", 6), ("avg", 1)])
 def test_all_reductions(op: str, expected: int) -> None:
     """Averages of integers are truncated, as everywhere."""

@@ -174,6 +174,7 @@ def test_calls_in_the_background_keep_their_turn(in_ranks: Any) -> None:
     assert in_ranks(forest_plan(2, "allreduce", "star"), body) == [wanted] * 2
 
 
+@pytest.mark.sampled
 def test_averages_are_divided_by_the_number_of_ranks_whatever_else_has_run(in_ranks: Any) -> None:
     def body(comm: Communicator, rank: int) -> list[Any]:
         found = []

@@ -92,6 +92,7 @@ def test_a_tcp_job_runs_and_its_lines_can_carry_the_rank(capsys: pytest.CaptureF
     assert lines == [f"[{rank}] {rank} [3, 6, 9]" for rank in range(3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("then", "status"), [("ends", 0), ("fails", 3), ("ignores", 7), ("stops", 5), ("dies", 128 + 9)]
 )

@@ -100,6 +100,7 @@ def left(connection: socket.socket) -> int:
     return acknowledged + waits
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of connections")
 def test_sockets_carry_what_is_counted() -> None:
     plan = topoplan.three_phase(servers_of(2, 2))

@@ -47,6 +47,7 @@ def test_a_gradient_of_16_bits_is_taken_in_as_its_copy_of_more(name: str, moment
         assert narrow.residual.tobytes() == wide.residual.tobytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_in_16_bits_is_seen(name: str, odd: float) -> None:

@@ -190,6 +190,7 @@ def test_a_step_without_entries_only_adds(fake: Fake) -> None:
 # ---- bad input
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_is_refused_and_nothing_is_taken(fake: Fake, dtype: str) -> None:
     cupy, _ = fake

@@ -224,6 +224,7 @@ def machine_file(folder: Path, machine: topoplan.Topology) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_trees_and_a_relaying_ring_run_on_real_links(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

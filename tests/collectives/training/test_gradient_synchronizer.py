@@ -202,6 +202,7 @@ def densities(step: int) -> float:
     return 0.5 ** min(step + 1, 5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"momentum": 0.9, "exchange": "pairs"}, {"density": densities}])
 def test_a_restored_state_goes_on_bit_for_bit(options: dict[str, Any]) -> None:
     """Ten steps, a checkpoint through pickle, ten more in a new synchronizer: as twenty in one."""

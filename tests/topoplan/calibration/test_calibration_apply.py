@@ -265,6 +265,7 @@ class TestInvariants:
         made, again = (calibrated(box(), one, date=DATE).topology for one in (found, shuffled))
         assert made.links == again.links
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("name", library())
     def test_copies_go_where_the_matrix_says_and_by_as_few_links_as_there_are(self, name: str) -> None:
         """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""

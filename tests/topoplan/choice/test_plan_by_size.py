@@ -269,6 +269,7 @@ def on_windows(name: str, collective: str) -> Choice:
     return choose_by_size(topoplan.load(name), collective, engine="windows")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["v100x4", "dgx-h100", "dgx-b200"])
 def test_windows_take_the_least_of_all_candidates(name: str) -> None:
     """At every tested size, by clocks of their own, with the figures that the choice names."""
@@ -300,6 +301,7 @@ def test_by_windows_medium_sizes_go_along_two_trees() -> None:
     assert schedules == ["one-hop", "double binary tree", "one-hop"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("machine", "message"),
     [

@@ -167,6 +167,7 @@ class TestContract:
         assert "rate   150 GB/s of algorithm bandwidth (optimal, proved)" in out
         assert "bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must" in out
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("collective", COLLECTIVES)
     def test_every_command_takes_every_collective(self, run: Run, tmp_path: Path, collective: str) -> None:
         """plan, verify, simulate, bench and compare work for each collective, without a wrong element."""

@@ -175,6 +175,7 @@ def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.Data
         assert port.out <= sum(link.bandwidth for link in machine.links if link.src == nic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [one for one in library() if one not in ("pcie-x8", "v100x4")])
 def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
     """As long as a NIC serves one of its GPUs, building for an allocation and cutting down afterwards agree."""

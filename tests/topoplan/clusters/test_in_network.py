@@ -125,6 +125,7 @@ def test_plain_switches_are_slower() -> None:
     assert proved(box(), "allreduce").gap == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(
     "made",

@@ -487,6 +487,7 @@ def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:
     assert json.loads(text)["summary"]["highest"] == 9.375
 
 
+@pytest.mark.thorough
 def test_the_summary_as_text_says_how_many_rings_fell_back() -> None:
     """The lines name classes, fallbacks and the range of the ratio."""
     text = str(summary(rows_of("dgx-1v", "allreduce")))

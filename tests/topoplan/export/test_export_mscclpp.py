@@ -85,6 +85,7 @@ def test_packets_stay_in_a_server() -> None:
         export_plan(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4)), "mscclpp", Choices(protocol="ll"))
 
 
+@pytest.mark.thorough
 def test_plans_by_size_are_a_file_for_each_range() -> None:
     """The engine takes the one whose sizes hold the message; a size picks one."""
     plans = topoplan.plan_by_size("dgx-1v", sizes=[1 << 10, 1 << 20, 1 << 30])
@@ -159,6 +160,7 @@ def test_more_children_than_a_block_has_channels_are_refused() -> None:
         export_plan(plan, "mscclpp")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_loops_share_blocks_where_few_are_allowed(collective: str) -> None:
     """The same bytes over the same links from four blocks of a GPU."""

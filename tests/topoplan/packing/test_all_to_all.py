@@ -52,6 +52,7 @@ def test_a_pair_of_a_known_machine_has_the_known_rate(name: str, channels: str, 
     assert exact_rate(plan) == len(plan.ranks) * Fraction(pair)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("count", "access", "pair"),
     [

@@ -26,6 +26,7 @@ def measured(servers: int, spread: float) -> Topology:
     return replace(machine, links=links)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter", "broadcast", "reduce"])
 def test_hundreds_of_measured_gpus_are_planned_within_the_tolerance(collective: str) -> None:
     """Servers within 0.4 %: the gap is at most that, from the plan's file, and the plan says where it comes from."""
@@ -54,6 +55,7 @@ def test_machines_with_symmetries_or_few_gpus_are_left_as_they_are() -> None:
     assert floored_by_kind(Fabric(measured(4, 0.05), ("nvlink", "network"))) is None
 
 
+@pytest.mark.thorough
 def test_a_time_limit_never_ends_below_the_start_of_the_search() -> None:
     """128 GPUs within 4 %: without a limit the start is the answer, with a limit of nothing the plan is no worse."""
     machine = measured(16, 0.04)
@@ -65,6 +67,7 @@ def test_a_time_limit_never_ends_below_the_start_of_the_search() -> None:
     assert topoplan.verify(searched).rate == searched.rate
 
 
+@pytest.mark.thorough
 def test_the_tolerance_says_when_the_start_is_the_answer() -> None:
     """40 GPUs within 0.4 %: 1 % takes the start, 0 searches for the optimum."""
     machine = measured(5, 0.004)

@@ -83,6 +83,7 @@ def best_rate(machine: Topology, groups: list[tuple[tuple[int, ...], float]]) ->
     return float(-solved.fun)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", [name for name in library() if len(topoplan.load(name).gpus) <= 16])
 def test_one_group_of_all_gpus_is_as_fast_as_the_plan(name: str, collective: str) -> None:

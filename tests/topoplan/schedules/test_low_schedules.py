@@ -27,6 +27,7 @@ def planes(count: int) -> Topology:
     return machine(4, both_ways(ports), switches=count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", library())
 def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:

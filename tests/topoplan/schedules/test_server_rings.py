@@ -41,6 +41,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "drawn",
     [

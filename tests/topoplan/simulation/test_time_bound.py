@@ -72,6 +72,7 @@ def test_between_servers_each_hop_more_allows_less_traffic() -> None:
     assert [chain for chain, _ in found] == pytest.approx(chains)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100"])
 def test_switch_machines_are_optimal_at_every_size(name: str) -> None:
     """One-shot and then one hop meet the bound on an allreduce, an allgather and a reduce-scatter."""
@@ -106,6 +107,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
             assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
 def test_no_library_candidate_is_below_the_bound(name: str, collective: str) -> None:
@@ -167,6 +169,7 @@ def test_limits_of_a_wrong_form_are_refused(value: object, told: str) -> None:
         limit_from_object(value)
 
 
+@pytest.mark.thorough
 def test_a_file_says_times_and_verify_recomputes_them(run: Run, tmp_path: Path) -> None:
     """Times, bounds and ratios in table and JSON; a time or a limit that is not right is found."""
     path = tmp_path / "sizes.json"
