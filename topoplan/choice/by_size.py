@@ -18,7 +18,7 @@ from itertools import pairwise
 from topoplan.choice.candidates import candidates
 from topoplan.choice.time_limits import chain_limits
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import UNIONS, Fabric, channel_words
 from topoplan.hosts.gpu_identity import is_amd
 from topoplan.plans.chain_limits import hop_start_ups
 from topoplan.plans.plan import Plan, SizeRange
@@ -184,6 +184,10 @@ def choose_by_size(
         raise UsageError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if costs is not None and engine != "windows":
         raise UsageError(f"engine costs are of the windows engine, not of {engine}; leave them out")
+    if channels in UNIONS:
+        raise UsageError(
+            f"plans by size take wires that suit all sizes, not channels {channels!r}; give one size instead (--size)"
+        )
     if not sizes or min(sizes) < 0:
         raise UsageError(
             f"sizes {tuple(sizes)} cannot be planned for; give at least one, of zero bytes or more"
@@ -266,7 +270,7 @@ def _check_domain(fabric: Fabric) -> None:
     if fabric.channels != ("nvlink",):
         raise UsageError(
             "the windows engine needs GPUs in one NVLink domain, and these are planned over "
-            f"{' and '.join(fabric.channels)}; choose others, or the engine messages"
+            f"{channel_words(fabric.channels)}; choose others, or the engine messages"
         )
     routes, ranks = LeastLoaded(fabric), range(fabric.size)
     apart = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)

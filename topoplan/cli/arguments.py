@@ -227,16 +227,17 @@ def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None
         "--channels",
         default=default,
         metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else PCIe, else NVLink and the network together, else PCIe and "
-        "the network), nvlink, pcie, nvlink+network, pcie+network, or nvlink+pcie: the buffer divided between a forest "
-        "over each (default: auto)",
+        help="auto (NVLink where it connects the GPUs, else NVLink islands with the PCIe between them, else PCIe, else "
+        "NVLink and the network together, else PCIe and the network), nvlink, pcie, nvlink+network, pcie+network; "
+        "nvlink+pcie: the buffer divided between a forest over each; all: one forest over both; all-staged: with PCIe "
+        "only by way of the CPUs' memory, which needs no switch of peer access (default: auto)",
     )
     parser.add_argument(
         "--size",
         type=size,
         metavar="S",
-        help="with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small ones "
-        "(default: the limit of large buffers)",
+        help="with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small ones; "
+        "with all and all-staged, whether NVLink alone is faster (default: the limit of large buffers)",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 
+from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments, plan_mesh, plan_sizes
 from topoplan.cli.cluster_options import add_cluster, add_in_network
@@ -24,6 +25,7 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_demand, read_machine
 from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_table
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import ALL, Fabric, channel_words
 from topoplan.hosts.notes import kind_of
 from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS, TOLERANCE
@@ -32,6 +34,7 @@ from topoplan.plans.certificates import Demand, explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
+from topoplan.units import TOLERANCE as LEAST_GAIN
 from topoplan.units import exact, format_seconds
 
 OF_TREES = {
@@ -244,7 +247,7 @@ def _run_bound(options: argparse.Namespace) -> int:
         )
         return 0
     count = counted(len(proved.ranks), "GPU")
-    print(f"{proved.collective} on {proved.topology.name}, {count}, over {' and '.join(proved.channels)}")
+    print(f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}")
     print(f"bound  {proved.rate:.6g} GB/s: {explain_certificate(proved)}")
     print(f"proved in {format_seconds(seconds)}")
     print_notes(*proved.topology.notes)
@@ -253,16 +256,30 @@ def _run_bound(options: argparse.Namespace) -> int:
 
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
-    by_phase = phases(plan)
+    by_phase, wider = phases(plan), _wider_bound(plan)
     return {
         **plan.to_object(),
         "seconds": plan.seconds,
         "gap": plan.gap,
         "digest": plan.digest,
+        **({} if wider is None else {"wider_bound": wider}),
         **({} if plan.team_wide == plan.rate else {"team_wide": plan.team_wide}),
         **({} if by_phase is None else {"phases": by_phase.to_object()}),
         "notes": plan_notes(plan),
     }
+
+
+MOST_WIDER = 64
+"""Ranks up to which a plan over NVLink also says what all wires could do."""
+
+
+def _wider_bound(plan: Plan) -> float | None:
+    """The bound over NVLink and PCIe together in GB/s, for a plan over NVLink alone where PCIe could add to it."""
+    if plan.channels != ("nvlink",) or plan.collective == ALL_TO_ALL or not 1 < len(plan.ranks) <= MOST_WIDER:
+        return None
+    fabric = Fabric(plan.topology, (ALL,))
+    wider = best_bound(fabric, plan.collective, plan.root).bound(fabric, plan.collective, plan.root)
+    return float(wider) if float(wider) > plan.bound * (1 + LEAST_GAIN) else None
 
 
 def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) -> None:
@@ -271,12 +288,13 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
         f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
-        f"({named_ranks(plan.ranks)}), over {' and '.join(plan.channels)}"
+        f"({named_ranks(plan.ranks)}), over {channel_words(plan.channels)}"
     )
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
     else:
-        verdict = "optimal, proved" if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
+        optimal = f"optimal over {channel_words(plan.channels)}, proved"
+        verdict = optimal if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
         print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
         if plan.team_wide != plan.rate:
             print(
@@ -288,6 +306,11 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
                 f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
             )
         print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
+        wider = _wider_bound(plan)
+        if wider is not None:
+            print(
+                f"wider  {wider:.6g} GB/s at most with pcie too; --channels all and all-staged say for which sizes"
+            )
         print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
         if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")

@@ -12,6 +12,7 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
 from topoplan.plans.mesh_plans import MeshPlans
 from topoplan.plans.plan import TREES
 from topoplan.units import format_seconds
@@ -147,9 +148,10 @@ def print_mesh(mesh: MeshPlans) -> None:
     )
     print(
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
-        f"{' and '.join(first.channels)}"
+        f"{channel_words(first.channels)}"
     )
-    verdict = "optimal, proved" if mesh.gap == 0 else f"{mesh.gap:.2%} below the bound"
+    optimal = f"optimal over {channel_words(mesh.groups[0].plan.channels)}, proved"
+    verdict = optimal if mesh.gap == 0 else f"{mesh.gap:.2%} below the bound"
     print(f"rate   {mesh.rate:.6g} GB/s of algorithm bandwidth in every group of weight 1 ({verdict})")
     print()
     weights = dict(mesh.weights)

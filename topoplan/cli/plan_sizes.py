@@ -15,6 +15,7 @@ from topoplan.cli.output import counted, plan_notes, print_json, print_notes, ta
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
@@ -204,7 +205,7 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
     root = "" if plans.root is None else f" {towards} {plans.ranks[plans.root]}"
     print(
         f"{plans.collective}{root} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')} "
-        f"({' '.join(plans.ranks)}), over {' and '.join(best.channels)}, by message size"
+        f"({' '.join(plans.ranks)}), over {channel_words(best.channels)}, by message size"
     )
     if len(plans.ranks) == 1:
         print("one GPU: nothing moves")

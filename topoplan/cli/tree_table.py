@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.output import counted, table
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.phases import Phases
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
@@ -88,7 +89,8 @@ def _shown_stage(shard: Shard) -> Stage:
 
 def _channels(plan: Plan, shard: Shard) -> str:
     crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
-    return "+".join(channel for channel in plan.channels if channel in crossed)
+    known = Fabric(plan.topology, plan.channels).edge_channels
+    return "+".join(channel for channel in known if channel in crossed)
 
 
 def _edges(names: Sequence[str], stage: Stage) -> str:

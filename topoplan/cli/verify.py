@@ -11,6 +11,7 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
 from topoplan.errors import PlanError, UsageError
+from topoplan.fabric.fabric import channel_words
 from topoplan.formats.load import load
 from topoplan.interpreters.known_files import ENGINES, engine_of, read_engine_file
 from topoplan.interpreters.traffic import Loads, machine_loads
@@ -140,7 +141,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int
         "nothing, no block waits for ever, no signal is left over"
     )
     if loads is not None:
-        print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {' and '.join(loads.channels)} links")
+        print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links")
         header = ("link", "load", "GB/s")
         rows = [
             (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")

@@ -18,15 +18,16 @@ isomorphism or shows that there is none.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from math import comb, prod
 
 import numpy as np
 
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import CHANNEL_CHOICES
+from topoplan.fabric.fabric import ALL, CHANNEL_CHOICES, Fabric
 from topoplan.fabric.labelled_graph import Integers, Wiring, machine_wiring
 from topoplan.symmetry.stabiliser_chain import NodeSearch
 from topoplan.symmetry.subgroup_choice import useful_nodes
@@ -55,7 +56,8 @@ class AllocationClass:
     allocations : tuple of tuple of int
         The members in ascending order; empty where there are more than `MOST_LISTED`.
     channel : str or None
-        nvlink or pcie; None where no path joins the GPUs and so no plan exists.
+        nvlink, all (NVLink islands with the PCIe between them) or pcie; None where no path joins the GPUs and so no
+        plan exists.
     """
 
     gpus: tuple[int, ...]
@@ -112,24 +114,28 @@ def allocation_classes(
     left = _checked_sizes(topology, sizes)
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()
-    earlier: list[Wiring] = []
+    earlier: list[Callable[[tuple[int, ...]], bool]] = []
+    joined_by_nvlink = Fabric(topology, ("nvlink",)).nvlink_pairs
     present = {link.channel for link in topology.links}
     for choice in CHANNEL_CHOICES[channels]:
         if channels == "auto" and "network" in choice and "network" not in present:
             continue
         tried = (*tried, *choice)
         wiring = machine_wiring(topology, choice)
+        # Left to itself, a plan takes PCIe beside NVLink only where NVLink joins some of the GPUs.
+        pairs = joined_by_nvlink if channels == "auto" and choice == (ALL,) else None
+        takes = partial(_takes, wiring, pairs)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
         groups = twin_groups(machine_wiring(topology, tried))
         _check_number(topology, groups, left)
         joined, apart = _Sorter(wiring, groups), _Sorter(wiring, groups)
         for counts in count_vectors(groups, left):
             gpus = last_allocation(groups, counts)
-            if not any(connects(other, gpus) for other in earlier):
-                (joined if connects(wiring, gpus) else apart).add(counts)
+            if not any(one(gpus) for one in earlier):
+                (joined if takes(gpus) else apart).add(counts)
         found += joined.classes("+".join(choice))
         left = apart.sizes()
-        earlier.append(wiring)
+        earlier.append(takes)
     found += apart.classes(None)
     return tuple(sorted(found, key=lambda one: (len(one.gpus), one.gpus)))
 
@@ -193,6 +199,12 @@ class _Sorter:
             else (),
             channel=channel,
         )
+
+
+def _takes(wiring: Wiring, pairs: frozenset[tuple[int, int]] | None, gpus: tuple[int, ...]) -> bool:
+    """True where these wires join the GPUs, and one of the pairs is among them (None for any GPUs)."""
+    islands = pairs is None or any((a, b) in pairs for a in gpus for b in gpus)
+    return islands and connects(wiring, gpus)
 
 
 def _checked_sizes(topology: Topology, sizes: Collection[int] | None) -> set[int]:

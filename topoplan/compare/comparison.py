@@ -198,7 +198,7 @@ def compare_all(
     >>> import topoplan
     >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
     >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
-    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((3, 4, 5), 'pcie', 'pcie ring', 8), ((3, 5, 6), 'pcie', 'pcie ring', 16)]
+    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((2, 3, 5), 'all', 'pcie ring', 4), ((3, 4, 5), 'all', 'pcie ring', 4)]
     """
     topology = as_topology(topology)
     collective = check_collective(collective)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
+from topoplan.fabric.fabric import ALL
 from topoplan.plans.json_values import finite
 
 NO_RING = "none"
@@ -93,7 +94,7 @@ class Summary:
     without_nvlink_ring : int
         Classes whose trees run over NVLink while NVLink has no ring.
     over_pcie, without_plan : int
-        Classes that NVLink does not connect, planned over PCIe or not at all.
+        Classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at all.
     below_ring : int
         Classes on which the trees are slower than the ring.
     lowest, highest : float or None
@@ -133,7 +134,7 @@ class Summary:
         ]
         apart = (
             (self.without_nvlink_ring, "have NVLink but no NVLink ring: their ring runs over PCIe"),
-            (self.over_pcie, "have no NVLink path and run over PCIe"),
+            (self.over_pcie, "have no NVLink path and run over PCIe, beside NVLink where it joins some"),
             (self.without_plan, "have no path at all"),
         )
         lines += [f"{number} classes {what}" for number, what in apart if number]
@@ -176,7 +177,7 @@ def summary(rows: Sequence[Comparison]) -> Summary:
         without_nvlink_ring=sum(
             row.channel == "nvlink" and row.ring_kind in (NO_RING, "pcie ring") for row in rows
         ),
-        over_pcie=sum(row.channel == "pcie" for row in rows),
+        over_pcie=sum(row.channel in ("pcie", ALL) for row in rows),
         without_plan=sum(row.channel is None for row in rows),
         below_ring=sum(ratio < 1 for ratio in ratios),
         lowest=min(ratios, default=None),

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
+from topoplan.fabric.staging import staged
 from topoplan.topology import Link, Topology
 from topoplan.units import exact
 
@@ -20,20 +21,35 @@ CHANNEL_LINKS = {
     "nvlink": ("nvlink",),
     "pcie": ("pcie", "sys", "c2c"),
     "network": ("network",),
+    "all": ("nvlink", "pcie", "sys", "c2c"),
+    "all-staged": ("nvlink", "pcie", "sys", "c2c"),
 }
 """Which links of the topology each channel of a plan is made of."""
 
+ALL, STAGED = "all", "all-staged"
+"""Channels of trees that take NVLink and PCIe side by side. Staged, PCIe carries only copies to a CPU's memory and from
+there (see `topoplan.fabric.staging`), for which no peer access is switched."""
+
+UNIONS = (ALL, STAGED)
+"""Choices of channels that pack NVLink and PCIe together."""
+
 CHANNEL_CHOICES = {
-    "auto": (("nvlink",), ("pcie",), ("nvlink", "network"), ("pcie", "network")),
+    "auto": (("nvlink",), (ALL,), ("pcie",), ("nvlink", "network"), ("pcie", "network")),
     "nvlink": (("nvlink",),),
     "pcie": (("pcie",),),
     "nvlink+network": (("nvlink", "network"),),
     "pcie+network": (("pcie", "network"),),
+    "all": ((ALL,), (ALL, "network")),
+    "all-staged": ((STAGED,), (STAGED, "network")),
+    "all+network": ((ALL, "network"),),
+    "all-staged+network": ((STAGED, "network"),),
 }
 """What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
 
 CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
 """What a plan may be asked to divide the buffer between: every tree keeps to one of the channels, the first leads."""
+
+_WORDS = {ALL: "nvlink and pcie together", STAGED: "nvlink together with pcie by way of the CPUs' memory"}
 
 MOST_LISTED = 16
 """Routes between two ranks, shortest first, that are listed; the others are searched for where they are wanted."""
@@ -72,7 +88,7 @@ class Fabric:
     topology : Topology
         Only the allocation's GPUs (see `Topology.subset`).
     channels : tuple of str
-        Any of nvlink, pcie, network.
+        Any of nvlink, pcie, network; or all or all-staged, and network.
 
     Examples
     --------
@@ -121,6 +137,22 @@ class Fabric:
         """True where NVLink and PCIe run side by side: the driver mixes them in no route and no tree."""
         return {"nvlink", "pcie"} <= set(self.channels)
 
+    @property
+    def union(self) -> bool:
+        """True where trees take NVLink and PCIe side by side."""
+        return self.channels[0] in UNIONS
+
+    @cached_property
+    def nvlink_pairs(self) -> frozenset[tuple[int, int]]:
+        """Ranks that NVLink joins without a rank between them: PCIe joins them once peer access is switched."""
+        nvlink = Fabric(self.topology, ("nvlink",))
+        return frozenset((arc.tail, arc.head) for arc in nvlink.arcs)
+
+    @property
+    def edge_channels(self) -> tuple[str, ...]:
+        """What an edge may say that it crosses."""
+        return ("nvlink", "pcie", *self.channels) if self.union else self.channels
+
     @cached_property
     def capacity(self) -> tuple[Fraction, ...]:
         """Capacity of each link in GB/s, exact."""
@@ -158,7 +190,7 @@ class Fabric:
         """
         found: dict[tuple[str, str, str], int] = {}
         for number, link in enumerate(self.links):
-            for channel in self.channels:
+            for channel in self.edge_channels:
                 if channel == "network" or link.channel in CHANNEL_LINKS[channel]:
                     known = found.setdefault((link.src, link.dst, channel), number)
                     if link.bandwidth > self.links[known].bandwidth:
@@ -279,7 +311,7 @@ class Fabric:
         for channel in ("nvlink", "pcie"):
             if crossed <= set(CHANNEL_LINKS[channel]):
                 return channel
-        return "network"
+        return "network" if "network" in crossed else self.channels[0]
 
     def unreachable(self, collective: str = "allreduce", root: int | None = None) -> tuple[str, ...]:
         """A cut that no link leaves and that a collective has to cross, as the devices in it; () if there is none.
@@ -318,6 +350,17 @@ class Fabric:
         return reached
 
 
+def channel_words(channels: Sequence[str]) -> str:
+    """Channels of a plan, or of its links, for a sentence.
+
+    Examples
+    --------
+    >>> channel_words(("nvlink", "network")), channel_words(("all",))
+    ('nvlink and network', 'nvlink and pcie together')
+    """
+    return " and ".join(_WORDS.get(channel, channel) for channel in channels)
+
+
 def usable_fabric(
     topology: Topology, *, channels: str = "auto", collective: str = "allreduce", root: int | None = None
 ) -> Fabric:
@@ -328,8 +371,9 @@ def usable_fabric(
     topology : Topology
         The allocation (see `Topology.subset`).
     channels : str
-        ``auto`` takes NVLink where it connects all ranks, else PCIe, else NVLink and the network together (servers
-        whose NICs are wired to their GPUs), else PCIe and the network; the other choices insist.
+        ``auto`` takes NVLink where it connects all ranks, else NVLink islands together with the PCIe between them, else
+        PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
+        network; the other choices insist.
     collective : str
     root : int or None
         Root rank of a broadcast or reduce, which need ways from or to it only.
@@ -346,11 +390,28 @@ def usable_fabric(
     _check_helpers(topology)
     if channels not in CHANNEL_CHOICES:
         raise UsageError(f"channels {channels!r} is unknown; use one of {', '.join(CHANNEL_CHOICES)}")
+    if channels.startswith(ALL) and not _states_pcie(topology):
+        raise UsageError(
+            f"{topology.name} states no PCIe links, which channels {channels} would take beside NVLink; use auto"
+        )
     for choice in CHANNEL_CHOICES[channels]:
-        fabric = Fabric(topology, choice)
+        fabric = Fabric(staged(topology) if STAGED in choice else topology, choice)
+        if channels == "auto" and fabric.union and not _has_islands(topology):
+            continue
         if not fabric.unreachable(collective, root):
             return fabric
     raise _no_path(topology, channels, collective, root)
+
+
+def _states_pcie(topology: Topology) -> bool:
+    return any(link.channel in CHANNEL_LINKS["pcie"] for link in topology.links)
+
+
+def _has_islands(topology: Topology) -> bool:
+    """True where NVLink joins some of the ranks, but leaves PCIe to join the others."""
+    nvlink = Fabric(topology, ("nvlink",))
+    ranks = set(range(nvlink.size))
+    return any(len(nvlink._reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
 
 
 def _check_helpers(topology: Topology) -> None:
@@ -369,8 +430,15 @@ def _no_path(topology: Topology, channels: str, collective: str, root: int | Non
     """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
     mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
     cut = mixed.unreachable(collective, root)
-    wires = {"auto": "NVLink, PCIe or network", "nvlink": "NVLink", "pcie": "PCIe"}.get(channels, channels)
+    wires = {
+        "auto": "NVLink, PCIe or network",
+        "nvlink": "NVLink",
+        "pcie": "PCIe",
+        ALL: "NVLink or PCIe",
+    }.get(channels, channels)
     hint = "" if channels == "auto" else "; try --channels auto"
+    if channels == "auto" and _has_islands(topology) and not _states_pcie(topology):
+        hint = "; NVLink joins only some of them, and the machine states no PCIe links of a host that joins the others"
     if not cut:
         cut = Fabric(topology, CHANNEL_CHOICES[channels][0]).unreachable(collective, root)
         wires = "NVLink"

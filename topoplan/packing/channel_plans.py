@@ -1,4 +1,4 @@
-"""Several channels at once: one forest for each, the buffer divided so that all finish together.
+"""Several channels at once: one forest for each, the buffer divided so that all finish together, or one over all.
 
 The forests are ordinary plans over one channel each, packed and proved by themselves. Their shards, scaled, make one
 plan; its bound is the sum of theirs, under the condition that a shard keeps to one channel. Channel k moves B_k bytes a
@@ -13,6 +13,9 @@ T_dpa that is equation 8 of Blink (MLSys 2020, appendix A.3):
 
 It knows the start of a channel but not the start-ups and the pipeline of its trees. So the time model has the last
 word: where it finds the split no faster than the first channel alone, the plan is that of the first channel alone.
+
+One forest over all wires (`beside_nvlink`) reaches more than the sum, since its trees take NVLink and PCIe side by
+side; it is packed like any other, and compared here with NVLink alone.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
-from topoplan.simulation.dataflow import dataflow
-from topoplan.simulation.latency import channel_starts
-from topoplan.simulation.model import simulate
+from topoplan.simulation.dataflow import dataflow, switched_hops
+from topoplan.simulation.latency import channel_starts, peer_access_seconds
+from topoplan.simulation.model import clock, simulate
 from topoplan.units import format_seconds, format_size
 
 LARGEST = 1 << 50
@@ -126,6 +129,68 @@ def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
     return replace(joined, notes=(text, *lanes.notes(parts), *joined.notes))
 
 
+def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
+    """A plan over all wires, or over NVLink alone where that is faster for buffers of a size.
+
+    Parameters
+    ----------
+    union, alone : Plan
+        Over all wires in one packing, and over NVLink.
+    nbytes : int or None
+        Bytes of the buffer; None keeps the first.
+
+    Returns
+    -------
+    Plan
+        With notes on what NVLink alone would reach, and from which size on more wires are faster.
+    """
+    if len(union.ranks) == 1:
+        return union
+    hops = switched_hops(union)
+    times = [clock(one) for one in (union, alone)]
+
+    def faster(size: int) -> bool:
+        return times[0](size).seconds < times[1](size).seconds
+
+    size = first_size(faster, 1) if union.rate > alone.rate else None
+    helps = "at no size" if size is None else f"from about {format_size(size)} on"
+    told = [f"nvlink alone reaches {alone.rate:.6g} GB/s; by the model all wires are faster {helps}"]
+    if hops:
+        start = format_seconds(float(peer_access_seconds(union.topology)))
+        told.append(
+            f"{hops} hops take PCIe between GPUs that NVLink joins too: the plan starts after {start}, once peer "
+            "access is switched; channels all-staged copies by way of the CPUs' memory and waits for nothing"
+        )
+        if not union.topology.peer_access:
+            told.append(_ASSUMED.format(start=start))
+    if nbytes is not None and not faster(nbytes):
+        text = f"nvlink alone carries a buffer of {format_size(nbytes)}"
+        return replace(alone, notes=(text, *told, *alone.notes))
+    return replace(union, notes=(*told, *union.notes))
+
+
+_ASSUMED = (
+    "the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
+    "set peer_access in the topology file"
+)
+
+
+def first_size(faster: Callable[[int], bool], low: int) -> int | None:
+    """Bytes, to 1 / 64, from which something is faster that is not so up to ``low``; None for never."""
+    high = low
+    while not faster(high):
+        low, high = high, 2 * high
+        if high > LARGEST:
+            return None
+    while high - low > high // 64:
+        middle = (low + high) // 2
+        if faster(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
 def _join(parts: Sequence[Plan], shares: Sequence[Fraction]) -> Plan:
     """The shards of all parts, scaled; for allgather and reduce-scatter in the order of their owners."""
     first = parts[0]
@@ -181,28 +246,14 @@ class _Lanes:
             f"{parts[last].channels[0]} starts after {start} and helps {helps}; each size has shares of its own"
         ]
         if self.starts[last] and not parts[last].topology.peer_access:
-            notes.append(
-                f"the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
-                "set peer_access in the topology file"
-            )
+            notes.append(_ASSUMED.format(start=start))
         return tuple(notes)
 
     def helpful_size(self) -> int | None:
         """Bytes, to 1 / 64, from which the model finds all channels faster than the first; None for never."""
         # Below this size the first channel is done before the next one starts.
         low = int(self.rates[0] * 10**9 * max(Fraction(0), min(self.starts[1:]) - self.starts[0]))
-        high = max(1, low)
-        while not self._helps(high):
-            low, high = high, 2 * high
-            if high > LARGEST:
-                return None
-        while high - low > high // 64:
-            middle = (low + high) // 2
-            if self._helps(middle):
-                high = middle
-            else:
-                low = middle
-        return high
+        return first_size(self._helps, max(1, low))
 
     def _helps(self, nbytes: int) -> bool:
         split = channel_split(self.rates, self.starts, nbytes)

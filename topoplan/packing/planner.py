@@ -20,7 +20,7 @@ from topoplan.bounds.block_cuts import quick_bound
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.problem import Packing, TreeColumn
 from topoplan.errors import UsageError
-from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, Fabric
+from topoplan.fabric.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.in_network import with_in_network
 from topoplan.packing.all_to_all import Matrix, check_demand, plan_all_to_all
@@ -89,15 +89,18 @@ def plan(
         ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
         several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
-        ``auto`` (NVLink where it connects the allocation, else PCIe), ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides
-        the buffer between a forest over each (see `topoplan.packing.channel_plans`).
+        ``auto`` (NVLink where it connects the allocation, else NVLink islands with the PCIe between them, else PCIe),
+        ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides the buffer between a forest over each, ``all`` packs one forest
+        over both, and ``all-staged`` one whose hops over PCIe pass a CPU's memory (see
+        `topoplan.packing.channel_plans`).
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
     epsilon, threshold : float
         For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
         stay, or failing that below the packing's rate.
     nbytes : int or None
-        For ``nvlink+pcie``, the size of the buffer, on which the shares depend; None for the limit of large ones.
+        For ``nvlink+pcie``, the size of the buffer, on which the shares depend, and for ``all`` and ``all-staged``,
+        whether NVLink alone is faster; None for the limit of large ones.
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
         for no limit. It is looked at between the rounds of the search, and the first round is always made.
@@ -173,10 +176,12 @@ def plan(
             nbytes=nbytes,
         )
         return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
-    if nbytes is not None:
+    if nbytes is not None and channels not in UNIONS:
         raise UsageError(
-            f"a size matters only to channels {', '.join(CHANNEL_SPLITS)}; leave it out with {channels!r}"
+            f"a size matters only to channels {', '.join((*CHANNEL_SPLITS, *UNIONS))}; leave it out with {channels!r}"
         )
+    if nbytes is not None and nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
     fabric = asked.fabric(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
@@ -190,6 +195,25 @@ def plan(
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
+    if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
+        from topoplan.packing.channel_plans import beside_nvlink
+
+        alone = plan(
+            asked.machine,
+            collective,
+            gpus=gpus,
+            root=root,
+            method=method,
+            channels="nvlink",
+            order=order,
+            epsilon=epsilon,
+            threshold=threshold,
+            time_limit=deadline.left,
+            demand=demand,
+            tolerance=tolerance,
+            progress=progress,
+        )
+        made = beside_nvlink(made, alone, nbytes=nbytes)
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
 
 

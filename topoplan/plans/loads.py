@@ -40,10 +40,10 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
             f"to {fabric.vertices[edge.child]}",
             rank=edge.child,
         )
-    if edge.channel not in fabric.channels:
+    if edge.channel not in fabric.edge_channels:
         raise PlanError(
             f"edge {edge.parent}->{edge.child} uses channel {edge.channel!r}, but the plan speaks of "
-            f"{', '.join(fabric.channels)}",
+            f"{', '.join(fabric.edge_channels)}",
             rank=edge.child,
         )
     devices = edge.route[::-1] if op == "reduce" else edge.route

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.fabric.fabric import ALL, CHANNEL_LINKS, STAGED, Fabric
 from topoplan.formats.topology_json import topology_from_object
 from topoplan.plans.certificates import Certificate, Demand, Steiner, certificate_from_object
 from topoplan.plans.json_values import (
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 FORMAT = "topoplan.plan/1"
 FORMAT_2 = "topoplan.plan/2"
 """What plans say that a reader of the first format cannot read: an all-to-all, gathers without entries, trees that join
-helpers or whose bound lets them."""
+helpers or whose bound lets them, trees over NVLink and PCIe together."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 """Collectives whose trees reach all ranks."""
@@ -280,7 +280,8 @@ class Plan(Plans):
     @property
     def _is_later(self) -> bool:
         of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
-        return of_trees or self.collective == ALL_TO_ALL or self.exchanges
+        union = bool({ALL, STAGED} & set(self.channels))
+        return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
 
     @property
     def exchanges(self) -> bool:

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
-from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
+from topoplan.fabric.fabric import CHANNEL_LINKS, STAGED, Fabric
+from topoplan.fabric.staging import staged
 from topoplan.plans.certificates import Channels, Demand, Sparse
 from topoplan.plans.certificates.exchange import ends_of
 from topoplan.plans.certificates.sparse import check_entries
@@ -372,6 +373,10 @@ def _check_channels(plan: Plan, fabric: Fabric) -> None:
 
     The bounds of the channels add up only so: that of one channel supposes equal blocks.
     """
+    if STAGED in plan.channels and staged(plan.topology) != plan.topology:
+        raise PlanError(
+            "a PCIe switch of the machine turns copies around, which channels all-staged leave to the CPUs' memory"
+        )
     if not (fabric.split or isinstance(plan.certificate, Channels)):
         return
     carried: dict[tuple[str, int], Fraction] = {}

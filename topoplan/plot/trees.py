@@ -7,6 +7,7 @@ from fractions import Fraction
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from topoplan.fabric.fabric import Fabric
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Stage
 from topoplan.plot.canvas import FILLS, STROKES, new_figure
@@ -128,7 +129,8 @@ def _share(share: Fraction) -> str:
 def _headline(plan: Plan, shown: int) -> list[str]:
     if not plan.trees:
         return [f"{plan.collective} on {plan.topology.name}: one rank, nothing to move"]
-    channels = " and ".join(STROKES[channel].name for channel in plan.channels)
+    taken = Fabric(plan.topology, plan.channels).edge_channels
+    channels = " and ".join(STROKES[channel].name for channel in taken if channel in STROKES)
     lines = [
         f"{plan.collective} on {plan.topology.name}: {plan.schedule} over {channels}, "
         f"{plan.rate:.4g} GB/s, bound {plan.bound:.4g} GB/s"

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound, whole_capacities
 from topoplan.errors import InfeasibleError
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import Fabric, channel_words
 from topoplan.schedules.rings.forest import LogicalRing
 from topoplan.simplex.exact_simplex import PackingSimplex
 
@@ -59,7 +59,7 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
     reached = _shortest_paths(fabric, [1] * len(fabric.links), tail)
     if head not in reached:
         raise InfeasibleError(
-            f"no path over {' and '.join(fabric.channels)} leads from {fabric.nodes[tail]} to {fabric.nodes[head]}; "
+            f"no path over {channel_words(fabric.channels)} leads from {fabric.nodes[tail]} to {fabric.nodes[head]}; "
             "use a schedule without that hop, or other channels",
             cut=tuple(fabric.nodes[node] for node in sorted(reached)),
         )

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topoplan.fabric.fabric import Fabric
+from topoplan.fabric.fabric import ALL, Fabric
 from topoplan.plans.loads import edge_links, full_links, link_loads
 from topoplan.plans.plan import Plan
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.simulation.latency import channel_starts, device_kinds, route_latency
+from topoplan.simulation.latency import channel_starts, device_kinds, peer_access_seconds, route_latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,35 @@ def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> 
         arriving.setdefault(rank, []).extend(hops)
 
 
+def switched_hops(plan: Plan) -> int:
+    """Edges of a plan that take PCIe between two GPUs that NVLink joins too, for which peer access is switched.
+
+    Staged copies need no peer access, and channels of a split plan know their starts themselves.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
+    1
+    >>> switched_hops(topoplan.plan("dgx-1v", gpus=[0, 1, 6]))
+    0
+    """
+    if ALL not in plan.channels:
+        return 0
+    joined = Fabric(plan.topology, plan.channels).nvlink_pairs
+    return sum(
+        edge.channel not in ("nvlink", "network") and (edge.parent, edge.child) in joined
+        for shard, _ in plan.shard_counts
+        for stage in shard.stages
+        for edge in stage.edges
+    )
+
+
 def _lanes(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
     """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
+    if switched_hops(plan):
+        start = float(peer_access_seconds(plan.topology))
+        return (("+".join(plan.channels), start),), (0,) * len(plan.shard_counts)
     if not fabric.split:
         return (("+".join(plan.channels), 0.0),), (0,) * len(plan.shard_counts)
     starts = channel_starts(plan.topology, plan.channels)

@@ -19,7 +19,8 @@ each other, and the part of NVLink that flags take.
 Every channel starts at once, but for PCIe beside NVLink, which has to be switched on. A driver reaches a peer GPU over
 one kind of wire at a time. To use PCIe while NVLink is busy, every process first switches peer access off between its
 GPUs, and that takes T_dpa (Blink, appendix A.3). A plan over PCIe alone needs no switch: it is made once, before the
-plan runs.
+plan runs. Nor does one that takes both side by side, but PCIe only between GPUs that NVLink does not join, or only by
+way of a CPU's memory; any other such plan starts after T_dpa.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class TestContract:
         """The text names rate, bound with the bottleneck, and one line for each tree."""
         out = run("plan", "dgx-1v", "--collective", "reduce", "--root", "5").out
         assert out.startswith("reduce to gpu5 on dgx-1v, 8 GPUs")
-        assert "rate   150 GB/s of algorithm bandwidth (optimal, proved)" in out
+        assert "rate   150 GB/s of algorithm bandwidth (optimal over nvlink, proved)" in out
         assert "bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must" in out
 
     @pytest.mark.sampled

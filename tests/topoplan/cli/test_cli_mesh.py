@@ -25,7 +25,7 @@ def test_a_mesh_goes_through_its_file(capsys: pytest.CaptureFixture[str], tmp_pa
     place = tmp_path / "mesh.json"
     said = run(capsys, *MESH, "--axes", "dp=1,tp=3", "-o", str(place))
     assert "a mesh of dp 2 x tp 4: 4 groups along dp and 2 groups along tp at once, over nvlink" in said
-    assert "GB/s of algorithm bandwidth in every group of weight 1 (optimal, proved)" in said
+    assert "GB/s of algorithm bandwidth in every group of weight 1 (optimal over nvlink, proved)" in said
     assert place.read_text() == run(capsys, *MESH, "--axes", "tp=3,dp", "-o", "-")
     said = run(capsys, "verify", str(place))
     assert said.startswith("valid: 6 groups, each with each contribution exactly once wherever it must be\n")

@@ -83,7 +83,10 @@ def test_nvlink_classes_are_as_many_as_blink_counts(machine: str) -> None:
     assert Counter(len(one.gpus) for one in over_nvlink) == CLASSES[machine]
     assert sum(one.members for one in over_nvlink) == 197
     assert sum(one.members for one in found) == 247
-    assert {one.channel for one in found} == {"nvlink", "pcie"}
+    islands = [one for one in found if one.channel == "all"]
+    assert {one.channel for one in found} == {"nvlink", "all", "pcie"}
+    assert min(len(one.gpus) for one in islands) == 3
+    assert {len(one.gpus) for one in found if one.channel == "pcie"} == {2}
 
 
 def test_equal_fingerprints_do_not_make_a_class() -> None:

@@ -434,7 +434,8 @@ def test_bad_requests_are_one_line() -> None:
         with pytest.raises(UsageError, match=r"is unknown; use one of auto, .*nvlink\+pcie"):
             topoplan.plan(DGX, channels=channels)
     with pytest.raises(
-        UsageError, match=r"a size matters only to channels nvlink\+pcie; leave it out with 'auto'"
+        UsageError,
+        match=r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it out with 'auto'",
     ):
         topoplan.plan(DGX, nbytes=GB)
     with pytest.raises(UsageError, match="a buffer of -1 bytes cannot be planned for"):

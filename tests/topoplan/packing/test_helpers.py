@@ -263,7 +263,7 @@ def test_the_command_line_names_helpers(run: Run, tmp_path: object) -> None:
         file.write(star(3, 1).to_json())
     status, out, _ = run("plan", path, "-o", f"{tmp_path}/plan.json")
     assert status == 0
-    assert "optimal, proved" in out
+    assert "optimal over nvlink and network, proved" in out
     assert "helper0>gpu0 helper0>gpu1 helper0>gpu2" in out
     status, out, _ = run("verify", f"{tmp_path}/plan.json")
     assert status == 0

@@ -21,6 +21,7 @@ from topoplan.errors import UsageError
 from topoplan.export.exported import Exported, one_server
 from topoplan.export.nccl.numbering import gpu_numbers
 from topoplan.export.nccl.xml_text import Element, nccl_xml
+from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.gpu_identity import is_amd
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.plan import Plan
@@ -88,7 +89,7 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     notes = (
         CANNOT,
         f"AllReduce: rings {float(rate):.6g} GB/s, chains {float(graphs.chain_rate):.6g} GB/s; trees packed over "
-        f"{' and '.join(trees.channels)}, which NCCL cannot run, {trees.rate:.6g} GB/s",
+        f"{channel_words(trees.channels)}, which NCCL cannot run, {trees.rate:.6g} GB/s",
     )
     return _written(machine, paths, graphs, notes)
 
