@@ -243,7 +243,8 @@ def machine_wiring(topology: Topology, channels: Sequence[str]) -> Wiring:
     kinds = [(by_name[name].kind, by_name[name].multicast, by_name[name].reduce) for name in fabric.nodes]
     usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
     bundles: dict[tuple[int, int], list[tuple[str, float, int, float]]] = {}
-    for link in topology.links:
+    # Where NVLink and PCIe join the same two devices, trees over both take the wider of them alone.
+    for link in fabric.links if fabric.union else topology.links:
         if link.channel in usable:
             latency = -1.0 if link.latency is None else float(link.latency)
             label = (link.channel, float(link.bandwidth), link.count, latency)

@@ -412,7 +412,7 @@ def test_one_gpu_is_a_trivial_row_and_its_machine_has_no_class() -> None:
 def test_the_table_has_the_same_columns_on_every_line() -> None:
     """Every cell ends or starts at the place of its head, and the ring's kind is on each line."""
     lines = format_table(rows_of("dgx-1v", "allreduce")).splitlines()
-    assert len(lines) == 1 + 54
+    assert len(lines) == 1 + 58
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split() == (
         [
@@ -494,7 +494,7 @@ def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:
 def test_the_summary_as_text_says_how_many_rings_fell_back() -> None:
     """The lines name classes, fallbacks and the range of the ratio."""
     text = str(summary(rows_of("dgx-1v", "allreduce")))
-    assert text.startswith("247 allocations in 54 classes, 0 with trees below the ring\n21 classes ")
+    assert text.startswith("247 allocations in 58 classes, 0 with trees below the ring\n21 classes ")
     assert "6 classes have no NVLink path" in text
 
 
