@@ -495,7 +495,7 @@ def test_the_summary_as_text_says_how_many_rings_fell_back() -> None:
     """The lines name classes, fallbacks and the range of the ratio."""
     text = str(summary(rows_of("dgx-1v", "allreduce")))
     assert text.startswith("247 allocations in 58 classes, 0 with trees below the ring\n21 classes ")
-    assert "6 classes have no NVLink path" in text
+    assert "10 classes have no NVLink path" in text
 
 
 def test_progress_is_told_once_for_each_class() -> None:
