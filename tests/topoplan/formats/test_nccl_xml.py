@@ -101,6 +101,10 @@ def test_real_files_are_read_and_plan_at_the_optimum(name: str, machines_dir: Pa
     assert sum(count for count, _ in counts) == 2 * links
     assert {bandwidth / count for count, bandwidth in counts} == ({rate} if rate else set())
     plan = topoplan.plan(topology, "allreduce")
+    if channel == "pcie" and links:  # islands, which PCIe joins
+        assert (plan.channels, topoplan.verify(plan).optimal) == (("all",), True)
+        assert plan.rate >= allreduce * (1 - 1e-12)
+        plan = topoplan.plan(topology, "allreduce", channels="pcie")
     assert plan.channels == (channel,)
     assert plan.rate == pytest.approx(allreduce, rel=1e-12)
     assert topoplan.verify(plan).optimal
