@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
 
@@ -68,6 +69,17 @@ def counted(number: int, noun: str) -> str:
     ('1 GPU', '8 GPUs')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def verdict(channels: Sequence[str], gap: float) -> str:
+    """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
+
+    Examples
+    --------
+    >>> verdict(("nvlink",), 0.0), verdict(("nvlink",), 0.25)
+    ('optimal over nvlink, proved', '25.00% below the bound')
+    """
+    return f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:

@@ -19,6 +19,7 @@ from topoplan.cli.output import (
     plan_notes,
     print_json,
     print_notes,
+    verdict,
     write_whole,
 )
 from topoplan.cli.progress import progress_line
@@ -293,9 +294,7 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
     else:
-        optimal = f"optimal over {channel_words(plan.channels)}, proved"
-        verdict = optimal if plan.gap == 0 else f"{plan.gap:.2%} below the bound"
-        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict})")
+        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict(plan.channels, plan.gap)})")
         if plan.team_wide != plan.rate:
             print(
                 f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "

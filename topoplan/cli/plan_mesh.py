@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, write_whole
+from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, verdict, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.cli.tree_table import named_ranks
@@ -150,9 +150,8 @@ def print_mesh(mesh: MeshPlans) -> None:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    optimal = f"optimal over {channel_words(mesh.groups[0].plan.channels)}, proved"
-    verdict = optimal if mesh.gap == 0 else f"{mesh.gap:.2%} below the bound"
-    print(f"rate   {mesh.rate:.6g} GB/s of algorithm bandwidth in every group of weight 1 ({verdict})")
+    told = verdict(first.channels, mesh.gap)
+    print(f"rate   {mesh.rate:.6g} GB/s of algorithm bandwidth in every group of weight 1 ({told})")
     print()
     weights = dict(mesh.weights)
     rows = [

@@ -115,7 +115,6 @@ def allocation_classes(
     found: list[AllocationClass] = []
     tried: tuple[str, ...] = ()
     earlier: list[Callable[[tuple[int, ...]], bool]] = []
-    joined_by_nvlink = Fabric(topology, ("nvlink",)).nvlink_pairs
     present = {link.channel for link in topology.links}
     for choice in CHANNEL_CHOICES[channels]:
         if channels == "auto" and "network" in choice and "network" not in present:
@@ -123,7 +122,8 @@ def allocation_classes(
         tried = (*tried, *choice)
         wiring = machine_wiring(topology, choice)
         # Left to itself, a plan takes PCIe beside NVLink only where NVLink joins some of the GPUs.
-        pairs = joined_by_nvlink if channels == "auto" and choice == (ALL,) else None
+        islands = channels == "auto" and choice == (ALL,)
+        pairs = Fabric(topology, choice).nvlink_pairs if islands else None
         takes = partial(_takes, wiring, pairs)
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
         groups = twin_groups(machine_wiring(topology, tried))

@@ -43,6 +43,11 @@ from topoplan.units import format_seconds, format_size
 LARGEST = 1 << 50
 """Bytes up to which a size is looked for from which more channels are faster."""
 
+_ASSUMED = (
+    "the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
+    "set peer_access in the topology file"
+)
+
 
 def plan_channels(
     channels: Sequence[str], plan_over: Callable[[str], Plan], *, machine: str, nbytes: int | None
@@ -62,13 +67,9 @@ def plan_channels(
 
     Raises
     ------
-    UsageError
-        ``nbytes`` is negative.
     InfeasibleError
         One of the channels does not connect the ranks; carries the cut.
     """
-    if nbytes is not None and nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
     parts = []
     for channel in channels:
         try:
@@ -167,12 +168,6 @@ def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
         text = f"nvlink alone carries a buffer of {format_size(nbytes)}"
         return replace(alone, notes=(text, *told, *alone.notes))
     return replace(union, notes=(*told, *union.notes))
-
-
-_ASSUMED = (
-    "the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
-    "set peer_access in the topology file"
-)
 
 
 def first_size(faster: Callable[[int], bool], low: int) -> int | None:

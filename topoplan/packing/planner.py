@@ -163,11 +163,19 @@ def plan(
     elif demand is not None:
         raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
     wanted = None if demand is None else check_demand(demand, len(asked.gpus))
+    sized = (*CHANNEL_SPLITS, *UNIONS)
+    if nbytes is not None and channels not in sized:
+        raise UsageError(
+            f"a size matters only to channels {', '.join(sized)}; leave it out with {channels!r}"
+        )
+    if nbytes is not None and nbytes < 0:
+        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
+    # The same request, over channels to be named.
+    over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
+    over = partial(over, epsilon=epsilon, threshold=threshold, tolerance=tolerance, progress=progress)
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 
-        over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
-        over = partial(over, epsilon=epsilon, threshold=threshold, tolerance=tolerance, progress=progress)
         split = CHANNEL_SPLITS[channels]
         made = plan_channels(
             split,
@@ -176,12 +184,6 @@ def plan(
             nbytes=nbytes,
         )
         return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
-    if nbytes is not None and channels not in UNIONS:
-        raise UsageError(
-            f"a size matters only to channels {', '.join((*CHANNEL_SPLITS, *UNIONS))}; leave it out with {channels!r}"
-        )
-    if nbytes is not None and nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
     fabric = asked.fabric(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
@@ -198,21 +200,7 @@ def plan(
     if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
         from topoplan.packing.channel_plans import beside_nvlink
 
-        alone = plan(
-            asked.machine,
-            collective,
-            gpus=gpus,
-            root=root,
-            method=method,
-            channels="nvlink",
-            order=order,
-            epsilon=epsilon,
-            threshold=threshold,
-            time_limit=deadline.left,
-            demand=demand,
-            tolerance=tolerance,
-            progress=progress,
-        )
+        alone = over(channels="nvlink", time_limit=deadline.left, demand=demand)
         made = beside_nvlink(made, alone, nbytes=nbytes)
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.fabric.fabric import ALL, CHANNEL_LINKS, STAGED, Fabric
+from topoplan.fabric.fabric import CHANNEL_LINKS, UNIONS, Fabric
 from topoplan.formats.topology_json import topology_from_object
 from topoplan.plans.certificates import Certificate, Demand, Steiner, certificate_from_object
 from topoplan.plans.json_values import (
@@ -280,7 +280,7 @@ class Plan(Plans):
     @property
     def _is_later(self) -> bool:
         of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
-        union = bool({ALL, STAGED} & set(self.channels))
+        union = not {*UNIONS}.isdisjoint(self.channels)
         return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
 
     @property

@@ -122,8 +122,9 @@ class _Found:
 
 def _automatic(allocation: Topology) -> _Found:
     fabric = usable_fabric(allocation)
-    if fabric.channels == ("pcie",) or fabric.union:
+    if fabric.union:
         fabric = _connected(allocation, "pcie", "a ring over both is not looked for")
+    if fabric.channels == ("pcie",):
         return _on_pcie(fabric, "NVLink does not connect the allocation, so the ring runs over PCIe")
     rings, note = _nvlink_rings(fabric)
     if rings:
