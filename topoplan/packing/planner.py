@@ -375,13 +375,15 @@ def on_one_switch(fabric: Fabric) -> bool:
     return len(fabric.arcs) == pairs and all(len(arc.links) == 2 for arc in fabric.arcs)
 
 
-def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
+def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> dict[TreeColumn, Fraction]:
     """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
 
     Parameters
     ----------
     packing : Packing
-        On a fabric that is `on_one_switch`.
+        On a fabric that is `on_one_switch`, or any without a root.
+    lengths : sequence of int, optional
+        Of the rows, by which routes are shortest; all alike by default.
 
     Examples
     --------
@@ -404,7 +406,7 @@ def one_hop_forest(packing: Packing) -> dict[TreeColumn, Fraction]:
             if hub != packing.root:
                 below = {child: hub for child in ranks if child not in (hub, packing.root)}
                 parents.append({hub: packing.root, **below})
-    routes = packing.routes([1] * len(packing.limits))
+    routes = packing.routes(lengths or [1] * len(packing.limits))
     trees = []
     for root, parent in zip(roots, parents, strict=True):
         tree = [parent.get(child, -1) for child in ranks]

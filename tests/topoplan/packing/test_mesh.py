@@ -102,6 +102,35 @@ def test_axes_that_share_ports_divide_them_by_their_weights() -> None:
         verify_mesh(mesh)
 
 
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name not in ("broadcast", "reduce")])
+def test_every_group_between_servers_has_a_rail_of_its_own(collective: str) -> None:
+    """Eight groups of n on eight NICs of 25 GB/s: each as fast as n GPUs whose NICs meet at one switch."""
+    machine = topoplan.cluster(
+        [topoplan.Server("dgx-a100", count=4)], nics=8, nic_gbps=200, nic_access="direct"
+    )
+    mesh = topoplan.plan_mesh(machine, {"dp": 4, "tp": 8}, collective, axes={"dp": 2, "tp": 1})
+    one_each = topoplan.cluster(
+        [topoplan.Server("dgx-a100", count=4)], nics=1, nic_gbps=200, nic_access="direct"
+    )
+    alone = topoplan.plan(one_each, collective, gpus=[0, 8, 16, 24])
+    assert mesh.rate == mesh.bound == pytest.approx(alone.rate / 2)
+    verify_mesh(mesh)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stars_that_are_proved_are_what_the_search_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    servers, nics = (int(rng.integers(2, 4)) for _ in range(2))
+    machine = topoplan.cluster(
+        [topoplan.Server("v100x4", count=servers)], nics=nics, nic_gbps=100, nic_access="direct"
+    )
+    weights = {"dp": int(rng.integers(1, 4)), "tp": 1}
+    found = topoplan.plan_mesh(machine, {"dp": servers, "tp": 4}, axes=weights)
+    monkeypatch.setattr("topoplan.packing.mesh.proved_stars", lambda packing: None)
+    assert topoplan.plan_mesh(machine, {"dp": servers, "tp": 4}, axes=weights).rate == found.rate
+    verify_mesh(found)
+
+
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.thorough) for n in range(4, 40))]
 )
