@@ -11,10 +11,10 @@ Sources. LAUNCH and the ratios of the channels: NCCL ``src/graph/tuning.cc``, ``
 Ring with protocol Simple (8.4 us; NVLink 3.4, PCI 5.7 us). Their scale: Blink (MLSys 2020)
 figure 27, where an AllReduce of two hops on a DGX-2 takes a flat 26 us up to 64 KB. With that scale the
 double binary tree of the same figure, eight hops, comes out at 79 us; 84 us were measured. On that scale the network
-would be 24.8 us; it is 36 us, so that an allgather of 1 MB between two DGX-A100, a NIC of 200 Gb/s for each GPU, takes
-what was measured, 13.1 GB/s. One of 1 GB comes out at 340 GB/s, and 247 were measured. What the model leaves out:
-headers and flow control, which keep a NIC below its line rate, queues in NICs and switches, proxy threads that wait for
-each other, and the part of NVLink that flags take.
+would be 24.8 us; it is 36 us, so that an allgather of 1 MB between two DGX-A100, a NIC of 200 Gb/s for each GPU in its
+PCIe place, takes what was measured, 13.1 GB/s. One of 1 GB comes out at 340 GB/s, and 247 were measured. What the model
+leaves out: headers and flow control, which keep a NIC below its line rate, queues in NICs and switches, proxy threads
+that wait for each other, and the part of NVLink that flags take. More measurements: ``tests.bench published``.
 
 Every channel starts at once, but for PCIe beside NVLink, which has to be switched on. A driver reaches a peer GPU over
 one kind of wire at a time. To use PCIe while NVLink is busy, every process first switches peer access off between its

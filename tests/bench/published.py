@@ -1,0 +1,114 @@
+"""Times that papers and users measured, beside the model's.
+
+Fitted are one-hop trees of 1 KB on a DGX-2 and the allgather of 1 MB between servers (`topoplan.simulation.latency`).
+
+Figures 16 and 27 of Blink (MLSys 2020), read off the charts (0.5 GB/s; 8 %); figures of ForestColl for two DGX-A100;
+NCCL issue 1801 for three NVLink domains of GB200, NVLS off. NCCL takes the faster of its double tree and its rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import exp, log
+from typing import NamedTuple
+
+import topoplan
+from tests.bench.three_phases import BARS
+from topoplan.clusters import Server, cluster, nvswitch_cluster
+from topoplan.plans import Plan
+from topoplan.schedules.nccl.tree import nccl_tree
+from topoplan.units import format_size
+
+FIGURE_27 = {
+    1 << 10: (25.1, 83.5),
+    64 << 10: (27.3, 83.5),
+    256 << 10: (32.5, 91.0),
+    1 << 20: (42.0, 107.9),
+    4 << 20: (91.0, 281.8),
+    16 << 20: (255.3, 452.5),
+    64 << 20: (926.3, 1165.7),
+    256 << 20: (3663.1, 4116.0),
+    1 << 30: (14485.5, 16442.0),
+}
+"""Microseconds of allreduce on a DGX-2, Blink and NCCL 2."""
+
+
+class Row(NamedTuple):
+    """One measurement: of what, where, bytes, microseconds measured, and by the model."""
+
+    what: str
+    machine: str
+    nbytes: int
+    measured: float
+    model: float
+
+
+def main() -> None:
+    """Print every row, and for each source the mean ratio of model to measurement and its range."""
+    groups = (
+        ("Blink figure 27", dgx2()),
+        ("Blink figure 16", dgx1()),
+        ("ForestColl", a100()),
+        ("NCCL 1801", gb200()),
+    )
+    print("model against published measurements; microseconds, and model / measured")
+    for source, made in groups:
+        rows = list(made)
+        for row in rows:
+            print(
+                f"  {source:15}  {row.machine:26}  {row.what:27}  {format_size(row.nbytes):>6}  {row.measured:9.1f}"
+                f"  {row.model:9.1f}  {row.model / row.measured:5.2f}"
+            )
+        ratios = [row.model / row.measured for row in rows]
+        mean = exp(sum(map(log, ratios)) / len(ratios))
+        print(f"  {source:15}  mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f} of {len(rows)}")
+
+
+def dgx2() -> Iterator[Row]:
+    """Figure 27: one-hop trees, and NCCL 2."""
+    machine = topoplan.load("dgx-2")
+    hops = topoplan.one_hop(machine)
+    rivals = (topoplan.double_binary_tree(machine), topoplan.ring(machine))
+    for nbytes, (blink, nccl) in FIGURE_27.items():
+        yield Row("allreduce, one-hop trees", "dgx-2", nbytes, blink, seconds(hops, nbytes) * 1e6)
+        best = min(seconds(rival, nbytes) for rival in rivals)
+        yield Row("allreduce, NCCL", "dgx-2", nbytes, nccl, best * 1e6)
+
+
+def dgx1(nbytes: int = 1 << 30) -> Iterator[Row]:
+    """Figure 16: bars of large messages, packed trees."""
+    machine = topoplan.load("dgx-1v")
+    for gpus, (blink, _) in (*BARS.items(), (tuple(range(8)), (64.33, 64.86))):
+        plan = topoplan.plan(machine, gpus=list(gpus), channels="nvlink")
+        name = f"dgx-1v {','.join(map(str, gpus))}"
+        yield Row("allreduce, packed trees", name, nbytes, nbytes / blink / 1e3, seconds(plan, nbytes) * 1e6)
+
+
+def a100() -> Iterator[Row]:
+    """Allgather of two DGX-A100, a NIC of 200 Gb/s for each GPU, in its PCIe place."""
+    machine = cluster([Server("dgx-a100", count=2)], nics=8, nic_gbps=200, nic_access="pcie")
+    plan = topoplan.plan(machine, "allgather")
+    for nbytes, rate in ((1 << 20, 13.1), (1 << 30, 247.0)):
+        yield Row(
+            "allgather, packed trees",
+            "2 x dgx-a100",
+            nbytes,
+            nbytes / rate / 1e3,
+            seconds(plan, nbytes) * 1e6,
+        )
+
+
+def gb200(nbytes: int = 1 << 34) -> Iterator[Row]:
+    """Rings and trees of NCCL on three NVLink domains, a NIC of 400 Gb/s for each GPU."""
+    for gpus, ring, tree in ((4, 107.3, 127.9), (8, 205.4, 253.4)):
+        machine = nvswitch_cluster(3, gpus=gpus, nvlink=900, nic=50, rails=None)
+        for what, rate, plan in (("ring", ring, topoplan.ring(machine)), ("tree", tree, nccl_tree(machine))):
+            name = f"3 x {gpus} GB200"
+            yield Row(
+                f"allreduce, NCCL {what}", name, nbytes, nbytes / rate / 1e3, seconds(plan, nbytes) * 1e6
+            )
+
+
+def seconds(plan: Plan, nbytes: int) -> float:
+    """By the event simulation."""
+    return topoplan.simulate(plan, nbytes=nbytes).seconds
