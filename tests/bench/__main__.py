@@ -11,6 +11,7 @@ import sys
 from tests.bench import (
     agreement,
     alignment,
+    all_wires,
     allocations,
     descriptions,
     executors,
@@ -52,6 +53,7 @@ def main() -> int:
     benchmarks = {
         "agreement": agreement.main,
         "alignment": alignment.main,
+        "all_wires": all_wires.main,
         "allocations": allocations.main,
         "descriptions": descriptions.main,
         "executors": executors.main,

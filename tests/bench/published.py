@@ -14,23 +14,14 @@ from typing import NamedTuple
 
 import topoplan
 from tests.bench.three_phases import BARS
+from tests.support.known_answers import blink_figure
 from topoplan.clusters import Server, cluster, nvswitch_cluster
 from topoplan.plans import Plan
 from topoplan.schedules.nccl.tree import nccl_tree
 from topoplan.units import format_size
 
-FIGURE_27 = {
-    1 << 10: (25.1, 83.5),
-    64 << 10: (27.3, 83.5),
-    256 << 10: (32.5, 91.0),
-    1 << 20: (42.0, 107.9),
-    4 << 20: (91.0, 281.8),
-    16 << 20: (255.3, 452.5),
-    64 << 20: (926.3, 1165.7),
-    256 << 20: (3663.1, 4116.0),
-    1 << 30: (14485.5, 16442.0),
-}
-"""Microseconds of allreduce on a DGX-2, Blink and NCCL 2."""
+SIZES = tuple(1 << 10 << step for step in (0, 6, 8, 10, 12, 14, 16, 18, 20))
+"""Of figure 27, which has every power of two."""
 
 
 class Row(NamedTuple):
@@ -69,10 +60,12 @@ def dgx2() -> Iterator[Row]:
     machine = topoplan.load("dgx-2")
     hops = topoplan.one_hop(machine)
     rivals = (topoplan.double_binary_tree(machine), topoplan.ring(machine))
-    for nbytes, (blink, nccl) in FIGURE_27.items():
-        yield Row("allreduce, one-hop trees", "dgx-2", nbytes, blink, seconds(hops, nbytes) * 1e6)
+    figure = blink_figure(27)
+    for nbytes in SIZES:
+        bars = figure[format_size(nbytes)]
+        yield Row("allreduce, one-hop trees", "dgx-2", nbytes, bars["one-hop"], seconds(hops, nbytes) * 1e6)
         best = min(seconds(rival, nbytes) for rival in rivals)
-        yield Row("allreduce, NCCL", "dgx-2", nbytes, nccl, best * 1e6)
+        yield Row("allreduce, NCCL", "dgx-2", nbytes, bars["nccl"], best * 1e6)
 
 
 def dgx1(nbytes: int = 1 << 30) -> Iterator[Row]:

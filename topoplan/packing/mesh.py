@@ -293,7 +293,9 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     for number, (group, weight) in enumerate(zip(packing.groups, packing.weights, strict=True)):
         filled = [loads[row] / packing.limits[row] for row in packing.rows[number]]
         most = max(filled) or Fraction(1)
-        stars = one_hop_forest(group, [LONG + int(load / most * FILLED) for load in filled])
+        stars = list(one_hop_forest(group, [LONG + int(load / most * FILLED) for load in filled]))
+        if group.fabric.size == 2 and not group.owner_rows:
+            stars = stars[:1]  # the other has the same links
         for place, star in enumerate(stars):
             weights[packing.column(number, place, star)] = weight / len(stars)
             for row, times in zip(packing.rows[number], star.usage, strict=True):
