@@ -1,7 +1,7 @@
 """One forest over all wires beside NVLink alone and two forests, on library machines and allocations of a DGX-1V.
 
 Rates in GB/s of large messages: ``auto``, ``split`` (NVLink's and PCIe's forests side by side, where NVLink joins the
-GPUs), ``all`` (PCIe switches turn copies around) and ``staged`` (copies over PCIe pass a CPU's memory).
+GPUs), ``all`` (PCIe switches turn copies around) and ``all-staged`` (copies over PCIe pass a CPU's memory).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def main() -> None:
     for found in allocation_classes(dgx1, channels="all"):
         rates = _rates(dgx1, found.gpus)
         _line("dgx-1v " + ",".join(map(str, found.gpus)), found.members, rates)
-        if found.channel and _rate(dgx1, found.gpus, "allreduce", "nvlink")[0]:
-            ratios += [(row[2][0] / row[0][0], found.members) for row in rates]
+        ratios += [(every / auto, found.members) for (auto, _), (split, _), (every, _), _ in rates if split]
     members = sum(count for _, count in ratios)
     mean = exp(sum(count * log(ratio) for ratio, count in ratios) / members)
     print(f"all / auto where NVLink joins the GPUs: mean {mean:.3f}, at most {max(ratios)[0]:.3f}")

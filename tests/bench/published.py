@@ -25,13 +25,22 @@ SIZES = tuple(1 << 10 << step for step in (0, 6, 8, 10, 12, 14, 16, 18, 20))
 
 
 class Row(NamedTuple):
-    """One measurement: of what, where, bytes, microseconds measured, and by the model."""
+    """One measurement: of what, where, bytes, microseconds measured, and by the model of the fastest of some plans."""
 
     what: str
     machine: str
     nbytes: int
     measured: float
-    model: float
+    plans: tuple[Plan, ...]
+
+    def model(self) -> float:
+        """Microseconds of the event simulation."""
+        return min(topoplan.simulate(plan, nbytes=self.nbytes).seconds for plan in self.plans) * 1e6
+
+
+def of_rate(what: str, machine: str, nbytes: int, rate: float, plan: Plan) -> Row:
+    """A measurement given in GB/s."""
+    return Row(what, machine, nbytes, nbytes / rate / 1e3, (plan,))
 
 
 def main() -> None:
@@ -44,15 +53,16 @@ def main() -> None:
     )
     print("model against published measurements; microseconds, and model / measured")
     for source, made in groups:
-        rows = list(made)
-        for row in rows:
+        ratios = []
+        for row in made:
+            model = row.model()
+            ratios.append(model / row.measured)
             print(
                 f"  {source:15}  {row.machine:26}  {row.what:27}  {format_size(row.nbytes):>6}  {row.measured:9.1f}"
-                f"  {row.model:9.1f}  {row.model / row.measured:5.2f}"
+                f"  {model:9.1f}  {ratios[-1]:5.2f}"
             )
-        ratios = [row.model / row.measured for row in rows]
         mean = exp(sum(map(log, ratios)) / len(ratios))
-        print(f"  {source:15}  mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f} of {len(rows)}")
+        print(f"  {source:15}  mean {mean:.2f}, {min(ratios):.2f} to {max(ratios):.2f} of {len(ratios)}")
 
 
 def dgx2() -> Iterator[Row]:
@@ -63,9 +73,8 @@ def dgx2() -> Iterator[Row]:
     figure = blink_figure(27)
     for nbytes in SIZES:
         bars = figure[format_size(nbytes)]
-        yield Row("allreduce, one-hop trees", "dgx-2", nbytes, bars["one-hop"], seconds(hops, nbytes) * 1e6)
-        best = min(seconds(rival, nbytes) for rival in rivals)
-        yield Row("allreduce, NCCL", "dgx-2", nbytes, bars["nccl"], best * 1e6)
+        yield Row("allreduce, one-hop trees", "dgx-2", nbytes, bars["one-hop"], (hops,))
+        yield Row("allreduce, NCCL", "dgx-2", nbytes, bars["nccl"], rivals)
 
 
 def dgx1(nbytes: int = 1 << 30) -> Iterator[Row]:
@@ -74,7 +83,7 @@ def dgx1(nbytes: int = 1 << 30) -> Iterator[Row]:
     for gpus, (blink, _) in (*BARS.items(), (tuple(range(8)), (64.33, 64.86))):
         plan = topoplan.plan(machine, gpus=list(gpus), channels="nvlink")
         name = f"dgx-1v {','.join(map(str, gpus))}"
-        yield Row("allreduce, packed trees", name, nbytes, nbytes / blink / 1e3, seconds(plan, nbytes) * 1e6)
+        yield of_rate("allreduce, packed trees", name, nbytes, blink, plan)
 
 
 def a100() -> Iterator[Row]:
@@ -82,13 +91,7 @@ def a100() -> Iterator[Row]:
     machine = cluster([Server("dgx-a100", count=2)], nics=8, nic_gbps=200, nic_access="pcie")
     plan = topoplan.plan(machine, "allgather")
     for nbytes, rate in ((1 << 20, 13.1), (1 << 30, 247.0)):
-        yield Row(
-            "allgather, packed trees",
-            "2 x dgx-a100",
-            nbytes,
-            nbytes / rate / 1e3,
-            seconds(plan, nbytes) * 1e6,
-        )
+        yield of_rate("allgather, packed trees", "2 x dgx-a100", nbytes, rate, plan)
 
 
 def gb200(nbytes: int = 1 << 34) -> Iterator[Row]:
@@ -96,12 +99,4 @@ def gb200(nbytes: int = 1 << 34) -> Iterator[Row]:
     for gpus, ring, tree in ((4, 107.3, 127.9), (8, 205.4, 253.4)):
         machine = nvswitch_cluster(3, gpus=gpus, nvlink=900, nic=50, rails=None)
         for what, rate, plan in (("ring", ring, topoplan.ring(machine)), ("tree", tree, nccl_tree(machine))):
-            name = f"3 x {gpus} GB200"
-            yield Row(
-                f"allreduce, NCCL {what}", name, nbytes, nbytes / rate / 1e3, seconds(plan, nbytes) * 1e6
-            )
-
-
-def seconds(plan: Plan, nbytes: int) -> float:
-    """By the event simulation."""
-    return topoplan.simulate(plan, nbytes=nbytes).seconds
+            yield of_rate(f"allreduce, NCCL {what}", f"3 x {gpus} GB200", nbytes, rate, plan)

@@ -28,7 +28,14 @@ from topoplan.packing.planner import one_hop_forest
 from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import Lengths
-from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, groups_along, joint_bound, joint_rate
+from topoplan.plans.mesh_plans import (
+    MeshGroup,
+    MeshPlans,
+    groups_along,
+    joint_bound,
+    joint_length,
+    joint_rate,
+)
 from topoplan.plans.plan import Plan
 from topoplan.topology import TopologyLike
 from topoplan.units import nearest_float
@@ -293,26 +300,23 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     for number, (group, weight) in enumerate(zip(packing.groups, packing.weights, strict=True)):
         filled = [loads[row] / packing.limits[row] for row in packing.rows[number]]
         most = max(filled) or Fraction(1)
-        stars = list(one_hop_forest(group, [LONG + int(load / most * FILLED) for load in filled]))
-        if group.fabric.size == 2 and not group.owner_rows:
-            stars = stars[:1]  # the other has the same links
+        stars = one_hop_forest(group, [LONG + int(load / most * FILLED) for load in filled])
         for place, star in enumerate(stars):
-            weights[packing.column(number, place, star)] = weight / len(stars)
-            for row, times in zip(packing.rows[number], star.usage, strict=True):
+            column = packing.column(number, place, star)
+            weights[column] = weight / len(stars)
+            for row, times in enumerate(column.usage):
                 if times:
-                    loads[row] += times * weight / len(stars)
+                    loads[row] += times * weights[column]
     value = min(limit / load for limit, load in zip(packing.limits, loads, strict=True) if load)
     kind = {device.name: device.kind for device in packing.fabric.topology.devices}
     full: dict[tuple[str, ...], set[int]] = {}
     for link, row in zip(packing.fabric.links, packing.orbits.row_of_link.tolist(), strict=True):
         if loads[row] * value == packing.limits[row]:
             full.setdefault(tuple(sorted((kind[link.src], kind[link.dst]))), set()).add(row)
+    groups = [(group.fabric, group.collective, group.root) for group in packing.groups]
     for _, rows in sorted(full.items()):
         certificate = packing.certificate([int(row in rows) for row in range(len(packing.limits))])
-        length = sum(
-            weight * certificate.forest(group.fabric, group.collective, group.root)
-            for group, weight in zip(packing.groups, packing.weights, strict=True)
-        )
+        length = joint_length(certificate, groups, packing.weights)
         if certificate.volume(packing.fabric) == length * value / packing.scale:
             return weights, certificate
     return None

@@ -397,8 +397,10 @@ def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> di
     size = packing.fabric.size
     ranks = range(size)
     if packing.root is None:
-        parents = [{child: root for child in ranks if child != root} for root in ranks]
-        roots = list(ranks)
+        roots = (
+            list(ranks) if size > 2 or packing.owner_rows else [0]
+        )  # both stars of two ranks have the same links
+        parents = [{child: root for child in ranks if child != root} for root in roots]
     else:
         roots = [packing.root] * (size - 1)
         parents = []

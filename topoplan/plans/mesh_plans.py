@@ -264,14 +264,30 @@ def joint_bound(
 ) -> Fraction:
     """What no forests of the groups exceed together for weight 1; as `joint_rate`, and errors of `Lengths`."""
     certificate.check(whole)
-    length = Fraction(0)
-    for group, weight in zip(groups, weights, strict=True):
-        plan = group.plan
-        fabric = Fabric(plan.topology, plan.channels)
-        length += weight * certificate.forest(fabric, plan.collective, plan.root)
+    plans = [group.plan for group in groups]
+    length = joint_length(
+        certificate,
+        [(Fabric(plan.topology, plan.channels), plan.collective, plan.root) for plan in plans],
+        weights,
+    )
     if length == 0:
         raise PlanError("the certificate's lengths allow forests of length zero and bound nothing")
     return certificate.volume(whole) / length
+
+
+def joint_length(
+    certificate: Lengths,
+    groups: Sequence[tuple[Fabric, str, int | None]],
+    weights: Sequence[Fraction],
+) -> Fraction:
+    """Length of the cheapest forests of the groups for weight 1; of each its fabric, collective and root."""
+    return sum(
+        (
+            weight * certificate.forest(fabric, collective, root)
+            for (fabric, collective, root), weight in zip(groups, weights, strict=True)
+        ),
+        Fraction(0),
+    )
 
 
 def verify_mesh(mesh: MeshPlans) -> tuple[Verification, ...]:
