@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from topoplan.choice.candidates import candidates
+from topoplan.choice.candidates import candidates, doubled
 from topoplan.choice.time_limits import chain_limits
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import UNIONS, Fabric, channel_words
@@ -77,6 +77,14 @@ class Choice:
     def clocks(self) -> list[Callable[[int], float]]:
         """Seconds over bytes of every candidate."""
         return _clocks(self.candidates, self.windows)
+
+
+def _fastest(
+    plans: Sequence[Plan], windows: Sequence[WindowsClock], sizes: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Which plan is fastest from which size on, as `fastest_from` says it."""
+    floors = [] if windows else [_floor(plan) for plan in plans]
+    return fastest_from(_clocks(plans, windows), sizes, least=floors)
 
 
 def _clocks(plans: Sequence[Plan], windows: Sequence[WindowsClock]) -> list[Callable[[int], float]]:
@@ -205,10 +213,13 @@ def choose_by_size(
     if engine == "windows":
         costs, windows, words = _on_windows(competing, costs)
         notes = (*notes, *words)
-    floors = [] if windows else [_floor(plan) for plan in competing]
-    (_, first), *changes = fastest_from(_clocks(competing, windows), tested, least=floors)
-    starts = [(0, first), *changes]
-    stops = [start for start, _ in changes]
+    changes = _fastest(competing, windows, tested)
+    if not windows:
+        pairs = [doubled(competing[number]) for number in sorted({number for _, number in changes})]
+        competing += tuple(pair for pair in pairs if pair)
+        changes = _fastest(competing, windows, tested)
+    starts = [(0, changes[0][1]), *changes[1:]]
+    stops = [start for start, _ in changes[1:]]
     plans = SizePlans(
         tuple(
             SizeRange(start, stop, competing[number])
@@ -324,6 +335,12 @@ def fastest_from(
             for number in sorted(range(len(clocks)), key=floors.__getitem__):
                 if floors[number] > limit:
                     break
+                # one that is named before is as fast as this one can be
+                if any(
+                    first < number and time <= floors[number] * (1 + 2 * TOLERANCE)
+                    for first, time in seconds.items()
+                ):
+                    continue
                 seconds[number] = clocks[number](size)
                 limit = min(limit, seconds[number] * (1 + TOLERANCE))
             known[size] = min(number for number, time in seconds.items() if time <= limit)

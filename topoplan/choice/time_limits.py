@@ -7,11 +7,11 @@ trees of limited height give lengths. Of all that is found only what lowers a ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import combinations
-from math import inf, lcm
 
 from topoplan.bounds.cuts_and_partitions import whole_capacities
 from topoplan.bounds.maximum_flow import FlowNetwork
@@ -103,7 +103,7 @@ def _groups(
         return
     inside, across = hop_start_ups(fabric, groups, start_ups)
     most = (3 if len(groups) == 2 else 2) * across
-    chains = sorted({min(chain, most) for chain in (across + inside, across + 2 * inside, most)} - {inf})
+    chains = sorted({min(chain, most) for chain in (across + inside, across + 2 * inside, most)} - {math.inf})
     for side in sides:
         names = tuple(fabric.nodes[node] for node in sorted(side))
         for chain in chains:
@@ -111,8 +111,17 @@ def _groups(
 
 
 def _below(chain: float) -> float:
-    """The same seconds in the digits of a file."""
-    return rounded(chain)
+    """At most as many seconds, in the digits of a file.
+
+    Examples
+    --------
+    >>> [_below(chain) for chain in (17.6e-6, 29.505882e-6, 29.505874e-6)]
+    [1.76e-05, 2.95058e-05, 2.95058e-05]
+    """
+    written = rounded(chain)
+    if written <= chain * (1 + TOLERANCE):
+        return written
+    return rounded(chain - 10.0 ** (math.floor(math.log10(chain)) - 5))
 
 
 def _sides(fabric: Fabric) -> Iterator[frozenset[int]]:
@@ -169,7 +178,7 @@ def _heights(
             generation = Generation(Pricing(packing, height))
             generation.run(None)
             lengths = packing.certificate(generation.duals()).lengths
-            common = reduce(lcm, (length.denominator for _, _, length in lengths), 1)
+            common = reduce(math.lcm, (length.denominator for _, _, length in lengths), 1)
             whole = [(src, dst, int(length * common)) for src, dst, length in lengths]
             longest = max((length for _, _, length in whole), default=0)
             if longest > _LONGEST:

@@ -39,7 +39,7 @@ class RangeTimes:
     seconds : (float, float)
         Of its plan at both ends.
     second : Plan or None
-        The next best of all candidates in the geometric middle of the ends; None where there is no other.
+        The next best of all candidates with other trees in the geometric middle of the ends; None where there is none.
     gain : float or None
         How many times longer that one takes there.
     setting : Setting or None
@@ -156,6 +156,8 @@ def run(options: argparse.Namespace) -> int:
 
 def range_times(choice: Choice) -> list[RangeTimes]:
     """What the table says of every range; one in which the windows engine goes over from packets to trees is two."""
+    from topoplan.choice.candidates import same_trees
+
     clocks, windows = choice.clocks(), choice.windows
     lines = []
     for one in _by_way(choice):
@@ -169,7 +171,11 @@ def range_times(choice: Choice) -> list[RangeTimes]:
             high -= one.stop is not None  # the last that goes in packets
             others = sorted((time.along_trees(middle).seconds, number) for number, time in enumerate(windows))
         else:
-            others = sorted((time(middle), number) for number, time in enumerate(clocks) if number != own)
+            others = sorted(
+                (time(middle), number)
+                for number, time in enumerate(clocks)
+                if not same_trees(choice.candidates[number], one.plan)
+            )
         lines.append(
             RangeTimes(
                 range=one,

@@ -19,9 +19,11 @@ from tests.support.checkout import ROOT
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from topoplan.choice import Choice, candidates, choose_by_size
 from topoplan.choice.by_size import fastest_from, grid_of_sizes
+from topoplan.choice.candidates import doubled
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans import verify_all
 from topoplan.simulation.engine_costs import HOPPER
+from topoplan.simulation.events import run_events
 from topoplan.simulation.latency import LAUNCH, START_UP
 from topoplan.simulation.model import clock
 from topoplan.simulation.windows import WindowsClock
@@ -77,10 +79,22 @@ def test_dgx1v_goes_from_the_lowest_tree_to_the_optimum() -> None:
 
 
 @pytest.mark.thorough
-def test_rings_win_in_the_middle_of_four_v100() -> None:
-    """One hop and two, rings of 66.7 GB/s whose start-ups run side by side, then two trees of 75 on a wire each."""
-    names = [one.plan.schedule for one in chosen("v100x4", "allreduce").plans.ranges]
-    assert names == ["one-shot", "one-hop", "nvlink ring", "trees"]
+def test_two_trees_on_each_wire_beat_rings_on_four_v100() -> None:
+    """One hop and two, then the two optimal trees, each twice: rings of 66.7 GB/s fill as soon and are slower."""
+    plans = [one.plan for one in chosen("v100x4", "allreduce").plans.ranges]
+    assert [(one.schedule, one.trees) for one in plans] == [("one-shot", 1), ("one-hop", 4), ("trees", 4)]
+    assert topoplan.verify(plans[-1]).optimal
+
+
+@pytest.mark.parametrize("name", ["mi300x", "v100x4", "dgx-1v"])
+def test_doubled_trees_fill_sooner_at_the_same_rate(name: str) -> None:
+    """By the event simulation too, which starts every copy by itself."""
+    plan = topoplan.plan(name, "broadcast")
+    pairs = doubled(plan)
+    assert pairs is not None
+    assert topoplan.verify(pairs).rate == plan.rate
+    assert run_events(pairs, nbytes=8 << 20).seconds < 0.95 * run_events(plan, nbytes=8 << 20).seconds
+    assert doubled(topoplan.plan("dgx-2", "allgather")) is None  # one hop has no pipeline to fill
 
 
 @pytest.mark.thorough
