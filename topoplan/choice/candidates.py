@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from topoplan.columns.generation import Generation
-from topoplan.columns.pricing import Pricing
-from topoplan.columns.problem import Packing
-from topoplan.errors import InfeasibleError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.packing.planner import plan
-from topoplan.plans.build import build_plan
+from topoplan.packing.planner import lower_trees, plan
 from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.schedules.one_shot import one_shot_along
@@ -154,26 +150,15 @@ def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[P
     fabric = Fabric(best.topology, best.channels)
     if best.height < 3 or fabric.split or fabric.in_network or fabric.size > MOST_FEW:
         return []
-    packing = Packing(fabric, best.collective, best.root)
     made = []
     for height in range(1, best.height):
         if progress:
             progress(f"trees of height {height} …")
-        generation = Generation(Pricing(packing, height))
-        generation.run(None)
-        weights = generation.weights()
-        if weights:
-            made.append(
-                build_plan(
-                    fabric,
-                    best.collective,
-                    root=best.root,
-                    shards=packing.shards(weights),
-                    certificate=best.certificate,
-                    schedule=best.schedule,
-                    method=best.method,
-                )
-            )
+        try:
+            # of the planner's notes only what concerns the optimal trees is told here
+            made.append(replace(lower_trees(best, height), notes=()))
+        except UsageError:
+            continue  # no tree is so low
     return made
 
 

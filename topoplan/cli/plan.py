@@ -41,6 +41,7 @@ from topoplan.units import exact, format_seconds
 OF_TREES = {
     "method": "exact",
     "order": None,
+    "height": None,
     "epsilon": None,
     "threshold": None,
     "time_limit": None,
@@ -74,6 +75,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--order",
         metavar="O",
         help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
+    )
+    parser.add_argument(
+        "--height",
+        type=int,
+        metavar="H",
+        help="with exact, most edges between the root of a tree and its leaves, at whatever rate (default: no limit)",
     )
     parser.add_argument(
         "--epsilon",
@@ -135,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("-o - and --json both print to stdout; leave one of them out")
     belongings = (
         *(("epsilon", "mwu"), ("threshold", "mwu")),
-        *(("order", "exact"), ("time-limit", "exact"), ("tolerance", "exact")),
+        *((name, "exact") for name in ("order", "height", "time-limit", "tolerance")),
     )
     for name, method in belongings:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
@@ -213,6 +220,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
         method=options.method,
         channels=options.channels,
         order=options.order or "height",
+        height=options.height,
         epsilon=0.05 if options.epsilon is None else options.epsilon,
         threshold=0.05 if options.threshold is None else options.threshold,
         nbytes=options.size,
@@ -224,7 +232,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
 
 
 def _run_bound(options: argparse.Namespace) -> int:
-    for name in ("output", "plot", "sizes", "size", "order", "demand"):
+    for name in ("output", "plot", "sizes", "size", "order", "height", "demand"):
         if getattr(options, name) is not None:
             raise UsageError(
                 f"--bound-only makes no plan, so {'-o' if name == 'output' else f'--{name}'} does not go with it"
@@ -337,6 +345,8 @@ def _order_text(plan: Plan, order: str) -> str:
         return "stopped in time; neither heights nor numbers of trees were compared to the end"
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
+    if "height asked" in found:
+        return "a higher rate needs higher trees than were asked for"
     lowest = f"none below {plan.height} reaches this rate"
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
@@ -349,6 +359,7 @@ def _order_text(plan: Plan, order: str) -> str:
 OF_ELEMENTS = {
     "root": None,
     "order": None,
+    "height": None,
     "epsilon": None,
     "threshold": None,
     "time_limit": None,

@@ -21,6 +21,7 @@ OF_ONE_PLAN = {
     "root": None,
     "method": "exact",
     "order": None,
+    "height": None,
     "epsilon": None,
     "threshold": None,
     "time_limit": None,

@@ -106,6 +106,8 @@ def run(options: argparse.Namespace) -> int:
             f"--sizes tries every order of the trees, so --order {options.order} does not go with it; "
             "leave one of them out"
         )
+    if options.height is not None:
+        raise UsageError("--sizes tries every height, so --height does not go with it; leave one of them out")
     if options.time_limit is not None:
         raise UsageError(
             "--time-limit ends the search for one plan and --sizes makes many; leave one of them out"

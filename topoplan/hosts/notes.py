@@ -11,8 +11,9 @@ from typing import Literal
 WARNING = "warning: "
 """How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
 
-Kind = Literal["", "warning", "stopped", "height open"]
-"""Of a machine: a warning or not. Of a plan: its search was stopped in time, or its height was not proved lowest."""
+Kind = Literal["", "warning", "stopped", "height open", "height asked"]
+"""Of a machine: a warning or not. Of a plan: its search was stopped in time, or its height was not proved lowest or was
+limited on request."""
 
 
 class Note(str):

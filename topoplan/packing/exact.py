@@ -24,7 +24,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
 from topoplan.columns.pricing import Pricing, alike_both_ways, has_tables
 from topoplan.columns.problem import Packing, TreeColumn
-from topoplan.errors import PlanError
+from topoplan.errors import PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.hosts.notes import Note
 from topoplan.packing.fewest_trees import fewest_peeled, thin
@@ -116,6 +116,58 @@ def pack_exact(
     """
     pack = _pack_few if has_tables(fabric) else _pack_on_orbits
     return pack(fabric, collective, root, order, deadline_of(time_limit), progress)
+
+
+def pack_low(
+    fabric: Fabric,
+    collective: str,
+    certificate: Certificate,
+    *,
+    root: int | None = None,
+    height: int,
+    time_limit: float | Deadline | None = None,
+    progress: Progress | None = None,
+) -> ExactPacking:
+    """The best packing of trees of limited height: for few ranks proved to be that, else the best found.
+
+    Parameters
+    ----------
+    fabric, collective, root, time_limit, progress
+        As for `pack_exact`.
+    certificate : Certificate
+        What bounds trees of any height.
+    height : int
+        Most edges on a root-to-leaf path.
+
+    Raises
+    ------
+    UsageError
+        No tree of this height joins all ranks.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    >>> proof = best_bound(fabric, "broadcast", 0)
+    >>> packed = [pack_low(fabric, "broadcast", proof, root=0, height=h) for h in (2, 3, 4)]
+    >>> [float(sum(one.weights.values()) / one.packing.scale) for one in packed]
+    [50.0, 125.0, 150.0]
+    """
+    few = has_tables(fabric)
+    symmetries = () if few else tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
+    packing = Packing(fabric, collective, root, symmetries)
+    lowest_of_all = _lowest_height(packing)
+    if height < lowest_of_all:
+        raise UsageError(
+            f"no trees of height {height} serve all GPUs; the lowest that do are of height {lowest_of_all}"
+        )
+    deadline = deadline_of(time_limit)
+    generator = Generation(Pricing(packing, height), progress=progress, deadline=deadline)
+    generator.run(None)
+    best = "the best" if few and not deadline.cut else "the best found"
+    text = f"trees of height {height} at most, as asked; {best} of that height"
+    cut = (deadline.note(UNDONE),) if deadline.cut else ()
+    return ExactPacking(packing, generator.weights(), certificate, (Note(text, "height asked"), *cut))
 
 
 def _pack_few(

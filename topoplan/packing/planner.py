@@ -25,7 +25,7 @@ from topoplan.fabric.servers import Servers
 from topoplan.in_network import with_in_network
 from topoplan.packing.all_to_all import Matrix, check_demand, plan_all_to_all
 from topoplan.packing.by_kind import floored_by_kind
-from topoplan.packing.exact import ORDERS, pack_exact
+from topoplan.packing.exact import ORDERS, pack_exact, pack_low
 from topoplan.packing.fewest_trees import fewest_peeled
 from topoplan.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
 from topoplan.packing.integer_minimisation import minimise_trees
@@ -64,6 +64,7 @@ def plan(
     method: str = "exact",
     channels: str = "auto",
     order: str = "height",
+    height: int | None = None,
     epsilon: float = 0.05,
     threshold: float = 0.05,
     nbytes: int | None = None,
@@ -95,6 +96,8 @@ def plan(
         `topoplan.packing.channel_plans`).
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``.
+    height : int or None
+        For ``exact``, most edges between the root of a tree and its leaves, at whatever rate; None for no limit.
     epsilon, threshold : float
         For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
         stay, or failing that below the packing's rate.
@@ -123,9 +126,9 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; an
-        option that an all-to-all does not have, a demand that is none; switches that are to copy and add and are not
-        there.
+        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; a
+        height that no trees have; an option that an all-to-all does not have, a demand that is none; switches that are
+        to copy and add and are not there.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -158,8 +161,10 @@ def plan(
     deadline = Deadline(time_limit)
     if time_limit is not None and method != "exact":
         raise UsageError(f"a time limit ends the search of method exact; leave it out with {method!r}")
+    if height is not None:
+        _check_height(height, method, order)
     if collective == ALL_TO_ALL:
-        _check_paths(method, channels, order)
+        _check_paths(method, channels, order, height)
     elif demand is not None:
         raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
     wanted = None if demand is None else check_demand(demand, len(asked.gpus))
@@ -172,6 +177,7 @@ def plan(
         raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
     # The same request, over channels to be named.
     over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
+    over = partial(over, height=height)
     over = partial(over, epsilon=epsilon, threshold=threshold, tolerance=tolerance, progress=progress)
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
@@ -197,6 +203,8 @@ def plan(
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
+        if height is not None and made.height > height:
+            made = lower_trees(made, height, deadline=deadline, progress=progress)
     if channels in UNIONS and not Fabric(asked.topology, ("nvlink",)).unreachable(collective, asked.root):
         from topoplan.packing.channel_plans import beside_nvlink
 
@@ -205,9 +213,61 @@ def plan(
     return replace(made, order=_told(method, order), seconds=time.perf_counter() - started)
 
 
-def _check_paths(method: str, channels: str, order: str) -> None:
-    """Refuse what only trees to all ranks have."""
+def lower_trees(
+    made: Plan,
+    height: int,
+    *,
+    deadline: Deadline | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The best trees of at most a height on the links of a plan, under its bound.
+
+    Raises
+    ------
+    UsageError
+        No trees of this height serve all ranks, or switches copy or add.
+    """
+    fabric = Fabric(made.topology, made.channels)
+    if fabric.in_network or fabric.helpers:
+        raise UsageError(
+            "heights are not limited where switches or helpers copy or add; leave the height out"
+        )
+    packed = pack_low(
+        fabric,
+        made.collective,
+        made.certificate,
+        root=made.root,
+        height=height,
+        time_limit=deadline,
+        progress=progress,
+    )
+    return build_plan(
+        fabric,
+        made.collective,
+        root=made.root,
+        shards=packed.shards,
+        certificate=packed.certificate,
+        schedule="trees",
+        method="exact",
+        notes=packed.notes,
+    )
+
+
+def _check_height(height: int, method: str, order: str) -> None:
+    """Refuse a height that is none, or beside what decides heights otherwise."""
+    if height < 1:
+        raise UsageError(f"a height of {height} has no edge; give 1 or more")
     for name, value, only in (("method", method, "exact"), ("order", order, "height")):
+        if value != only:
+            raise UsageError(
+                f"a limit on the height goes with {name} {only!r}, not {value!r}; leave one of them out"
+            )
+
+
+def _check_paths(method: str, channels: str, order: str, height: int | None) -> None:
+    """Refuse what only trees to all ranks have."""
+    limits = (("method", method, "exact"), ("order", order, "height"), ("height", height, None))
+    for name, value, only in limits:
         if value != only:
             raise UsageError(
                 f"an alltoall is planned by paths, to which {name} {value!r} does not apply; leave it out"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,3 +328,35 @@ def test_more_than_nine_ranks_say_that_heights_are_not_proved_lowest() -> None:
     assert made.rate == 4
     assert len(made.notes) == 1
     assert made.notes[0] == f"height {made.height} is the lowest found, 3 the lowest not excluded"
+
+
+@pytest.mark.parametrize(("height", "rate"), [(2, 50), (3, 125), (4, 150), (7, 150)])
+def test_a_height_that_is_asked_for_is_kept(height: int, rate: int) -> None:
+    """The known optima of a DGX-1V's broadcast from gpu0, under the bound of all heights."""
+    made = topoplan.plan("dgx-1v", "broadcast", height=height)
+    assert (made.rate, made.bound) == (rate, 150)
+    assert made.height <= height
+    assert topoplan.verify(made).rate == rate
+    assert any("as asked" in note for note in made.notes) == (height < 4)
+
+
+def test_heights_beyond_the_tables_are_searched_on_orbits() -> None:
+    made = topoplan.plan("mi250", height=3)
+    assert made.height == 3
+    assert 100 <= made.rate <= made.bound
+    topoplan.verify(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"height": 1}, "no trees of height 1 serve all GPUs; the lowest that do are of height 2"),
+        ({"height": 0}, "a height of 0 has no edge"),
+        ({"height": 2, "order": "trees"}, "goes with order 'height'"),
+        ({"height": 2, "method": "mwu"}, "goes with method 'exact'"),
+        ({"height": 2, "collective": "alltoall"}, "height 2 does not apply"),
+    ],
+)
+def test_heights_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(topoplan.UsageError, match=words):
+        topoplan.plan("dgx-1v", **options)
