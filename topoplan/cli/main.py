@@ -29,7 +29,7 @@ COMMANDS = {
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
-    "simulate": "model time over sizes, against the ring",
+    "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others

@@ -1,11 +1,11 @@
-"""``topoplan simulate``: model time of a plan over sizes, beside the ring's, and where they cross."""
+"""``topoplan simulate``: model time of a plan over sizes, beside the ring's, and where they cross; or many jobs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 
-from topoplan.cli import arguments
+from topoplan.cli import arguments, simulate_jobs
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
@@ -44,8 +44,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--trace", metavar="F.json", help="write the chunk-by-chunk run of the largest size as a Chrome trace"
     )
-    arguments.add_plot(parser, "algorithm bandwidth over size")
+    arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)
+    simulate_jobs.add_options(parser)
     add_cluster(parser)
     add_damage(parser)
 
@@ -54,6 +55,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
     check_target(options.trace, "--trace")
     check_plot(options.plot)
+    simulate_jobs.check_options(options)
+    if options.policy is not None:
+        return simulate_jobs.run(options)
     sizes = options.sizes
     with progress_line("planning") as progress:
         plan = _plan(options, progress)

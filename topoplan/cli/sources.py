@@ -21,6 +21,7 @@ from topoplan.plans.verify import verify_all
 from topoplan.topology import Topology
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
+_JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
 SETTLED = (
     *(
         "gpus",
@@ -121,6 +122,8 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
             raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
         return _verified(parse_claimed_plan(text, options.topo), options.topo)
     where = _where(options.topo)
+    if _JOBS_FORMAT.search(text):
+        raise UsageError(f"{where} is a file of jobs; topoplan simulate runs it under a --policy")
     folder = "" if options.topo == "-" else str(path.parent)
     machine = load_text(text, where, Path(where).stem, folder=folder, **_asked(options))
     return _printable(machine)
