@@ -159,7 +159,7 @@ def test_shifts_follow_a_chain_of_links_and_refuse_a_loop() -> None:
     for run in run_jobs(chain, POLICIES["cassini"]).runs:
         assert run.iterations == pytest.approx([2, 2])
     loop = JobSet(links, tuple(Job(name, (stage[name],)) for name in ("xy", "yz", "xz")))
-    with pytest.raises(UsageError, match="without a loop, and .* share z and meet elsewhere too"):
+    with pytest.raises(UsageError, match=r"without a loop, and .* share z and meet elsewhere too"):
         circle_shifts(loop)
 
 
