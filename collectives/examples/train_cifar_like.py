@@ -156,9 +156,12 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
     if rank == 0:
         print(f"final test loss {final:.6f}; {options.steps / seconds:.1f} steps a second")
         if state is not None:
-            print(report())
+            seen = report()
+            rate = seen.predicted(options.mode, straggler, held=options.work)
+            print(seen)
+            print(f"by the clock model {rate:.1f} steps a second")
             if options.plot:
-                report().plot(options.plot)
+                seen.plot(options.plot)
         if options.out:
             told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds, "gap": gap}
             Path(options.out).write_text(json.dumps(told))

@@ -16,8 +16,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
+from collectives.staleness.modes import LocalSGD, Straggler, mode_of
 from collectives.training.averaging import ExchangeSettings
 from collectives.training.recorder import ExchangeRecord, Recorder, StepRecord
+from topoplan.errors import UsageError
+from topoplan.simulation.clocks import run_clocks
 from topoplan.units import format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -127,6 +130,45 @@ class Report:
             for row in (heads, *rows)
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+    def predicted(
+        self, mode: object = None, straggler: Straggler | None = None, *, held: float | None = None
+    ) -> float:
+        """Steps a second of the slowest rank by the clock model, if all ranks compute as long as this one.
+
+        A step computes for the median of what it does not wait, and an exchange holds up the loop for the median of
+        what it did. Beside the measured rate it tells what the mode makes of a straggler that is late in fewer steps
+        than half.
+
+        Parameters
+        ----------
+        mode : BSP, SSP, ASP, LocalSGD, str or None
+            As `collectives.staleness.modes.mode_of` takes it.
+        straggler : Straggler, optional
+            A rank that is late.
+        held : float, optional
+            Seconds that its factor multiplies; those of a step's computing by default.
+
+        Raises
+        ------
+        UsageError
+            No mode, or no step has ended.
+        """
+        found = mode_of(mode)
+        if not self.step_records:
+            raise UsageError("no step has ended, so none can be predicted from; train for a step")
+        work = _median([step.ended - step.started - step.waited for step in self.step_records])
+        send = _median([step.waited for step in self.step_records])
+        late = straggler or Straggler(rank=0, factor=1.0, first=0, last=0)
+        times = [
+            [
+                work + late.delay(rank, step, work if held is None else held)
+                for step in range(len(self.step_records))
+            ]
+            for rank in range(max(1, self.ranks))
+        ]
+        every = found.every if isinstance(found, LocalSGD) else 1
+        return run_clocks(times, send, staleness=found.bound, every=every).steps_per_second
 
     def plot(self, path: str | Path | None = None, *, last: int = 5) -> Figure:
         """A picture of the last steps: what ran when, a row for each bucket.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.staleness.modes import Straggler
 from collectives.training.averaging import ExchangeSettings, InStepAverager
-from collectives.training.recorder import Recorder
+from collectives.training.recorder import Recorder, StepRecord
 from collectives.training.report import report, watch
 from topoplan.errors import UsageError
 
@@ -134,3 +136,17 @@ def test_only_the_last_records_are_kept() -> None:
         == [one.step for one in recorder.steps()]
         == [4, 5, 6, 7, 8]
     )
+
+
+def test_the_clock_model_stands_beside_the_measured_rate() -> None:
+    """80 steps of 50 ms, 10 of them waited; one of three ranks is late by 60 ms in a quarter of them."""
+    steps = tuple(StepRecord(n, n * 0.05, (n + 1) * 0.05, 0.01) for n in range(80))
+    told = replace(report(Recorder("test", ranks=3)), steps=80, step_records=steps)
+    slow = Straggler(rank=1, factor=3, first=20, last=40)
+    assert told.predicted("bsp") == pytest.approx(20)
+    assert told.predicted("bsp", slow, held=0.03) == pytest.approx(80 / (4 + 20 * 0.06))
+    assert told.predicted("local:4", slow) < told.predicted("asp")
+    with pytest.raises(UsageError, match="mode 'late' is no synchronisation mode"):
+        told.predicted("late")
+    with pytest.raises(UsageError, match="no step has ended"):
+        report(Recorder("test", ranks=3)).predicted()
