@@ -134,7 +134,7 @@ def compare(
         others=tuple(
             (schedule.column, rivals[schedule.name].rate if schedule.name in rivals else None)
             for schedule in columns()
-            if schedule.name not in OWN_COLUMNS
+            if schedule.name not in OWN_COLUMNS and (schedule.servers == 1 or schedule.fits(trees))
         ),
         nccl=nccl.rate if nccl else 0.0,
         nccl_kind=nccl.schedule if nccl else NO_RING,

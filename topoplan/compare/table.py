@@ -49,7 +49,8 @@ class Comparison:
     notes : tuple of str
         What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
     others : tuple of (str, float or None)
-        Rates of other registered schedules that have a column, under its head; None where there is no such schedule.
+        Rates of other registered schedules that have a column and suit such a machine, under its head; None where there
+        is no such schedule.
     nccl : float
         Rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
     nccl_kind : str

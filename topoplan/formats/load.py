@@ -16,6 +16,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import topoplan
+from topoplan.clusters.regular import FORMS, fabric_named
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.cluster_json import cluster_from_object, is_cluster
 from topoplan.formats.merge import gpu_bus_ids, merge_nvlink
@@ -44,7 +45,8 @@ def load(
     Parameters
     ----------
     source : str, path, networkx.MultiDiGraph or Topology
-        A name of the library (see `library`), a file, ``-`` for stdin, or the text of a description (it holds
+        A name of the library (see `library`), a network by its parameters such as ``bcube:4,2`` or ``torus:3,3@10``
+        (see `topoplan.clusters.regular`), a file, ``-`` for stdin, or the text of a description (it holds
         a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
         ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A machine that
         is one already is given back.
@@ -100,6 +102,9 @@ def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
             return source, "", "", ""
         if source in library():
             return (library_path() / f"{source}.json").read_text(encoding="utf-8"), source, source, ""
+        made = None if os.path.exists(source) else fabric_named(source)
+        if made is not None:
+            return made.to_json(), source, source, ""
     path = os.fspath(source)
     if not os.path.exists(path):
         raise UsageError(_unknown(path))
@@ -220,7 +225,10 @@ def _unknown(path: str) -> str:
     names = library()
     near = difflib.get_close_matches(path.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}"
+    return (
+        f"no machine {path!r} in the library, and no such file; {hint}the library has {', '.join(names)}, and networks "
+        f"by parameters are {', '.join(FORMS)}"
+    )
 
 
 def read_text(path: str, give: str = "give another file") -> str:

@@ -17,6 +17,7 @@ from topoplan.fabric.servers import Servers
 from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
 from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
 from topoplan.schedules.double_binary_tree import double_binary_tree
+from topoplan.schedules.hierarchical import bml, hips_ring, two_level
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
 from topoplan.schedules.one_hop import one_hop
@@ -228,6 +229,16 @@ _KNOWN = (
         over=ONE_FABRIC,
         servers=3,
     ),
+    Schedule("bml", bml, over=ONE_FABRIC, servers=2, timed=False, column="BML"),
+    Schedule("hips-ring", hips_ring, over=ONE_FABRIC, servers=2, timed=False, column="HiPS"),
+    Schedule(
+        "two-level",
+        two_level,
+        collectives=("allreduce", "broadcast", "reduce"),
+        over=ONE_FABRIC,
+        servers=2,
+        timed=False,
+    ),
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
@@ -250,7 +261,7 @@ def find_schedule(name: str) -> Schedule:
     Traceback (most recent call last):
     topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
 one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
-one-shot-three-phase, rails, relayed-rails
+one-shot-three-phase, rails, relayed-rails, bml, hips-ring, two-level
     """
     if name not in SCHEDULES:
         known = (TREES, *SCHEDULES)
