@@ -11,6 +11,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.arrays.numpy_arrays import NumpyArrays
 
 Result = TypeVar("Result")
+Other = TypeVar("Other")
 
 
 class Handle(Generic[Result]):
@@ -38,6 +39,19 @@ class Handle(Generic[Result]):
     def when_done(self, then: Callable[[], object]) -> None:
         """Call a function when it has ended, well or not: in the thread that ran it, or at once."""
         self._future.add_done_callback(lambda _: then())
+
+    def then(self, make: Callable[[Result], Other]) -> Handle[Other]:
+        """One whose result is made of this one's when it is there, in the thread that ends it; errors are passed on."""
+        future: Future[Other] = Future()
+
+        def follow() -> None:
+            try:
+                future.set_result(make(self.wait()))
+            except BaseException as error:  # whoever waits is told of it
+                future.set_exception(error)
+
+        self.when_done(follow)
+        return Handle(future)
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result, once it is there.

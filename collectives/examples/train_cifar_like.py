@@ -183,6 +183,7 @@ def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namesp
         density=options.density,
         exchange=options.exchange,
         compress=options.compress,
+        low_rank=options.low_rank,
         mode=options.mode,
     )
     model.register_comm_hook(state, topoplan_hook)
@@ -219,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
     )
+    parser.add_argument("--low-rank", type=int, metavar="R", help="send two matrices of R columns (PowerSGD)")
     parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")
     parser.add_argument(
         "--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B"

@@ -26,6 +26,7 @@ from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
+from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from topoplan.errors import UsageError
@@ -60,6 +61,9 @@ class HookState:
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
     compress : str, optional
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
+    low_rank : LowRank or int, optional
+        Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
+        rank. Their residuals are no part of `state_dict`.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -110,6 +114,7 @@ class HookState:
         momentum: float = 0.0,
         wire: "WireFormat | None" = None,
         compress: str | None = None,
+        low_rank: LowRank | int | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
@@ -118,7 +123,9 @@ class HookState:
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         def settings() -> ExchangeSettings:
-            return ExchangeSettings(density, exchange, momentum, wire, mode_of(mode), compress)
+            return ExchangeSettings(
+                density, exchange, momentum, wire, mode_of(mode), compress, LowRank.of(low_rank)
+            )
 
         numbers = ParameterNumbers(parameters)
         if not dist.is_initialized():

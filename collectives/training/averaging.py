@@ -27,6 +27,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode
+from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
 from topoplan.errors import UsageError
 
@@ -58,6 +59,8 @@ class ExchangeSettings:
         How far ranks may be apart.
     compress : str or None
         One of `NARROW`, in which dense gradients travel; None for their own type.
+    low_rank : LowRank or None
+        Of dense gradients, the thin matrices that travel in their place; None for none.
 
     Raises
     ------
@@ -71,8 +74,13 @@ class ExchangeSettings:
     wire: WireFormat | None = None
     mode: Mode = field(default_factory=BSP)
     compress: str | None = None
+    low_rank: LowRank | None = None
 
     def __post_init__(self) -> None:
+        if self.low_rank is not None and not (
+            self.density is None and self.compress is None and isinstance(self.mode, BSP)
+        ):
+            raise UsageError("low_rank is for whole gradients in step; leave out density, compress and mode")
         if self.compress is not None and self.compress not in NARROW:
             raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
         dense = ExchangeSettings.__dataclass_fields__
@@ -103,7 +111,7 @@ class ExchangeSettings:
         given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
-            f"compress {self.compress}"
+            f"compress {self.compress}" + ("" if self.low_rank is None else f", {self.low_rank}")
         )
 
     def density_at(self, step: int) -> float:
@@ -200,6 +208,9 @@ class InStepAverager(Averager):
         super().__init__(BSP(), recorder)
         self.communicator = communicator
         self.settings = settings
+        self._low_rank = (
+            None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
+        )
 
     def start(
         self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, async_op: bool = True
@@ -213,13 +224,19 @@ class InStepAverager(Averager):
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
-        if how.density is None:
+        elements = nbytes // comm.arrays.itemsize(gradients if comm.one_rank else gradients[0])
+        thin = how.low_rank
+        if thin is not None and self._low_rank is not None and thin.pays(elements, step):
+            handle = self._low_rank.start(key, gradients, op=op, out=out, async_op=async_op)
+            part = thin.rank * sum(thin.sides(elements)) / elements
+            told: Mapping[str, Any] = {"density": part, "how": f"rank {thin.rank}", "bound": math.inf}
+        elif how.density is None:
             if async_op:
                 handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
             else:
                 handle = Handle.of(comm.all_reduce(gradients, op=op, out=out))
             plan = comm.plan_for("allreduce", nbytes)
-            told: Mapping[str, Any] = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
+            told = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
             density = how.density_at(step)
             # first, since it keeps the gradient where ranks cannot agree on how to exchange it

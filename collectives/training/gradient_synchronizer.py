@@ -21,6 +21,7 @@ from collectives.training.averaging import (
 )
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
+from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from topoplan.errors import BackendError, UsageError
@@ -60,6 +61,9 @@ class GradientSynchronizer:
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
     mode : BSP, SSP, ASP, LocalSGD or str, optional
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
+    low_rank : LowRank or int, optional
+        Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
+        rank.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
@@ -105,13 +109,14 @@ class GradientSynchronizer:
         momentum: float = 0.0,
         wire: WireFormat | None = None,
         mode: Mode | str | None = None,
+        low_rank: LowRank | int | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
-        how = ExchangeSettings(density, exchange, momentum, wire, self.mode)
+        how = ExchangeSettings(density, exchange, momentum, wire, self.mode, low_rank=LowRank.of(low_rank))
         opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
         try:
             self.communicator = comm = Communicator(meant, opened, timeout=timeout)

@@ -323,6 +323,7 @@ def losses() -> dict[str, float]:
         ("before", {}, range(0)),
         ("dense", {}, range(80)),
         ("sparse", {"density": 0.01}, range(80)),
+        ("low rank", {"low_rank": 2}, range(80)),
     ):
         state = HookState(plan(), **options)
         ddp = wrapped(model(), state)
