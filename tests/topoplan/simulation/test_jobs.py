@@ -163,8 +163,13 @@ def test_shifts_follow_a_chain_of_links_and_refuse_a_loop() -> None:
         circle_shifts(loop)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("crux", "mltcp", "cassini") else ())
+        for name in POLICIES
+    ],
+)
 def test_random_runs_keep_bytes_and_capacities(name: str) -> None:
     """Two hundred sets of jobs, counted again from their flows."""
     looped = 0
