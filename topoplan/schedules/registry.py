@@ -22,6 +22,7 @@ from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
 from topoplan.schedules.one_hop import one_hop
 from topoplan.schedules.one_shot import ONE_SHOT, ONE_SHOT_SERVERS, one_shot, one_shot_servers
+from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.rails import RAILS, RELAYED_RAILS, rails, relayed_rails
 from topoplan.schedules.rings.ring import ring
 from topoplan.schedules.three_phase import three_phase
@@ -232,6 +233,14 @@ _KNOWN = (
     Schedule("bml", bml, over=ONE_FABRIC, servers=2, timed=False, column="BML"),
     Schedule("hips-ring", hips_ring, over=ONE_FABRIC, servers=2, timed=False, column="HiPS"),
     Schedule(
+        "parameter-server",
+        parameter_server,
+        words="parameter server",
+        collectives=("allreduce",),
+        over=ONE_FABRIC,
+        timed=False,
+    ),
+    Schedule(
         "two-level",
         two_level,
         collectives=("allreduce", "broadcast", "reduce"),
@@ -261,7 +270,8 @@ def find_schedule(name: str) -> Schedule:
     Traceback (most recent call last):
     topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
 one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
-one-shot-three-phase, rails, relayed-rails, bml, hips-ring, two-level
+one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
+parameter-server, two-level
     """
     if name not in SCHEDULES:
         known = (TREES, *SCHEDULES)

@@ -114,6 +114,7 @@ ABSENT = {
     ("three-phase", "pcie-x8"),
     ("one-hop", "dgx-1v"),
     ("relay-ring", "pcie-x8"),
+    ("parameter-server", "dgx-1v"),
     *(
         (name, machine)
         for name in ("nvls", "nvls-tree", "one-shot-three-phase", "rails", "relayed-rails")
