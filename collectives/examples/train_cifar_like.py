@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from collectives import report
+from collectives.examples.cached_loader import CachedLoader
 from collectives.staleness.modes import Straggler
 from collectives.torch import HookState, topoplan_hook
 
@@ -132,12 +134,14 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.steps)
     straggler = _straggler(options.straggler)
     drawn = torch.Generator().manual_seed(options.seed)
+    # every rank draws the numbers of all, and takes its own
+    draws = [
+        torch.randint(0, TRAINED, (size, options.batch), generator=drawn)[rank] for _ in range(options.steps)
+    ]
     losses = []
     started = time.perf_counter()
-    for step in range(options.steps):
-        # every rank draws the numbers of all, and takes its own
-        numbers = torch.randint(0, TRAINED, (size, options.batch), generator=drawn)[rank].to(device)
-        loss = nn.functional.cross_entropy(model(shown[numbers].to(dtype)), labels[numbers])
+    for step, (numbers, batch) in enumerate(_batches(shown, draws, options.cached)):
+        loss = nn.functional.cross_entropy(model(batch.to(device, dtype)), labels[numbers.to(device)])
         optimiser.zero_grad()
         if straggler is not None:
             straggler.hold_up(rank, step, options.work)
@@ -167,6 +171,27 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             Path(options.out).write_text(json.dumps(told))
     if state is not None:
         state.close()
+
+
+def _batches(
+    shown: torch.Tensor, draws: list[torch.Tensor], cached: int | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Numbers and images of every step; with a cache read from bytes, two steps ahead."""
+    if cached is None:
+        for numbers in draws:
+            yield numbers, shown[numbers.to(shown.device)]
+        return
+    stored = shown.cpu().numpy()
+
+    def decode(raw: bytes) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(raw, np.float32).reshape(stored.shape[1:]).copy())
+
+    with CachedLoader(lambda number: stored[number].tobytes(), decode, memory=cached) as loader:
+        order = (numbers.tolist() for numbers in draws)
+        for numbers, batch in zip(draws, loader.batches(order), strict=True):
+            yield numbers, torch.stack(batch)
+        if dist.get_rank() == 0:
+            print(loader)
 
 
 def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
@@ -229,6 +254,12 @@ def _parser() -> argparse.ArgumentParser:
         "--work", type=float, default=0.0, help="seconds of other work in each step (default: 0)"
     )
     parser.add_argument("--built-in", action="store_true", help="DDP's own allreduce")
+    parser.add_argument(
+        "--cached",
+        type=int,
+        metavar="N",
+        help="read images through a cache of N decoded ones, ahead of training",
+    )
     parser.add_argument("--every", type=int, default=50, help="steps between tests (default: 50)")
     parser.add_argument("--out", metavar="F.json", help="write losses and speed")
     parser.add_argument("--plot", metavar="F.png", help="draw the last steps")
