@@ -13,6 +13,7 @@ pace whatever s is; one that is late now and then costs others nothing as long a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +48,14 @@ class ClockRun:
 
     @property
     def steps_per_second(self) -> float:
-        """Of the slowest rank."""
-        return float(self.ends.shape[1] / self.seconds)
+        """Of the slowest rank; infinite where nothing takes time."""
+        return self.ends.shape[1] / self.seconds if self.seconds else math.inf
 
     @property
     def idle(self) -> Floats:
         """(N,): part of the time until its last step in which each rank stood still."""
-        idle: Floats = self.waited.sum(axis=1) / self.ends[:, -1]
+        last = self.ends[:, -1]
+        idle: Floats = np.divide(self.waited.sum(axis=1), last, out=np.zeros_like(last), where=last > 0)
         return idle
 
     def finished(self, seconds: float) -> NDArray[np.int64]:
@@ -64,9 +66,8 @@ class ClockRun:
     @property
     def gaps(self) -> dict[int, int]:
         """How often a rank was so many steps ahead of the slowest when it ended one, ascending."""
-        behind = np.sort(self.ends.max(axis=0))
         slowest = np.minimum.reduce([np.searchsorted(row, self.ends, side="right") for row in self.ends])
-        ahead = np.arange(1, len(behind) + 1)[None, :] - slowest
+        ahead = np.arange(1, self.ends.shape[1] + 1)[None, :] - slowest
         return dict(sorted(Counter(ahead.ravel().tolist()).items()))
 
 

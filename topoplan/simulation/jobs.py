@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from topoplan.errors import TopoplanError, UsageError
+from topoplan.errors import PlanError, TopoplanError, UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.plans.json_values import read_list, read_object
 from topoplan.plans.size_plans import load_plan
 from topoplan.simulation.model import clock
 
@@ -164,6 +164,13 @@ def read_jobs(text: str, *, folder: str = "") -> JobSet:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the jobs are no JSON: {error}") from None
+    try:
+        return _jobs(value, folder)
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+
+
+def _jobs(value: object, folder: str) -> JobSet:
     top = _object(value, "a jobs file", _SET)
     if top.get("format") != FORMAT:
         raise UsageError(f"format {top.get('format')!r} is not {FORMAT!r}"[:200])
@@ -171,7 +178,7 @@ def read_jobs(text: str, *, folder: str = "") -> JobSet:
         name: _number(rate, f"link {name}") for name, rate in _object(top.get("links", {}), "links").items()
     }
     jobs = []
-    for number, item in enumerate(_list(top.get("jobs"), "jobs")):
+    for number, item in enumerate(read_list(top.get("jobs"), "jobs")):
         jobs.append(_job(item, f"job {number}", links, folder))
     horizon = None if top.get("horizon") is None else _number(top["horizon"], "horizon")
     return JobSet(links, tuple(jobs), horizon)
@@ -184,7 +191,7 @@ def _job(item: object, where: str, links: dict[str, float], folder: str) -> Job:
         raise UsageError(f"{where}: name must be a text, not {name!r}"[:200])
     where = f"job {name}"
     stages, planned = [], None
-    for number, one in enumerate(_list(value.get("stages"), f"{where}: stages")):
+    for number, one in enumerate(read_list(value.get("stages"), f"{where}: stages")):
         stage, ranks = _stage(one, f"{where}: stage {number}", links, folder)
         stages.append(stage)
         planned = ranks or planned
@@ -253,18 +260,11 @@ def planned_bytes(path: str, nbytes: int) -> tuple[dict[str, float], dict[str, f
 
 
 def _object(item: object, where: str, keys: set[str] | None = None) -> dict[str, object]:
-    if not isinstance(item, dict):
-        raise UsageError(f"{where} must be an object, not {type(item).__name__}")
-    unknown = next((key for key in item if keys is not None and key not in keys), None)
+    value = read_object(item, where)
+    unknown = next((key for key in value if keys is not None and key not in keys), None)
     if unknown is not None:
         raise UsageError(f"{where}: key {unknown!r} is unknown; use {', '.join(sorted(keys or ()))}")
-    return cast("dict[str, object]", item)
-
-
-def _list(item: object, where: str) -> Sequence[object]:
-    if not isinstance(item, list):
-        raise UsageError(f"{where} must be a list, not {type(item).__name__}")
-    return cast("list[object]", item)
+    return value
 
 
 def _number(item: object, where: str) -> float:
