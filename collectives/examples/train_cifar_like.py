@@ -209,6 +209,7 @@ def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namesp
         exchange=options.exchange,
         compress=options.compress,
         low_rank=options.low_rank,
+        codes=options.codes,
         mode=options.mode,
     )
     model.register_comm_hook(state, topoplan_hook)
@@ -246,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
     )
     parser.add_argument("--low-rank", type=int, metavar="R", help="send two matrices of R columns (PowerSGD)")
+    parser.add_argument("--codes", type=int, metavar="BITS", help="send whole numbers of 8 or 16 bits")
     parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")
     parser.add_argument(
         "--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B"

@@ -26,6 +26,7 @@ from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
+from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -64,6 +65,9 @@ class HookState:
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
         rank. Their residuals are no part of `state_dict`.
+    codes : IntegerCodes or int, optional
+        Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
+        their bits: 8 or 16.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -115,6 +119,7 @@ class HookState:
         wire: "WireFormat | None" = None,
         compress: str | None = None,
         low_rank: LowRank | int | None = None,
+        codes: IntegerCodes | int | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
@@ -124,7 +129,14 @@ class HookState:
     ) -> None:
         def settings() -> ExchangeSettings:
             return ExchangeSettings(
-                density, exchange, momentum, wire, mode_of(mode), compress, LowRank.of(low_rank)
+                density,
+                exchange,
+                momentum,
+                wire,
+                mode_of(mode),
+                compress,
+                LowRank.of(low_rank),
+                IntegerCodes.of(codes),
             )
 
         numbers = ParameterNumbers(parameters)

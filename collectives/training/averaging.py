@@ -27,6 +27,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode
+from collectives.training.integer_codes import IntegerCodeExchange, IntegerCodes
 from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
 from topoplan.errors import UsageError
@@ -61,6 +62,8 @@ class ExchangeSettings:
         One of `NARROW`, in which dense gradients travel; None for their own type.
     low_rank : LowRank or None
         Of dense gradients, the thin matrices that travel in their place; None for none.
+    codes : IntegerCodes or None
+        Of dense gradients, the whole numbers that travel and are added in their place; None for none.
 
     Raises
     ------
@@ -75,12 +78,17 @@ class ExchangeSettings:
     mode: Mode = field(default_factory=BSP)
     compress: str | None = None
     low_rank: LowRank | None = None
+    codes: IntegerCodes | None = None
 
     def __post_init__(self) -> None:
-        if self.low_rank is not None and not (
-            self.density is None and self.compress is None and isinstance(self.mode, BSP)
-        ):
-            raise UsageError("low_rank is for whole gradients in step; leave out density, compress and mode")
+        plain = self.density is None and self.compress is None and isinstance(self.mode, BSP)
+        for name in ("low_rank", "codes"):
+            if getattr(self, name) is not None and not plain:
+                raise UsageError(
+                    f"{name} is for whole gradients in step; leave out density, compress and mode"
+                )
+        if self.low_rank is not None and self.codes is not None:
+            raise UsageError("gradients travel as thin matrices or as codes; give low_rank or codes")
         if self.compress is not None and self.compress not in NARROW:
             raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
         dense = ExchangeSettings.__dataclass_fields__
@@ -111,7 +119,8 @@ class ExchangeSettings:
         given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
-            f"compress {self.compress}" + ("" if self.low_rank is None else f", {self.low_rank}")
+            f"compress {self.compress}"
+            + "".join(f", {one}" for one in (self.low_rank, self.codes) if one is not None)
         )
 
     def density_at(self, step: int) -> float:
@@ -211,6 +220,7 @@ class InStepAverager(Averager):
         self._low_rank = (
             None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
         )
+        self._codes = None if settings.codes is None else IntegerCodeExchange(communicator, settings.codes)
 
     def start(
         self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, async_op: bool = True
@@ -230,6 +240,10 @@ class InStepAverager(Averager):
             handle = self._low_rank.start(key, gradients, op=op, out=out, async_op=async_op)
             part = thin.rank * sum(thin.sides(elements)) / elements
             told: Mapping[str, Any] = {"density": part, "how": f"rank {thin.rank}", "bound": math.inf}
+        elif self._codes is not None:
+            handle = self._codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
+            part = self._codes.settings.nbytes(elements) / max(nbytes, 1)
+            told = {"density": part, "how": f"{self._codes.settings.bits} bits", "bound": math.inf}
         elif how.density is None:
             if async_op:
                 handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)

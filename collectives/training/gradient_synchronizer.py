@@ -21,6 +21,7 @@ from collectives.training.averaging import (
 )
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
+from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -64,6 +65,9 @@ class GradientSynchronizer:
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
         rank.
+    codes : IntegerCodes or int, optional
+        Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
+        their bits: 8 or 16.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
@@ -110,13 +114,22 @@ class GradientSynchronizer:
         wire: WireFormat | None = None,
         mode: Mode | str | None = None,
         low_rank: LowRank | int | None = None,
+        codes: IntegerCodes | int | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
-        how = ExchangeSettings(density, exchange, momentum, wire, self.mode, low_rank=LowRank.of(low_rank))
+        how = ExchangeSettings(
+            density,
+            exchange,
+            momentum,
+            wire,
+            self.mode,
+            low_rank=LowRank.of(low_rank),
+            codes=IntegerCodes.of(codes),
+        )
         opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
         try:
             self.communicator = comm = Communicator(meant, opened, timeout=timeout)

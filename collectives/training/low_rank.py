@@ -139,7 +139,7 @@ class LowRankExchange:
                 kept.residuals = [one - share for one in whole]
             dead = ~right.any(axis=0)
             kept.right = np.where(dead, _first(key, columns, how.rank), right)
-            return self._results(average.reshape(-1)[:elements], given, out)
+            return put_in_all(comm, average.reshape(-1)[:elements], given, out)
 
         return self._sum([one.T @ left for one in whole], given, op, async_op=async_op).then(product)
 
@@ -164,16 +164,18 @@ class LowRankExchange:
             lambda _: [library.values(line).astype(np.float32).reshape(shape) for line in lines]
         )
 
-    def _results(self, average: Matrix, given: Sequence[Any], out: Any) -> Any:
-        comm, library = self.communicator, self.communicator.arrays
-        if out is None:
-            outs = [library.empty(library.shape(one), one) for one in given]
-        else:
-            outs = [out] if comm.one_rank else list(out)
-        for result in outs:
-            values = average.reshape(library.shape(result))
-            library.put(result, values.astype(library.values(result).dtype, copy=False))
-        return outs[0] if comm.one_rank else outs
+
+def put_in_all(communicator: Communicator, average: Matrix, given: Sequence[Any], out: Any) -> Any:
+    """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given."""
+    library, one_rank = communicator.arrays, communicator.one_rank
+    if out is None:
+        outs = [library.empty(library.shape(one), one) for one in given]
+    else:
+        outs = [out] if one_rank else list(out)
+    for result in outs:
+        values = average.reshape(library.shape(result))
+        library.put(result, values.astype(library.values(result).dtype, copy=False))
+    return outs[0] if one_rank else outs
 
 
 def orthonormal(matrix: Matrix) -> Matrix:

@@ -1,7 +1,7 @@
 """What sparse gradients look like on the wire: packed indices, narrower values, repeated index sets."""
 
 from collectives.wire.filters import WireFormat
-from collectives.wire.fixed_point import FixedPoint, from_fixed_point, to_fixed_point
+from collectives.wire.fixed_point import FixedPoint, from_fixed_point, largest_magnitudes, to_fixed_point
 from collectives.wire.index_packing import (
     pack_indices,
     packed_bytes_at_most,
@@ -16,6 +16,7 @@ __all__ = [
     "KeyCache",
     "WireFormat",
     "from_fixed_point",
+    "largest_magnitudes",
     "narrow",
     "overflows",
     "pack_indices",

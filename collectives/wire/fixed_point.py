@@ -7,6 +7,9 @@ stream and position; there is no other state, so the same call gives the same by
 
 A scale is max |x| of its block over 127 or 32767, rounded up to so few bits that a code times its scale is exact in
 float32: what is decoded has no rounding of its own that could bend the mean.
+
+Codes of several ranks can be added as whole numbers, in any order: where all take the scales of the largest magnitudes
+among them, and each only its share of the codes, no sum overflows, and it is as exact in float32 as one code.
 """
 
 from __future__ import annotations
@@ -49,7 +52,15 @@ class FixedPoint:
 
 
 def to_fixed_point(
-    values: NDArray[Any], *, bits: int, seed: int, step: int = 0, stream: int = 0, block: int = 256
+    values: NDArray[Any],
+    *,
+    bits: int,
+    seed: int,
+    step: int = 0,
+    stream: int = 0,
+    block: int = 256,
+    ranks: int = 1,
+    largest: NDArray[np.float32] | None = None,
 ) -> FixedPoint:
     """Round values at random to multiples of their block's scale; the expected value of each is itself.
 
@@ -65,11 +76,17 @@ def to_fixed_point(
         and every rank its own stream, so that their errors are independent.
     block : int
         Values per scale; a scale takes 4 bytes.
+    ranks : int
+        How many ranks' codes are to be added: the codes of one are at most 127 or 32767 over that, rounded down, and
+        the error of a value grows as that bound shrinks.
+    largest : ndarray of float32, shape (ceil(k / block),), optional
+        Of every block the largest magnitude on all these ranks (`largest_magnitudes`); by default that of the values.
 
     Raises
     ------
     UsageError
-        NaN, infinite or too large values, no vector of floats, other bits, or numbers out of range.
+        NaN, infinite or too large values, no vector of floats, other bits, or numbers out of range; more ranks than
+        there are codes, or a value beyond the largest.
 
     Examples
     --------
@@ -86,18 +103,79 @@ def to_fixed_point(
         raise UsageError(
             f"fixed point of {bits} bits in blocks of {block}; choose 8 or 16 bits and at least 1 value"
         )
+    levels = code_levels(bits, ranks)
     key = random_key(seed, step, stream)
     # Machine code knows no float16; every float16 is a float32.
     given = np.ascontiguousarray(values, dtype=np.float32 if values.dtype == np.float16 else values.dtype)
     codes = np.empty(len(given), dtype=CODE_DTYPES[bits])
     scales = np.empty(-(-len(given) // block), dtype=np.float32)
-    wrong = _round_blocks(given, block, 2 ** (bits - 1) - 1, 25 - bits, np.uint64(key), codes, scales)
+    agreed = largest is not None
+    if largest is None:
+        largest = np.zeros(0, dtype=np.float32)
+    elif largest.shape != scales.shape or largest.dtype != np.float32:
+        raise UsageError(
+            f"largest magnitudes of {largest.dtype} and shape {largest.shape} for {len(scales)} blocks; "
+            "give a float32 for each"
+        )
+    wrong = _round_blocks(given, block, levels, 25 - bits, np.uint64(key), largest, codes, scales)
+    if wrong >= 0 and agreed and abs(float(values[wrong])) <= LARGEST:
+        raise UsageError(
+            f"value {values[wrong]} at position {wrong} is beyond the largest magnitude that ranks have agreed on"
+        )
     if wrong >= 0:
         raise UsageError(
             f"value {values[wrong]} at position {wrong} has no fixed-point form; "
             "NaN, infinite and values beyond 2^127 travel as given"
         )
     return FixedPoint(codes, scales, block)
+
+
+def code_levels(bits: int, ranks: int = 1) -> int:
+    """The largest code of one rank where those of so many are added: their sum fits into the bits.
+
+    Raises
+    ------
+    UsageError
+        There is none.
+
+    Examples
+    --------
+    >>> code_levels(8), code_levels(8, ranks=4), code_levels(16, ranks=128)
+    (127, 31, 255)
+    """
+    most: int = (1 << (bits - 1)) - 1
+    if not 1 <= ranks <= most:
+        raise UsageError(
+            f"codes of {bits} bits cannot be added over {ranks} ranks, at most over {most}; take more bits"
+        )
+    return most // ranks
+
+
+def largest_magnitudes(values: NDArray[Any], block: int = 256) -> NDArray[np.float32]:
+    """Of every block the largest magnitude, not rounded down; NaN where one is, so that a maximum over ranks tells.
+
+    Parameters
+    ----------
+    values : ndarray of float16, float32 or float64, shape (k,)
+    block : int
+
+    Returns
+    -------
+    ndarray of float32, shape (ceil(k / block),)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> largest_magnitudes(np.float32([1, -4, 0, 2, 3]), block=2)
+    array([4., 2., 3.], dtype=float32)
+    """
+    check_floats(values)
+    if not len(values):
+        return np.zeros(0, dtype=np.float32)
+    exact = np.maximum.reduceat(np.abs(values), np.arange(0, len(values), block))
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float32)
+    return np.where(rounded < exact, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
 def from_fixed_point(fixed: FixedPoint) -> NDArray[np.float32]:
@@ -178,18 +256,24 @@ def _round_blocks(
     levels: int,
     scale_bits: int,
     key: Word,
+    agreed: NDArray[np.float32],
     codes: NDArray[Any],
     scales: NDArray[np.float32],
 ) -> int:
-    """Fill codes and scales; the position of the first value that has no code, or -1."""
+    """Fill codes and scales; the position of the first value that has no code, or -1.
+
+    The largest magnitudes of the blocks are those agreed on, where there are any.
+    """
     for number in range(len(scales)):
         start, stop = number * block, min((number + 1) * block, len(values))
         largest = 0.0
         for position in range(start, stop):
             magnitude = abs(float(values[position]))
-            if not magnitude <= LARGEST:
+            if not magnitude <= LARGEST or (len(agreed) > 0 and magnitude > agreed[number]):
                 return position
             largest = max(largest, magnitude)
+        if len(agreed) > 0:
+            largest = float(agreed[number])
         scale = _scale_of(largest, levels, scale_bits)
         scales[number] = scale
         if scale == 0.0:

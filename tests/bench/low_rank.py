@@ -1,4 +1,4 @@
-"""PowerSGD in a training loop: loss on new samples and bytes, against whole gradients, with and without feedback.
+"""PowerSGD and codes in a training loop: loss on new samples and bytes, against whole gradients.
 
 Four ranks train a network of two layers on the handwritten digits of scikit-learn; the same samples in every run.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import topoplan
 from collectives import GradientSynchronizer
 from collectives.examples.small_network import loss_and_gradients, parameters
+from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
 
 RANKS, STEPS, BATCH, RATE = 4, 300, 16, 0.2
@@ -19,24 +20,25 @@ HIDDEN, KINDS, SHOWN = 128, 10, 1400
 
 
 def main() -> None:
-    """Train with whole gradients and with ranks 1, 2 and 4."""
+    """Train with whole gradients, with ranks 1, 2 and 4, with and without feedback, and with codes of 16 and 8 bits."""
     if find_spec("sklearn") is None:
         print("not measured: scikit-learn, which has the digits, is not installed")
         return
     print(f"# {RANKS} ranks, {STEPS} steps of {BATCH} samples each, 64 x {HIDDEN} x {KINDS}, rate {RATE}")
     print("gradients                 loss   bytes of whole")
-    runs: list[tuple[str, LowRank | None]] = [("whole", None)]
+    runs: list[tuple[str, LowRank | IntegerCodes | None]] = [("whole", None)]
     for rank in (1, 2, 4):
         runs += [
             (f"rank {rank}", LowRank(rank)),
             (f"rank {rank}, no feedback", LowRank(rank, feedback=False)),
         ]
-    for name, low_rank in runs:
-        loss, part = trained(low_rank)
+    runs += [(f"{bits} bits", IntegerCodes(bits)) for bits in (16, 8)]
+    for name, how in runs:
+        loss, part = trained(how)
         print(f"{name:20} {loss:9.4f}   {part:14.1%}", flush=True)
 
 
-def trained(low_rank: LowRank | None) -> tuple[float, float]:
+def trained(how: LowRank | IntegerCodes | None) -> tuple[float, float]:
     """Loss on samples that were not shown, and the share of all bytes that travelled."""
     from sklearn.datasets import load_digits
 
@@ -46,7 +48,11 @@ def trained(low_rank: LowRank | None) -> tuple[float, float]:
     weights = parameters(64, HIDDEN, KINDS, seed=2)
     given = [[one.copy() for one in weights] for _ in range(RANKS)]
     with GradientSynchronizer(
-        given, topoplan.plan("v100x4"), backend="loopback", low_rank=low_rank
+        given,
+        topoplan.plan("v100x4"),
+        backend="loopback",
+        low_rank=how if isinstance(how, LowRank) else None,
+        codes=how if isinstance(how, IntegerCodes) else None,
     ) as synchronizer:
         for _ in range(STEPS):
             drawn = [draw.integers(0, SHOWN, BATCH) for _ in range(RANKS)]

@@ -324,6 +324,7 @@ def losses() -> dict[str, float]:
         ("dense", {}, range(80)),
         ("sparse", {"density": 0.01}, range(80)),
         ("low rank", {"low_rank": 2}, range(80)),
+        ("codes", {"codes": 8}, range(80)),
     ):
         state = HookState(plan(), **options)
         ddp = wrapped(model(), state)
