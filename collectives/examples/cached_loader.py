@@ -78,6 +78,7 @@ class CachedLoader(Generic[Sample]):
         self._memory, self._files = memory, files
         self._folder = None if folder is None else Path(folder)
         self._decoded: dict[int, Sample] = {}
+        self._claimed: set[int] = set()
         self._kept: dict[int, Path] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="loader")
@@ -103,13 +104,13 @@ class CachedLoader(Generic[Sample]):
         """Write a raw sample into the folder if there is room; it counts once it is whole."""
         assert self._folder is not None, "asked only where there is one"
         with self._lock:
-            if number in self._kept or len(self._kept) >= self._files:
+            if number in self._claimed or len(self._claimed) >= self._files:
                 return
+            self._claimed.add(number)
         path = self._folder / f"{number}.sample"
         path.write_bytes(raw)
         with self._lock:
-            if len(self._kept) < self._files:
-                self._kept[number] = path
+            self._kept[number] = path
 
     def batches(self, order: Iterable[Sequence[int]], *, ahead: int = 2) -> Iterator[list[Sample]]:
         """Batches in the given order, so many of them read ahead of the one that is used.
