@@ -194,6 +194,11 @@ class Communicator:
         self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[True]
     ) -> Handle[Arrays]: ...
 
+    @overload
+    def all_reduce(
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: bool
+    ) -> Arrays | Handle[Arrays]: ...
+
     def all_reduce(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
         """Reduce over all ranks; every rank gets the result, shaped as the inputs.
 

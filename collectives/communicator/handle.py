@@ -32,6 +32,11 @@ class Handle(Generic[Result]):
         future.set_result(result)
         return Handle(future)
 
+    @staticmethod
+    def around(found: Any) -> Handle[Any]:
+        """What a collective gave: its handle, or without ``async_op`` one that has ended with its result."""
+        return found if isinstance(found, Handle) else Handle.of(found)
+
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._future.done()

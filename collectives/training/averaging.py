@@ -234,21 +234,18 @@ class InStepAverager(Averager):
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
-        elements = nbytes // comm.arrays.itemsize(gradients if comm.one_rank else gradients[0])
-        thin = how.low_rank
-        if thin is not None and self._low_rank is not None and thin.pays(elements, step):
-            handle = self._low_rank.start(key, gradients, op=op, out=out, async_op=async_op)
-            part = thin.rank * sum(thin.sides(elements)) / elements
-            told: Mapping[str, Any] = {"density": part, "how": f"rank {thin.rank}", "bound": math.inf}
-        elif self._codes is not None:
-            handle = self._codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
-            part = self._codes.settings.nbytes(elements) / max(nbytes, 1)
-            told = {"density": part, "how": f"{self._codes.settings.bits} bits", "bound": math.inf}
+        thin, codes = self._low_rank, self._codes
+        if thin is not None and thin.settings.pays(elements_of(comm, gradients), step):
+            handle = thin.start(key, gradients, op=op, out=out, async_op=async_op)
+            elements, rank = elements_of(comm, gradients), thin.settings.rank
+            part = rank * sum(thin.settings.sides(elements)) / elements
+            told: Mapping[str, Any] = {"density": part, "how": f"rank {rank}", "bound": math.inf}
+        elif codes is not None:
+            handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
+            part = codes.settings.nbytes(elements_of(comm, gradients)) / max(nbytes, 1)
+            told = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
         elif how.density is None:
-            if async_op:
-                handle = comm.all_reduce(gradients, op=op, out=out, async_op=True)
-            else:
-                handle = Handle.of(comm.all_reduce(gradients, op=op, out=out))
+            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=async_op))
             plan = comm.plan_for("allreduce", nbytes)
             told = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
@@ -265,7 +262,7 @@ class InStepAverager(Averager):
                 out=out,
                 async_op=async_op,
             )
-            handle = found if async_op else Handle.of(found)
+            handle = Handle.around(found)
             chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
             bound = math.inf if chosen.plan is None else chosen.plan.bound
             dense = chosen.exchange == "dense"
@@ -449,4 +446,9 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
 def nbytes_of(comm: Communicator, gradients: Any) -> int:
     """Bytes of one rank's gradient."""
     one = gradients if comm.one_rank else gradients[0]
-    return math.prod(comm.arrays.shape(one)) * comm.arrays.itemsize(one)
+    return elements_of(comm, gradients) * comm.arrays.itemsize(one)
+
+
+def elements_of(comm: Communicator, gradients: Any) -> int:
+    """Elements of one rank's gradient."""
+    return math.prod(comm.arrays.shape(gradients if comm.one_rank else gradients[0]))

@@ -150,12 +150,7 @@ class IntegerCodeExchange:
             return put_in_all(comm, average, given, out)
 
         adding = codes[0] if comm.one_rank else codes
-        handle: Handle[Any]
-        if async_op:
-            handle = comm.all_reduce(adding, op="sum", out=adding, async_op=True)
-        else:
-            handle = Handle.of(comm.all_reduce(adding, op="sum", out=adding))
-        return handle.then(decoded)
+        return Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=async_op)).then(decoded)
 
 
 def _floats(values: NDArray[Any]) -> NDArray[Any]:

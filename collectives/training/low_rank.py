@@ -154,13 +154,8 @@ class LowRankExchange:
             library.put(line, matrix.reshape(-1).astype(library.values(line).dtype))
             lines.append(line)
         sent = lines[0] if comm.one_rank else lines
-        handle: Handle[Any]
-        if async_op:
-            handle = comm.all_reduce(sent, op=op, out=sent, async_op=True)
-        else:
-            handle = Handle.of(comm.all_reduce(sent, op=op, out=sent))
         shape = matrices[0].shape
-        return handle.then(
+        return Handle.around(comm.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
             lambda _: [library.values(line).astype(np.float32).reshape(shape) for line in lines]
         )
 

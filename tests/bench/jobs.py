@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import permutations
 
 from tests.support.known_jobs import LOADS, alike, crux_one, crux_two, early_stages, open_shop
-from topoplan.simulation.fluid import Outcome, Policy, run_jobs
+from topoplan.simulation.fluid import Outcome, run_jobs
 from topoplan.simulation.jobs import JobSet
-from topoplan.simulation.policies import POLICIES, Standing, Turn, corrections, interleaving
+from topoplan.simulation.policies import POLICIES, Standing, Turn, corrections, in_order, interleaving
 
 
 def main() -> None:
@@ -18,9 +18,9 @@ def main() -> None:
     order = [] if grouper.order is None else list(grouper.order)
     _line("Grouper", "order of four jobs on three links", "[2, 3, 1, 0]", str(order))
     _line("", "its cost; FIFO; fair shares", "23; 24; 29", "; ".join(map(_cost, ("grouper", "fifo", "fair"))))
-    best = min(run_jobs(shop, _first(*one)).cost or 0 for one in permutations(range(4)))
+    best = min(run_jobs(shop, in_order(one)).cost or 0 for one in permutations(range(4)))
     _line("", "the least cost of any order", "22", f"{best:g}")
-    one, two = (run_jobs(crux_one(), _first(*order)) for order in ((0, 1), (1, 0)))
+    one, two = (run_jobs(crux_one(), in_order(order)) for order in ((0, 1), (1, 0)))
     _line(
         "Crux",
         "example 1: GPU time used, job 1 or 2 first",
@@ -30,7 +30,7 @@ def main() -> None:
     standing = [Standing(n, job, job.stages[0], True, 1) for n, job in enumerate(crux_one().jobs)]
     _line("", "correction of job 2", "1.5", f"{corrections(crux_one(), standing)[1]:g}")
     _line("", "what its order reaches", "41.7 %", f"{_under('crux', crux_one()).utilisation:.1%}")
-    idle = [run_jobs(crux_two(), _first(*order)).idle(1) for order in ((0, 1), (1, 0))]
+    idle = [run_jobs(crux_two(), in_order(order)).idle(1) for order in ((0, 1), (1, 0))]
     _line("", "example 2, 13 s: job 2 idles, job 1 or 2 first", "7 s, 6 s", f"{idle[0]:g} s, {idle[1]:g} s")
     for count in (2, 3, 4, 8):
         fair, early = (_under(name, early_stages(count)) for name in ("fair", "jpas"))
@@ -60,10 +60,6 @@ def main() -> None:
 
 def _under(name: str, jobs: JobSet) -> Outcome:
     return run_jobs(jobs, POLICIES[name])
-
-
-def _first(*order: int) -> Policy:
-    return Policy("in order", lambda _, standing: [(number,) for number in order])
 
 
 def _cost(name: str) -> str:

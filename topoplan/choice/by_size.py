@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 from topoplan.choice.candidates import candidates, doubled
@@ -76,24 +77,15 @@ class Choice:
 
     def clocks(self) -> list[Callable[[int], float]]:
         """Seconds over bytes of every candidate."""
-        return _clocks(self.candidates, self.windows)
-
-
-def _fastest(
-    plans: Sequence[Plan], windows: Sequence[WindowsClock], sizes: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Which plan is fastest from which size on, as `fastest_from` says it."""
-    floors = [] if windows else [_floor(plan) for plan in plans]
-    return fastest_from(_clocks(plans, windows), sizes, least=floors)
-
-
-def _clocks(plans: Sequence[Plan], windows: Sequence[WindowsClock]) -> list[Callable[[int], float]]:
-    return [one.seconds for one in windows] if windows else [_by_messages(plan) for plan in plans]
+        if self.windows:
+            return [one.seconds for one in self.windows]
+        return [_by_messages(plan) for plan in self.candidates]
 
 
 def _by_messages(plan: Plan) -> Callable[[int], float]:
+    """Seconds over bytes, each size worked out once."""
     time = clock(plan)
-    return lambda nbytes: time(nbytes).seconds
+    return cache(lambda nbytes: time(nbytes).seconds)
 
 
 def _floor(plan: Plan) -> Callable[[int], float]:
@@ -213,11 +205,16 @@ def choose_by_size(
     if engine == "windows":
         costs, windows, words = _on_windows(competing, costs)
         notes = (*notes, *words)
-    changes = _fastest(competing, windows, tested)
-    if not windows:
+        changes = fastest_from([one.seconds for one in windows], tested)
+    else:
+        clocks, floors = ([make(plan) for plan in competing] for make in (_by_messages, _floor))
+        changes = fastest_from(clocks, tested, least=floors)
         pairs = [doubled(competing[number]) for number in sorted({number for _, number in changes})]
-        competing += tuple(pair for pair in pairs if pair)
-        changes = _fastest(competing, windows, tested)
+        more = tuple(pair for pair in pairs if pair)
+        clocks += [_by_messages(plan) for plan in more]
+        floors += [_floor(plan) for plan in more]
+        changes = fastest_from(clocks, tested, least=floors)
+        competing += more
     starts = [(0, changes[0][1]), *changes[1:]]
     stops = [start for start, _ in changes[1:]]
     plans = SizePlans(

@@ -177,8 +177,8 @@ def plan(
         raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
     # The same request, over channels to be named.
     over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
-    over = partial(over, height=height)
-    over = partial(over, epsilon=epsilon, threshold=threshold, tolerance=tolerance, progress=progress)
+    over = partial(over, height=height, epsilon=epsilon, threshold=threshold)
+    over = partial(over, tolerance=tolerance, progress=progress)
     if channels in CHANNEL_SPLITS:
         from topoplan.packing.channel_plans import plan_channels
 

@@ -28,6 +28,8 @@ from topoplan.schedules.key_ring import KeyRing
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import TopologyLike
 
+NAME = "parameter server"
+
 PLACEMENTS = ("equal", "hashed")
 
 KEYS = 20_000
@@ -110,9 +112,6 @@ def parameter_server(
         method=NAME,
     )
     return made.timed(time.perf_counter() - started)
-
-
-NAME = "parameter server"
 
 
 def _parts(owners: Sequence[str], placement: str, points: int) -> dict[str, Fraction]:

@@ -127,19 +127,3 @@ def run_clocks(
         before = met + (send if every == 1 or meets else 0.0)
         ends[:, step] = before
     return ClockRun(ends, waited)
-
-
-def straggling(
-    ranks: int,
-    steps: int,
-    seconds: float,
-    *,
-    rank: int = 0,
-    factor: float = 1.0,
-    first: int = 0,
-    last: int | None = None,
-) -> Floats:
-    """(N, K): equal steps, but for one rank that takes ``factor`` times as long from step ``first`` up to ``last``."""
-    times = np.full((ranks, steps), float(seconds))
-    times[rank, first:last] *= factor
-    return times

@@ -161,7 +161,7 @@ def _correction(most: tuple[Any, ...], one: tuple[Any, ...], rates: tuple[tuple[
     horizon = max(2 * long, min(_PAIR * long, _SHORT * short))
     endless = (Job(name, (stage,), sends_first=True) for name, stage in zip("ab", stages, strict=True))
     pair = JobSet(links, tuple(endless), horizon)
-    behind, ahead = (run_jobs(pair, _in_order(order)) for order in ((0, 1), (1, 0)))
+    behind, ahead = (run_jobs(pair, in_order(order)) for order in ((0, 1), (1, 0)))
     gained, lost = ahead.sent(1) - behind.sent(1), behind.sent(0) - ahead.sent(0)
     close = 1e-9 * horizon
     if lost > close:
@@ -169,7 +169,8 @@ def _correction(most: tuple[Any, ...], one: tuple[Any, ...], rates: tuple[tuple[
     return 1.0 if gained <= close else math.inf
 
 
-def _in_order(order: Sequence[int]) -> Policy:
+def in_order(order: Sequence[int]) -> Policy:
+    """Strict priority in a given order of jobs, by their numbers: the highest first."""
     return Policy("in order", lambda _, standing: [(number,) for number in order])
 
 
@@ -294,22 +295,10 @@ def circle_shifts(jobs: JobSet) -> list[float]:
         Jobs and links form a loop: no single shift for each job is consistent then.
     """
     stages = [job.stages[0] for job in jobs.jobs]
-    sharing: dict[str, list[int]] = {}
-    for number, stage in enumerate(stages):
-        for link in stage.bytes:
-            sharing.setdefault(link, []).append(number)
-    sharing = {link: members for link, members in sharing.items() if len(members) > 1}
-    # Links that the same jobs use say the same twice: the fullest of them is looked at.
-    same: dict[tuple[int, ...], str] = {}
-    for link, members in sorted(sharing.items()):
-        key = tuple(members)
-        load = math.fsum(stages[number].bytes[link] for number in members) / jobs.links[link]
-        if key not in same or load > _load(jobs, stages, same[key], members):
-            same[key] = link
-    shifts: list[float | None] = [None] * len(stages)
-    todo = {link: list(members) for members, link in same.items()}
+    todo = _shared_links(jobs, stages)
+    shifts: dict[int, float] = {}
     for first in range(len(stages)):
-        if shifts[first] is not None:
+        if first in shifts:
             continue
         shifts[first] = 0.0
         reached = [first]
@@ -317,22 +306,27 @@ def circle_shifts(jobs: JobSet) -> list[float]:
             known = reached.pop(0)
             for link in [link for link, members in todo.items() if known in members]:
                 members = todo.pop(link)
-                twice = next((one for one in members if one != known and shifts[one] is not None), None)
+                twice = next((one for one in members if one != known and one in shifts), None)
                 if twice is not None:
                     names = f"{jobs.jobs[known].name} and {jobs.jobs[twice].name}"
                     raise UsageError(
                         f"cassini needs jobs and links without a loop, and {names} share {link} and meet elsewhere too"
                     )
-                for one, shift in _shifts_on(
-                    jobs, stages, link, known, shifts[known] or 0.0, members
-                ).items():
-                    shifts[one] = shift
-                    reached.append(one)
-    return [shift or 0.0 for shift in shifts]
+                found = _shifts_on(jobs, stages, link, known, shifts[known], members)
+                shifts.update(found)
+                reached.extend(found)
+    return [shifts[number] for number in range(len(stages))]
 
 
-def _load(jobs: JobSet, stages: Sequence[Stage], link: str, members: Sequence[int]) -> float:
-    return math.fsum(stages[number].bytes[link] for number in members) / jobs.links[link]
+def _shared_links(jobs: JobSet, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """The links of two jobs or more, and who uses each; of links that the same jobs use, only the fullest."""
+    fullest: dict[tuple[int, ...], tuple[float, str]] = {}
+    for link in sorted({link for stage in stages for link in stage.bytes}):
+        members = tuple(number for number, stage in enumerate(stages) if link in stage.bytes)
+        load = math.fsum(stages[number].bytes[link] for number in members) / jobs.links[link]
+        if len(members) > 1 and (members not in fullest or load > fullest[members][0]):
+            fullest[members] = load, link
+    return {link: members for members, (_, link) in fullest.items()}
 
 
 def _shifts_on(

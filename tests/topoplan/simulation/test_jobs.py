@@ -10,13 +10,14 @@ import pytest
 
 from tests.support.known_jobs import LOADS, alike, crux_one, crux_two, early_stages, open_shop, random_jobs
 from topoplan.errors import UsageError
-from topoplan.simulation.fluid import Outcome, Policy, run_jobs
+from topoplan.simulation.fluid import Outcome, run_jobs
 from topoplan.simulation.jobs import Job, JobSet, Stage
 from topoplan.simulation.policies import (
     POLICIES,
     Turn,
     circle_shifts,
     compress,
+    in_order,
     interleaving,
     policy_named,
     primal_dual_order,
@@ -27,10 +28,6 @@ def under(name: str, jobs: JobSet) -> Outcome:
     return run_jobs(jobs, POLICIES[name])
 
 
-def in_order(*order: int) -> Policy:
-    return Policy("in order", lambda _, standing: [(number,) for number in order])
-
-
 def test_grouper_orders_the_open_shop_of_four() -> None:
     """Order and costs of one instance, all four by arithmetic on prefix sums."""
     jobs = open_shop(LOADS)
@@ -38,7 +35,7 @@ def test_grouper_orders_the_open_shop_of_four() -> None:
     assert (outcome.order, outcome.cost) == ((2, 3, 1, 0), 23)
     assert under("fifo", jobs).cost == 24
     assert under("fair", jobs).cost == 29
-    assert min(run_jobs(jobs, in_order(*order)).cost or 99 for order in permutations(range(4))) == 22
+    assert min(run_jobs(jobs, in_order(order)).cost or 99 for order in permutations(range(4))) == 22
 
 
 def test_the_primal_dual_order_is_near_the_optimum() -> None:
@@ -71,13 +68,13 @@ def weighted(loads: list[list[int]], weights: list[int], order: tuple[int, ...] 
 
 def test_crux_examples() -> None:
     """Whoever goes first decides how long GPUs idle: 37.5 % and 41.7 % of 12 s; 7 s and 6 s."""
-    first, second = (run_jobs(crux_one(), in_order(*order)) for order in ((0, 1), (1, 0)))
+    first, second = (run_jobs(crux_one(), in_order(order)) for order in ((0, 1), (1, 0)))
     assert [first.idle(0), first.idle(1), first.sent(0), first.sent(1)] == [6, 9, 6, 3]
     assert first.utilisation == 0.375
     assert [second.sent(0), second.sent(1)] == [4, 6]
     assert second.utilisation == pytest.approx(10 / 24)
     assert under("crux", crux_one()).order == (1, 0)
-    assert [run_jobs(crux_two(), in_order(*order)).idle(1) for order in ((0, 1), (1, 0))] == [7, 6]
+    assert [run_jobs(crux_two(), in_order(order)).idle(1) for order in ((0, 1), (1, 0))] == [7, 6]
     assert under("crux", crux_two()).order == (1, 0)
 
 
