@@ -167,6 +167,22 @@ class GathersTexts(Protocol):
         """
 
 
+@runtime_checkable
+class Follows(Protocol):
+    """A back end of one rank, or of one device that is no rank: a helper, numbered behind the ranks."""
+
+    helpers: int
+
+    def follow(self) -> Signature | None:
+        """What the ranks have agreed on that this helper takes part in, whenever that is; None once they have left.
+
+        Raises
+        ------
+        BackendError
+            The job has failed. The back end is unusable from then on.
+        """
+
+
 Repeat = Callable[[int, int, int], None]
 """Runs a collective of a kind: its number, and the addresses of input and result."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from collectives.backends.backend import Backend
+from collectives.backends.backend import Backend, Follows
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 
@@ -100,7 +100,8 @@ def _shared(plan: Plans | None, settings: Settings) -> Backend[Any]:
 def _tcp(plan: Plans | None, settings: Settings) -> Backend[Any]:
     from collectives.backends.tcp.backend import TcpBackend
 
-    return TcpBackend.from_environment(timeout=settings.timeout, pace=settings.pace)
+    ranks = None if plan is None or not machine_helpers(plan) else len(plan.ranks)
+    return TcpBackend.from_environment(timeout=settings.timeout, pace=settings.pace, ranks=ranks)
 
 
 def _torch(plan: Plans | None, settings: Settings) -> Backend[Any]:
@@ -157,26 +158,39 @@ def _check_gpu(name: str) -> None:
         find_library(cupy)
 
 
-RUN_HELPERS = ("loopback", "paced loopback")
-"""The back ends, by `Backend.name`, that add and copy for devices that are no ranks: no process runs there."""
+RUN_HELPERS = ("loopback", "paced loopback", "shared", "mpi", "tcp")
+"""The back ends, by `Backend.name`, that add and copy for devices that are no ranks: tcp has a process for each; where
+ranks share memory they add up by themselves what a helper would."""
 
 
-def check_helpers(plans: Plans, name: str) -> None:
+def machine_helpers(plans: Plans) -> int:
+    """Devices of a plan's machine that may add and copy and are no ranks; tcp has a process for each."""
+    return len(plans.plans[0].vertices) - len(plans.ranks)
+
+
+def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     """Raise `UsageError` where trees pass devices that are no ranks and the back end has nobody to add and copy there.
 
     Examples
     --------
     >>> import topoplan
-    >>> check_helpers(topoplan.plan("dgx-1v"), "tcp")
+    >>> check_helpers(topoplan.plan("dgx-1v"), "torch")
     """
-    if name in RUN_HELPERS:
-        return
+    name = backend if isinstance(backend, str) else backend.name
     for plan in plans.plans:
-        if plan.helpers:
+        if plan.helpers and name not in RUN_HELPERS:
             raise UsageError(
                 f"{plan.helpers[0]} adds and copies in this plan and is no rank, and the {name} back end runs ranks "
-                "alone; use loopback, or leave the helpers out of the machine"
+                "alone; use loopback, shared, mpi or tcp, or leave the helpers out of the machine"
             )
+        if plan.helpers and isinstance(backend, Follows):
+            needed = len(plan.vertices) - len(plan.ranks)
+            if backend.helpers != needed:
+                raise UsageError(
+                    f"{plan.helpers[0]} adds and copies in this plan, and the {name} back end has "
+                    f"{backend.helpers} processes for the {needed} helpers of the machine; start "
+                    f"{len(plan.vertices)} processes, the last {needed} of them to serve"
+                )
 
 
 def open_backend(name: str, plan: Plans, settings: Settings) -> Backend[Any]:

@@ -164,6 +164,9 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
         Communicator(plan, backend, **chunks) as communicator,
         progress_line("running") as progress,
     ):
+        if communicator.is_helper:
+            communicator.serve()
+            return 0
         rivals: list[tuple[str, Communicator]] = []
         own = None
         if options.rivals:
@@ -300,6 +303,7 @@ def started_as_rank(backend: str) -> bool:
 
 def start_processes(options: argparse.Namespace, plan: Plans) -> int:
     """Run the same command once for each rank and return the worst exit status."""
+    from collectives.backends.open_backend import machine_helpers
     from collectives.launching.local_processes import start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -318,7 +322,8 @@ def start_processes(options: argparse.Namespace, plan: Plans) -> int:
             *(("--rivals",) if options.rivals else ()),
             *(("--json",) if options.json else ()),
         ]
-        return start_ranks(options.backend, command, len(plan.ranks), grace=options.timeout + 5)
+        helpers = machine_helpers(plan) if options.backend == "tcp" else 0
+        return start_ranks(options.backend, command, len(plan.ranks) + helpers, grace=options.timeout + 5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
 from collectives.execution.request import request
+from collectives.execution.serving import is_helper, serve
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.sparse.explanation import Explanation
 from collectives.sparse.sparse_collective import LINES, SparseCollective
@@ -148,7 +149,7 @@ class Communicator:
         self._chunk_file = None if chunk_file is None else Path(chunk_file)
         try:
             store = PlanStore(plan)
-            check_helpers(plan, backend if isinstance(backend, str) else backend.name)
+            check_helpers(plan, backend)
             if opened is None:
                 assert isinstance(backend, str), "a name, or it would be open"
                 opened = open_backend(backend, plan, settings)
@@ -157,6 +158,7 @@ class Communicator:
                     f"the plan is for {len(plan.ranks)} ranks and the {opened.name} back end has {opened.size}; "
                     f"start {len(plan.ranks)} processes, or plan for other GPUs"
                 )
+            check_helpers(plan, opened)
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():
@@ -693,6 +695,32 @@ class Communicator:
         """
         return self._open().settled(self.plan.collective, self.plan.root, nbytes)
 
+    @property
+    def is_helper(self) -> bool:
+        """Whether this process is no rank, but a device that adds and copies in the plan (see `serve`)."""
+        return is_helper(self._open().backend)
+
+    def serve(self) -> int:
+        """Of a helper: take part in the ranks' collectives until they close their communicators.
+
+        Ranks call collectives as ever: those whose trees pass helpers, of the plan and others on its machine, wait for
+        them. Entries of sparse ones are exchanged among the ranks alone.
+
+        Returns
+        -------
+        int
+            Collectives that this helper took part in.
+
+        Raises
+        ------
+        UsageError
+            This process is a rank; or a helper has another plan than the ranks, of which they are told.
+        BackendError
+            A rank or another helper has failed.
+        """
+        execution = self._open()
+        return self._in_order.run(lambda: serve(execution.backend, execution.store))
+
     def refuse(self, reason: str) -> None:
         """Say that this rank cannot go on, and why: the next collective of the others raises `BackendError`."""
         self._refuse(reason)
@@ -713,6 +741,8 @@ class Communicator:
     ) -> Any:
         """Check the arguments now, and run in turn."""
         execution = self._open()
+        if self.is_helper:
+            raise UsageError("this process is a helper and has nothing to put in; call serve")
         task = execution.repeated(collective, root, op, arrays, out, later=async_op)
         if task is None:
             try:

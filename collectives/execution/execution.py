@@ -136,6 +136,7 @@ class Execution(Generic[Array]):
 
     Attributes
     ----------
+    store : PlanStore
     traffic : Traffic
         What the collectives so far have moved.
     """
@@ -144,7 +145,7 @@ class Execution(Generic[Array]):
         self.backend = backend
         self.chunks = chunks
         self.traffic = Traffic(backend.ranks)
-        self._store = store
+        self.store = store
         self._calls = 0
         self._failed = False
         asked = os.environ.get(DEBUG, "0")
@@ -176,7 +177,8 @@ class Execution(Generic[Array]):
             memory = set_apart(memory, library)
         agreed = signature.of_call(self._calls)
         if request.about is not None:
-            agreed = replace(agreed, op=request.about)
+            # helpers read the reduction in front
+            agreed = replace(agreed, op=request.about if kind.op is None else f"{kind.op} {request.about}")
         call = Call(key.plan, table, agreed, kind.op, kind.dtype, kind.itemsize, tuple(memory))
         self._run(call, key.digest, kind.nbytes)
         for one in memory:
@@ -262,8 +264,8 @@ class Execution(Generic[Array]):
 
     def _lower(self, kind: Kind) -> tuple[PlanKey, TransferTable, Signature]:
         """What is run for calls of a kind; kept once their chunk size is settled."""
-        key = self._store.key(self._plan(kind.collective, kind.root, kind.nbytes))
-        check_helpers(key.plan, self.backend.name)
+        key = self.store.key(self._plan(kind.collective, kind.root, kind.nbytes))
+        check_helpers(key.plan, self.backend)
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
         table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
@@ -284,7 +286,7 @@ class Execution(Generic[Array]):
         """Run an allreduce whose ranks exchange what they have; results as of `run`."""
         library, kind = self.backend.arrays, request.kind
         assert kind.op is not None, "an allreduce adds up"
-        key = self._store.key(plan)
+        key = self.store.key(plan)
         if key.digest not in self._exchanges:
             _keep(self._exchanges, key.digest, Exchanges(key.plan))
         first = request.inputs[0]
@@ -345,7 +347,7 @@ class Execution(Generic[Array]):
         self._check_alive()
         library = self.backend.arrays
         itemsize = library.itemsize(results[0])
-        key = self._store.key(plan)
+        key = self.store.key(plan)
         count = borders[-1]
         chunk_elements = max(1, self.chunks.choose(key.digest, count * itemsize) // itemsize)
         table = lower_to(key, borders, chunk_elements)
@@ -366,18 +368,18 @@ class Execution(Generic[Array]):
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
         """Whether the chunk size for buffers of so many bytes is no longer searched for."""
-        plan = self._store.plan(collective, root, nbytes)
-        return self.chunks.settled(self._store.key(plan).digest, nbytes)
+        plan = self.store.plan(collective, root, nbytes)
+        return self.chunks.settled(self.store.key(plan).digest, nbytes)
 
     @property
     def topology(self) -> Topology:
         """The machine that plans are made for."""
-        return self._store.topology
+        return self.store.topology
 
     @property
     def channels(self) -> tuple[str, ...]:
         """The channels that plans are made for."""
-        return self._store.channels
+        return self.store.channels
 
     def plan(self, collective: str, nbytes: int) -> Plan:
         """The plan of a collective without a root for a buffer of so many bytes; see `planned`."""
@@ -385,7 +387,7 @@ class Execution(Generic[Array]):
 
     def knows(self, collective: str) -> bool:
         """Whether a collective without a root was planned before."""
-        return self._store.knows(collective, None)
+        return self.store.knows(collective, None)
 
     def planned(
         self,
@@ -414,7 +416,7 @@ class Execution(Generic[Array]):
         if not isinstance(self.backend, GathersTexts):
             return made_here(make)
         with self._speaking(
-            plan=self._store.digest[:16], collective=collective, root=root, op=about
+            plan=self.store.digest[:16], collective=collective, root=root, op=about
         ) as gather:
             return plan_by_one(gather, make, rank=self.backend.ranks[0])
 
@@ -449,7 +451,7 @@ class Execution(Generic[Array]):
         return simulate(self.plan(collective, nbytes), nbytes=nbytes).seconds
 
     def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
-        return self._store.plan(
+        return self.store.plan(
             collective,
             root,
             nbytes,

@@ -122,6 +122,11 @@ class TransferTable:
         """Number of rows."""
         return len(self.source)
 
+    @property
+    def helped(self) -> bool:
+        """Whether any row leads to a device that is no rank."""
+        return any(destination >= self.ranks for _, destination, _ in self.queues)
+
     def before(self, row: int) -> NDArray[np.int64]:
         """The rows that must have run before this one."""
         return self.prerequisites[self.offsets[row] : self.offsets[row + 1]]

@@ -22,6 +22,9 @@ from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
 from topoplan.errors import BackendError, UsageError
 
+NO_END = 1e6
+"""Seconds that a helper waits for work, more than a week; then it asks whether the ranks still live, and waits on."""
+
 
 def _no_links(local: str) -> Message:
     """What the others must know of a rank that has no links of the tcp back end."""
@@ -38,6 +41,8 @@ class TcpWorld(World):
     rank, size : int
     timeout : float
         Seconds to wait for all ranks to come.
+    helpers : int
+        Processes besides the ranks, numbered behind them, that follow what the ranks agree on.
     hello : callable, optional
         What the other ranks must know of this one, given the address of this machine from which the rendezvous is
         reached: where it listens, as the tcp back end does.
@@ -79,11 +84,13 @@ class TcpWorld(World):
         size: int,
         *,
         timeout: float = 30.0,
+        helpers: int = 0,
         hello: Callable[[str], Message] = _no_links,
         changed: threading.Condition | None = None,
     ) -> None:
-        if size < 1 or not 0 <= rank < size:
+        if size < 1 or not 0 <= rank < size + helpers:
             raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
+        self.helpers = helpers
         super().__init__(rank, size)
         self.changed = changed or threading.Condition()
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
@@ -107,9 +114,31 @@ class TcpWorld(World):
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
         return [base64.b64decode(part) for part in answer["data"]]
 
-    def agree(self, signature: Signature, *, timeout: float) -> None:
-        """See `World.agree`; the rendezvous compares, and answers as soon as two differ."""
-        self._ask(_agreement(signature), timeout, signature)
+    def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
+        """See `World.agree`; the rendezvous compares, and answers as soon as two differ.
+
+        Where it is ``helped``, all helpers are told what the ranks have agreed on, and waited for.
+        """
+        self._ask({**_agreement(signature), "helped": helped}, timeout, signature)
+
+    def follow(self) -> Signature | None:
+        """What the ranks have agreed on that this helper takes part in, whenever that is; None once they have left.
+
+        Raises
+        ------
+        BackendError
+            The job has failed.
+        """
+        control = self.control
+        with self.changed:
+            self._signature = control.answer = None
+        control.say({"type": "follow"})
+        self.wait(lambda: control.answer is not None or control.alone, timeout=NO_END)
+        with self.changed:
+            if control.verdict is not None or control.lost:
+                self._check()
+            told = None if control.answer is None else control.answer.get("signature")
+        return None if told is None else Signature.unpack(str(told).encode())
 
     def meet(self, signature: Signature) -> None:
         """Note what this rank is about to agree on with the others without the rendezvous."""
@@ -218,17 +247,17 @@ class TcpWorld(World):
         problem = ""
         if self.rank == 0:
             try:
-                hosted = Rendezvous(rendezvous, self.size, host=0).start()
+                hosted = Rendezvous(rendezvous, self.size + self.helpers, host=0).start()
             except UsageError as error:
                 problem = f"{error}; and "  # a launcher listens there, or nobody can
             else:
                 self._undo.append(hosted.close)
         try:
-            self.control = Control(rendezvous, self.rank, self.size, timeout=timeout)
+            self.control = Control(rendezvous, self.rank, self.size + self.helpers, timeout=timeout)
         except BackendError as error:
             raise BackendError(f"{problem}{error}", rank=self.rank) from error
         self._undo.append(self.control.close)
-        self.welcome = self.control.join(hello(self.control.local))
+        self.welcome = self.control.join({**hello(self.control.local), "helper": self.rank >= self.size})
         self.watcher = Watcher(f"rank {self.rank}")
         self._undo.append(self.watcher.close)
         self.control.listen(self.changed, lambda: self.waiting(), self.watcher)

@@ -7,6 +7,9 @@ failure that anybody reports is told to everybody, word for word; later ones are
 Ranks may also meet elsewhere (`collectives.backends.tcp.meeting`). Then only those that wait long say so here, with the
 number of their meeting; what a rank says has the number of meetings that it has come through, so that none is taken to
 wait for a meeting that is over.
+
+Helpers come behind the ranks. They mean nothing by themselves: each asks what to follow, and hears the signature of the
+next collective whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ class Hub:
     Parameters
     ----------
     size : int
-        Number of ranks.
+        Number of processes: ranks, and helpers behind them.
     host : int or None
         The rank in whose process the hub lives, None if in a process of its own.
     """
@@ -101,6 +104,7 @@ class Hub:
         self._token = secrets.token_hex(16)
         self._gone: set[int] = set()
         self._round: dict[int, Message] = {}
+        self._following: set[int] = set()
         self._met = 0
         self._verdict: Message | None = None
         self._stalled: list[int] = []
@@ -155,6 +159,9 @@ class Hub:
             return []
         if kind in ("agree", "largest", "gather"):
             return self._enter(rank, message) if self._waits(message) else []
+        if kind == "follow":
+            self._following.add(rank)
+            return self._answer() or self._release()
         if kind == "failed":
             return self._fail(
                 str(message["message"]), rank=message["rank"], peer=message["peer"], step=message["step"]
@@ -221,7 +228,14 @@ class Hub:
 
     def _leave(self, rank: int) -> list[Post]:
         self._gone.add(rank)
-        return self._miss(rank) if self._round else []
+        if self._round:
+            return self._miss(rank)
+        return self._release()
+
+    def _release(self) -> list[Post]:
+        """Tell helpers that nothing follows, once all ranks have left."""
+        over = self._gone.issuperset(self._ranks)
+        return [(one, {"type": "over"}) for one in sorted(self._following)] if over else []
 
     def _miss(self, absent: int) -> list[Post]:
         return self._fail(
@@ -250,15 +264,33 @@ class Hub:
             )
         if message["type"] == "agree" and message["signature"] != self._round[first]["signature"]:
             return self._differ(first, rank)
-        if len(self._round) < self.size or "meeting" in message:
+        return [] if "meeting" in message else self._answer()
+
+    @property
+    def _ranks(self) -> list[int]:
+        """Who is no helper, of those that have come."""
+        return [rank for rank, hello in sorted(self.hellos.items()) if not hello.get("helper")]
+
+    def _answer(self) -> list[Post]:
+        """Answer a round once all have come that it needs."""
+        ranks = self._ranks
+        if not self._round or len(self._round) < len(ranks):
             return []
+        message = self._round[ranks[0]]
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
         if message["type"] == "gather":
-            answer["data"] = [self._round[one]["data"] for one in range(self.size)]
+            answer["data"] = [self._round[one]["data"] for one in ranks]
+        followers = set(self.hellos).difference(ranks) if message.get("helped") else set()
+        if not self._following.issuperset(followers):
+            return []
+        self._following -= followers
         self._round = {}
-        return self._everyone(answer)
+        told = {"type": "agreed", "signature": message.get("signature")}
+        return [(one, told) for one in sorted(followers)] + [
+            post for post in self._everyone(answer) if post[0] in ranks
+        ]
 
     def _differ(self, *ranks: int) -> list[Post]:
         """Two signatures differ, or one refuses: every rank compares its own with them."""
@@ -285,7 +317,7 @@ class Hub:
         reporters, self._stalled, self.deadline = self._stalled, [], None
         reporter = reporters[0]
         patience: list[Post] = [(rank, {"type": "patience"}) for rank in reporters]
-        absent = [rank for rank in range(self.size) if rank not in self._round]
+        absent = [rank for rank in range(self.size) if rank not in {*self._round, *self._following}]
         missing = sorted(absent, key=lambda rank: (rank in self._answers, rank))
         answers = {
             rank: Waiting(missing[0], None, float("inf")) if rank in self._round and missing else answer

@@ -49,6 +49,14 @@ def cluster(
     return Fabric(Topology("cluster", tuple(devices), tuple(links)), CHANNELS)
 
 
+def helped_star(workers: int, helpers: int, width: float = 10.0) -> Topology:
+    """Workers and helpers with equal ports on one switch."""
+    ends = [Device(f"gpu{i}", "gpu") for i in range(workers)]
+    ends += [Device(f"helper{i}", "helper") for i in range(helpers)]
+    links = [link for end in ends for link in wire(end.name, "sw0", "network", width)]
+    return Topology("star", (*ends, Device("sw0", "switch")), tuple(links))
+
+
 def hybrid_cubes(servers: int, *, rails: int = 1) -> Fabric:
     """DGX-1V servers, each with four NICs that two GPUs share, NIC j on switch j mod ``rails``."""
     devices, links = [], []

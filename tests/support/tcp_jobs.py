@@ -49,19 +49,27 @@ def seal(array: Array | None) -> str | None:
 
 
 def backends_in_threads(
-    size: int, body: Callable[[TcpBackend, int], Any], *, timeout: float = SECONDS, **options: Any
+    size: int,
+    body: Callable[[TcpBackend, int], Any],
+    *,
+    timeout: float = SECONDS,
+    helpers: int = 0,
+    **options: Any,
 ) -> list[Any]:
-    """What the body returns, or raises, with the back end of every rank."""
-    results: list[Any] = [None] * size
+    """What the body returns, or raises, with the back end of every rank, and of every helper behind them."""
+    results: list[Any] = [None] * (size + helpers)
+    options = {**options, "timeout": timeout, "helpers": helpers}
 
     def work(rank: int, meeting: str) -> None:
         try:
-            results[rank] = body(TcpBackend(rank, size, rendezvous=meeting, timeout=timeout, **options), rank)
+            results[rank] = body(TcpBackend(rank, size, rendezvous=meeting, **options), rank)
         except Exception as error:
             results[rank] = error
 
-    with Rendezvous("127.0.0.1:0", size) as meeting:
-        threads = [threading.Thread(target=work, args=(rank, meeting.address)) for rank in range(size)]
+    with Rendezvous("127.0.0.1:0", len(results)) as meeting:
+        threads = [
+            threading.Thread(target=work, args=(rank, meeting.address)) for rank in range(len(results))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -12,7 +12,16 @@ from topoplan.errors import UsageError
 from topoplan.in_network import CHOICES
 from topoplan.topology import Topology
 
-NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access")
+NETWORK_OPTIONS = (
+    "nic_gbps",
+    "nics",
+    "network",
+    "rails",
+    "oversubscription",
+    "leaf_size",
+    "nic_access",
+    "helpers",
+)
 
 CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
 """All of them, as argparse stores them; None where an option was not given."""
@@ -70,6 +79,12 @@ def add_cluster(parser: OneLineParser) -> None:
         help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
         f"(default: {NIC_ACCESS[0]})",
     )
+    group.add_argument(
+        "--helpers",
+        type=_count,
+        metavar="K",
+        help="machines without GPUs on the network that add and copy, with NICs as the servers have (default: none)",
+    )
 
 
 def add_in_network(parser: OneLineParser) -> None:
@@ -123,6 +138,7 @@ def as_cluster(
         oversubscription=options.oversubscription,
         leaf_size=options.leaf_size,
         nic_access=options.nic_access or NIC_ACCESS[0],
+        helpers=options.helpers,
         name=f"{servers} x {machine.name}",
     )
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, join_servers
-from topoplan.clusters.nic_wiring import WiredServer, wire_server
+from topoplan.clusters.nic_wiring import Port, WiredServer, wire_server
 from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate, stated_gigabits
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
+
+MOST_HELPERS = 4096
+"""Most machines without GPUs: more is a slip of the keyboard."""
 
 
 def cluster(
@@ -23,6 +26,7 @@ def cluster(
     oversubscription: float | None = None,
     leaf_size: int | None = None,
     nic_access: str = "pcie",
+    helpers: int | None = None,
     name: str = "",
 ) -> Topology:
     """Join servers by a network.
@@ -46,6 +50,10 @@ def cluster(
     nic_access : str
         ``pcie``: NICs serve the GPUs that are nearest, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of
         its server, and its rate alone limits, which is the projection of Blink's figure 19b.
+    helpers : int or None
+        Machines without GPUs that add and copy, ``helper0`` and so on (spare machines as of BytePS, or parameter
+        servers): each has as many NICs as the server with most, as fast as the first server's. What their memory can do
+        is not modelled.
     name : str
         Of the cluster; made from its machines if empty.
 
@@ -76,39 +84,47 @@ def cluster(
     """
     joined = Network(network, rails, oversubscription, leaf_size)
     check_count("nics", nics, most=MOST_NICS)
+    check_count("helpers", helpers, most=MOST_HELPERS)
     if not servers:
         raise UsageError("a cluster needs at least one server")
     wired: dict[Server, WiredServer] = {}
     for server in servers:
         if server not in wired:
-            gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
             wired[server] = wire_server(
                 server.topology,
                 server.gpus,
                 served=server.served,
                 nics=server.nics or nics,
-                rate=nic_rate(stated_gigabits(server.topology) if gbps is None else gbps),
+                rate=_rate(server, nic_gbps),
                 access=nic_access,
             )
     _check_memory(servers, wired)
     every = [wired[server] for server in servers for _ in range(server.count)]
     devices: list[Device] = []
     links: list[Link] = []
+    hosts: list[tuple[str, Sequence[Port]]] = []
     for number, one in enumerate(every):
         devices += _renamed_devices(one.devices, f"s{number}")
         links += _renamed_links(one.links, f"s{number}")
-    switches, wires = join_servers(
-        joined,
-        [(f"s{number}", one.ports) for number, one in enumerate(every)],
-        nics=max(one.nics for one in wired.values()),
-    )
+        hosts.append((f"s{number}", _renamed_ports(one.ports, f"s{number}")))
+    most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
+    for name_of in (f"helper{number}" for number in range(helpers or 0)):
+        devices.append(Device(name_of, "helper"))
+        hosts.append((name_of, [Port(nic, name_of, name_of, rate, rate) for nic in range(most)]))
+    switches, wires = join_servers(joined, hosts, nics=most)
     return Topology(
-        name or _name(servers),
+        (name or _name(servers)) + (f" + {helpers} helper{'s' * (helpers > 1)}" if helpers else ""),
         (*devices, *switches),
         (*links, *wires),
         _notes(wired),
         "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
     )
+
+
+def _rate(server: Server, nic_gbps: float | None) -> float:
+    """GB/s of a server's NIC."""
+    gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
+    return nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
 
 
 def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
@@ -136,6 +152,13 @@ def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
             link.latency,
         )
         for link in links
+    ]
+
+
+def _renamed_ports(ports: Sequence[Port], server: str) -> list[Port]:
+    return [
+        replace(port, sender=f"{server}.{port.sender}", receiver=f"{server}.{port.receiver}")
+        for port in ports
     ]
 
 

@@ -97,7 +97,7 @@ def join_servers(
     ----------
     network : Network
     servers : sequence of (str, sequence of Port)
-        Name of each server, which is also the prefix of its devices, and its ports.
+        Name of each server, and its ports, whose devices have their names in the cluster.
     nics : int
         NICs of the server with most, whether they serve anybody or not.
 
@@ -116,12 +116,12 @@ def join_servers(
     links: list[Link] = []
     down: dict[str, Counter[tuple[float, float]]] = {}
     homes: list[tuple[str, ...]] = []
-    for number, (server, ports) in enumerate(servers):
+    for number, (_, ports) in enumerate(servers):
         home = tuple(_switch(network, number, port.number, rails) for port in ports)
         homes.append(home)
         for port, switch in zip(ports, home, strict=True):
-            links.append(Link(f"{server}.{port.sender}", switch, "network", port.out))
-            links.append(Link(switch, f"{server}.{port.receiver}", "network", port.back))
+            links.append(Link(port.sender, switch, "network", port.out))
+            links.append(Link(switch, port.receiver, "network", port.back))
             down.setdefault(switch, Counter())[port.out, port.back] += 1
     switches = sorted(down, key=lambda name: (len(name), name))
     if network.has_spine and len(switches) > 1:

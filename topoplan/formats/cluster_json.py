@@ -51,6 +51,7 @@ _NETWORK_KEYS = {
     "oversubscription": NUMBER,
     "leaf_size": WHOLE,
     "nic_access": PRINTABLE,
+    "helpers": WHOLE,
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
@@ -64,6 +65,7 @@ class _NetworkFields(TypedDict, total=False):
     oversubscription: float
     leaf_size: int
     nic_access: str
+    helpers: int
 
 
 def is_cluster(value: object) -> bool:

@@ -8,7 +8,10 @@ and copy and are no ranks. With ports of B behind one switch, N ranks and D byte
     all ranks, each a server        B N / (2 (N - 1)), as a ring or one hop
 
 Parts are equal, or those of keys on a ring of hashes (`topoplan.schedules.key_ring`): then the server with most keys
-sets the pace. What spare machines could do at best, ranks being servers too, is what `topoplan.plan` finds.
+sets the pace. With replicas every server sends each of its sums to R others as well, once a step and not once for each
+rank: S helpers then reach B S / (N + R). Where a server is lost, the plan without it has the same sums, bit for bit:
+a star adds up in the order of the ranks whoever is in the middle. What spare machines could do at best, ranks being
+servers too, is what `topoplan.plan` finds.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from topoplan.plans.allocation import Allocation
 from topoplan.plans.build import build_plan, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Shard, Stage
-from topoplan.schedules.key_ring import KeyRing
+from topoplan.schedules.key_ring import KeyRing, check_replicas
 from topoplan.schedules.least_loaded import LeastLoaded
 from topoplan.topology import TopologyLike
 
@@ -46,6 +49,7 @@ def parameter_server(
     servers: Sequence[str] | None = None,
     placement: str = "equal",
     points: int = 128,
+    replicas: int = 0,
 ) -> Plan:
     """The schedule of parameter servers.
 
@@ -61,12 +65,14 @@ def parameter_server(
         ``equal`` parts, or ``hashed``.
     points : int
         Of each server on the ring of hashes.
+    replicas : int
+        Other servers, all of them helpers, to which a server sends each of its sums.
 
     Raises
     ------
     UsageError
         A collective that parameter servers do not do, a device that is no rank or helper or stands twice, an unknown
-        placement; or as `topoplan.one_hop`.
+        placement, replicas for which there are no helpers; or as `topoplan.one_hop`.
     InfeasibleError
         A rank reaches a server only through another rank, or as `topoplan.one_hop`.
 
@@ -92,14 +98,19 @@ def parameter_server(
         raise UsageError(
             f"server {wrong!r} is no rank or helper here, or stands twice; use {', '.join(fabric.vertices)}"
         )
+    check_replicas(replicas, len(owners))
+    if replicas and not set(owners) <= set(fabric.helpers):
+        raise UsageError(
+            "ranks get all sums and need no replicas; leave them out, or take helpers as servers"
+        )
     routes = LeastLoaded(with_inner_vertices(fabric) if fabric.helpers else fabric)
     shards = []
-    for name, share in _parts(owners, placement, points).items():
-        centre = fabric.vertices.index(name)
+    for holders, share in _parts(owners, placement, points, replicas).items():
+        centre, *copies = (fabric.vertices.index(name) for name in holders)
         others = [rank for rank in range(fabric.size) if rank != centre]
         stages = tuple(
-            Stage(op, centre, tuple(routes.edge(op, (centre,), other, share) for other in others))
-            for op in stage_order(collective)
+            Stage(op, centre, tuple(routes.edge(op, (centre,), other, share) for other in ends))
+            for op, ends in zip(stage_order(collective), (others, others + copies), strict=True)
         )
         shards.append(Shard(share, stages))
     made = build_plan(
@@ -114,9 +125,15 @@ def parameter_server(
     return made.timed(time.perf_counter() - started)
 
 
-def _parts(owners: Sequence[str], placement: str, points: int) -> dict[str, Fraction]:
-    """Each server's share of the buffer; none for one that no key falls to."""
+def _parts(
+    owners: Sequence[str], placement: str, points: int, replicas: int
+) -> dict[tuple[str, ...], Fraction]:
+    """Shares of the buffer by owner and replicas; none for holders that no key falls to."""
     if placement == "equal":
-        return dict.fromkeys(owners, Fraction(1, len(owners)))
-    loads = KeyRing(tuple(owners), points).loads(map(str, range(KEYS)))
-    return {name: Fraction(loads[name,], KEYS) for name in owners if loads[name,]}
+        share, count = Fraction(1, len(owners)), replicas + 1
+        around = [*owners, *owners]
+        return {tuple(around[first : first + count]): share for first in range(len(owners))}
+    loads = KeyRing(tuple(owners), points).loads(map(str, range(KEYS)), replicas=replicas)
+    # in the order of the owners: parts of one lie beside each other
+    order = sorted(loads, key=lambda holders: [owners.index(name) for name in holders])
+    return {holders: Fraction(loads[holders], KEYS) for holders in order}

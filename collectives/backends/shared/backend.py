@@ -49,6 +49,7 @@ from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Reading, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
+from topoplan.errors import UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
 """Bytes that are added up at once where that is done in Python."""
@@ -243,6 +244,11 @@ class SharedBackend(OneRank):
             kind = self._prepared(call, memory, lines)
             self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
             return
+        if call.table.helped:
+            raise UsageError(
+                "over several hosts the mpi back end has nobody who adds up for helpers; use tcp, which has "
+                "a process for each"
+            )
         self._world.agree(about, timeout=self._timeout)
         program = program_of(
             call.table,

@@ -148,6 +148,8 @@ def results_of(table: TransferTable, blocks: tuple[tuple[int, int], ...]) -> tup
         if not value.writers or value.after >= 0:
             continue
         part = parts[value.writers[-1]]
+        if part.destination >= table.ranks:
+            continue  # what a helper adds up, a rank reads
         first, last = blocks[part.destination]
         if not first <= part.start < part.stop <= last:
             continue

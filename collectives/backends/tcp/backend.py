@@ -60,10 +60,15 @@ class TcpBackend(OneRank):
     put in goes along, so that every rank adds it up by itself. A wires file says which connections there may be, so
     with one they always agree over the rendezvous; with it or a pace all data goes over the links of the plan.
 
+    Helpers of a plan, devices that add and copy and are no ranks, are processes too, numbered behind the ranks. They
+    put in nothing and get nothing, and `follow` what the ranks agree on, which then is always over the rendezvous.
+
     Parameters
     ----------
     rank, size : int
         This rank, and number of ranks.
+    helpers : int
+        Number of helpers; their ranks follow on the others.
     rendezvous : str
         Where the ranks meet: ``host:port`` or ``unix:/path``. Rank 0 listens there, unless a `Rendezvous` does.
     wires : path, optional
@@ -115,6 +120,7 @@ class TcpBackend(OneRank):
         size: int,
         *,
         rendezvous: str,
+        helpers: int = 0,
         wires: Path | str | None = None,
         pace: float | None = None,
         timeout: float = 30.0,
@@ -133,6 +139,7 @@ class TcpBackend(OneRank):
                 f"{flight_bytes} bytes under way move nothing; give at least 1, for example 4194304"
             )
         self.size = size
+        self.helpers = helpers
         self.rank = rank
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
@@ -160,9 +167,12 @@ class TcpBackend(OneRank):
         *,
         timeout: float = 30.0,
         pace: float | None = None,
+        ranks: int | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> TcpBackend:
         """The back end of a process that a launcher started; ``TOPOPLAN_WIRES`` names a wires file.
+
+        All processes are ranks; or so many, where their number is given, and those behind them helpers.
 
         Raises
         ------
@@ -173,8 +183,15 @@ class TcpBackend(OneRank):
         """
         place = place_in_job(environment, cls.name)
         wires = environment.get("TOPOPLAN_WIRES") or None
+        size = place.size if ranks is None else min(ranks, place.size)
         return cls(
-            place.rank, place.size, rendezvous=place.rendezvous, wires=wires, pace=pace, timeout=timeout
+            place.rank,
+            size,
+            helpers=place.size - size,
+            rendezvous=place.rendezvous,
+            wires=wires,
+            pace=pace,
+            timeout=timeout,
         )
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
@@ -202,6 +219,11 @@ class TcpBackend(OneRank):
         if place is not None:
             made.then.append(place.close)
         return [made]
+
+    def follow(self) -> Signature | None:
+        """See `Follows.follow`."""
+        with self._telling():
+            return self._world.follow()
 
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
@@ -288,7 +310,7 @@ class TcpBackend(OneRank):
         try:
             with self._waiting(flow.waiting, flow.stops_at):
                 began = time.monotonic_ns()
-                self._agree(call.signature, lambda: flow)
+                self._agree(call.signature, lambda: flow, helped=self.helpers > 0 and call.table.helped)
                 met = time.monotonic_ns()
                 paces = self._open(call, flow)
                 world.wait(
@@ -325,7 +347,7 @@ class TcpBackend(OneRank):
             return
         self._steps.append(Step(f"rank {self.rank}", "meet", began, met))
         for link, stream, chunk, start, end in () if flow is None else flow.arrivals():
-            source, destination = (call.plan.ranks[rank] for rank in link[:2])
+            source, destination = (call.plan.vertices[rank] for rank in link[:2])
             what = f"shard {stream.shard} chunk {chunk}"
             self._steps.append(Step(f"{source} -> {destination} ({link[2]})", what, start, end))
 
@@ -345,12 +367,20 @@ class TcpBackend(OneRank):
                 world.waiting, world.step = before
 
     def _agree(
-        self, signature: Signature, flow: Callable[[], Flow], source: int = 0, nbytes: int = 0
+        self,
+        signature: Signature,
+        flow: Callable[[], Flow],
+        source: int = 0,
+        nbytes: int = 0,
+        *,
+        helped: bool = False,
     ) -> None:
         """Agree with all ranks on a collective, and tell them what this one puts in where that is small."""
         meeting, world = self._meeting, self._world
+        if self.rank >= self.size:
+            return  # the ranks have agreed when a helper hears of it
         if meeting is None:
-            world.agree(signature, timeout=self._timeout)
+            world.agree(signature, timeout=self._timeout, helped=helped)
             self._open_meeting(self._timeout)
             return
         world.meet(signature)
@@ -466,7 +496,7 @@ class TcpBackend(OneRank):
                 changed=self._bell,
             )
             made.append(network)
-            meets = network.general is not None and not self._wires
+            meets = network.general is not None and not self._wires and not self.helpers
             about = {"general": network.general, "ports": network.ports, "meets": meets}
             return {**about, "flight_bytes": self._flight_bytes}
 
@@ -476,6 +506,7 @@ class TcpBackend(OneRank):
                 self.rank,
                 self.size,
                 timeout=timeout,
+                helpers=self.helpers,
                 hello=hello,
                 changed=self._bell,
             )

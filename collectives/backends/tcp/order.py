@@ -132,7 +132,9 @@ def _slots(
     first: Stream, parts: Sequence[Stream], table: TransferTable, collective: str, root: int | None
 ) -> int:
     """Partial sums to keep at the destination: two, and one for every level that they wait there."""
-    block = result_block(collective, root, first.destination, table.ranks, table.count)
+    block = (0, 0)
+    if first.destination < table.ranks:  # helpers get no result
+        block = result_block(collective, root, first.destination, table.ranks, table.count)
     if block[0] <= first.start and first.stop <= block[1]:
         return 0
     last = max((part.level for part in _others_at(first, parts)), default=first.level)

@@ -16,6 +16,7 @@ from collectives import Communicator, lower
 from collectives.backends.loopback.paced import PacedLoopback
 from collectives.lowering.table_check import check_table
 from tests.support.checkout import Run
+from tests.support.regular_fabrics import helped_star as star
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine, switched_machines
 from tests.support.tree_program import rate_by_inner_trees
 from topoplan.errors import PlanError, TopologyError, UsageError
@@ -25,14 +26,6 @@ from topoplan.plans.certificates import Steiner
 from topoplan.topology import Device, Link, Topology
 
 CLOSE = 1e-6
-
-
-def star(workers: int, helpers: int, width: float = 10.0) -> Topology:
-    """Workers and helpers with equal ports on one switch."""
-    ends = [Device(f"gpu{i}", "gpu") for i in range(workers)]
-    ends += [Device(f"helper{i}", "helper") for i in range(helpers)]
-    links = [Link(*pair, "network", width) for end in ends for pair in ((end.name, "sw0"), ("sw0", end.name))]
-    return Topology("star", (*ends, Device("sw0", "switch")), tuple(links))
 
 
 def best(workers: int, helpers: int) -> Fraction:
@@ -206,7 +199,7 @@ def test_paced_links_run_helpers_too() -> None:
     assert all(np.array_equal(result, 3 * np.arange(999.0) + 3) for result in results)
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shared"])
+@pytest.mark.parametrize("backend", ["nccl", "torch"])
 def test_where_every_process_is_a_rank_helpers_are_refused(backend: str) -> None:
     """One line, before anybody is met."""
     with pytest.raises(
