@@ -108,9 +108,12 @@ def cluster(
         links += _renamed_links(one.links, f"s{number}")
         hosts.append((f"s{number}", _renamed_ports(one.ports, f"s{number}")))
     most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
-    for name_of in (f"helper{number}" for number in range(helpers or 0)):
-        devices.append(Device(name_of, "helper"))
-        hosts.append((name_of, [Port(nic, name_of, name_of, rate, rate) for nic in range(most)]))
+    for helper in (f"helper{number}" for number in range(helpers or 0)):
+        ports = [Port(nic, f"{helper}.nic{nic}", f"{helper}.nic{nic}", rate, rate) for nic in range(most)]
+        devices += [Device(helper, "helper"), *(Device(port.sender, "nic") for port in ports)]
+        links += [Link(helper, port.sender, "network", rate) for port in ports]
+        links += [Link(port.receiver, helper, "network", rate) for port in ports]
+        hosts.append((helper, ports))
     switches, wires = join_servers(joined, hosts, nics=most)
     return Topology(
         (name or _name(servers)) + (f" + {helpers} helper{'s' * (helpers > 1)}" if helpers else ""),

@@ -283,9 +283,9 @@ def _told(method: str, order: str) -> str:
     return order if method == "exact" else "height"
 
 
-def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
-    """The same forest, and its bound, on switches that copy or add."""
-    certified = build_plan(
+def _recertified(made: Plan, fabric: Fabric) -> Plan:
+    """The same forest, under the bound where helpers, or switches, copy and add too."""
+    return build_plan(
         fabric,
         made.collective,
         root=made.root,
@@ -295,6 +295,11 @@ def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
         method=made.method,
         notes=made.notes,
     )
+
+
+def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
+    """The same forest, and its bound, on switches that copy or add."""
+    certified = _recertified(made, fabric)
     if certified.gap == 0:
         return certified
     note = "these trees were packed for switches that only forward; --method exact uses that they copy or add"
@@ -314,7 +319,17 @@ def _plan_exact(
 ) -> Plan:
     inner = has_inner_vertices(fabric)
     if inner and fabric.helpers:
-        return plan_over_inner_vertices(fabric, collective, root=root, deadline=deadline, progress=progress)
+        known: Plan | None = None
+        if not fabric.in_network and not fabric.forwarding_only().unreachable(collective, root):
+            alone = fabric.forwarding_only()
+            known = _recertified(
+                _plan_exact(alone, collective, root, order, deadline, progress, tolerance), fabric
+            )
+            if known.gap == 0:
+                return known
+        return plan_over_inner_vertices(
+            fabric, collective, root=root, known=known, deadline=deadline, progress=progress
+        )
     slowest = floored_by_kind(fabric)
     floored: Plan | None = None
     if slowest is not None:

@@ -17,7 +17,7 @@ from topoplan.fabric.servers import Servers
 from topoplan.plans.loads import full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
-from topoplan.plans.tree import Shard, Stage
+from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.units import nearest_float
 
 REDUCE, BETWEEN, BROADCAST = "reduce inside servers", "between servers", "broadcast inside servers"
@@ -112,13 +112,13 @@ def phases(plan: Plan) -> Phases | None:
 def _load(phase: str, shards: Sequence[Shard], servers: Servers) -> list[Fraction]:
     """Bytes across every link in a phase, for each byte of the buffer."""
 
+    def within(edge: Edge) -> bool:
+        # helpers are in no server
+        return max(edge.parent, edge.child) < len(servers.same) and servers.same[edge.parent, edge.child]
+
     def part(stage: Stage) -> Stage:
         inside = REDUCE if stage.op == "reduce" else BROADCAST
-        edges = (
-            edge
-            for edge in stage.edges
-            if (inside if servers.same[edge.parent, edge.child] else BETWEEN) == phase
-        )
+        edges = (edge for edge in stage.edges if (inside if within(edge) else BETWEEN) == phase)
         return replace(stage, edges=tuple(edges))
 
     if isinstance(shards, ImageShards) and not all(map(servers.keeps, shards.generators)):
