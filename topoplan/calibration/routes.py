@@ -34,10 +34,14 @@ class Route:
         nvlink, pcie or network.
     stages : tuple of tuple of Link
         A copy is striped over the links of a stage in proportion to their stated bandwidths.
+    ends : (int, int) or None
+        The stages that bear its start-up: on a network those into its switches and out of them; None for the first and
+        the last.
     """
 
     channel: str
     stages: tuple[tuple[Link, ...], ...]
+    ends: tuple[int, int] | None = None
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -71,6 +75,7 @@ class Routes:
 
     def __init__(self, topology: Topology) -> None:
         self._gpus = set(topology.gpus)
+        self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
         self._leaving: dict[str, dict[str, tuple[Link, ...]]] = {
             channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
@@ -99,7 +104,12 @@ class Routes:
         """As `between`; where a server has no way, the one over the network and the PCIe at both its ends."""
         inside = self.between(src, dst)
         path = () if inside else self._path(src, dst, "network")
-        return Route("network", tuple((link,) for link in path)) if path else inside
+        if not path:
+            return inside
+        into = [place for place, link in enumerate(path) if link.dst in self._switches]
+        out = [place for place, link in enumerate(path) if link.src in self._switches]
+        ends = (into[0], out[-1]) if into and out else (0, len(path) - 1)
+        return Route("network", tuple((link,) for link in path), ends)
 
     def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
         """The shortest PCIe path through a CPU, the first of them where several are equally short."""

@@ -7,12 +7,14 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
-from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster, domain
+from topoplan.clusters import NETWORKS, NIC_ACCESS, TRANSPORTS, Server, cluster, domain
 from topoplan.errors import UsageError
 from topoplan.in_network import CHOICES
 from topoplan.topology import Topology
 
-NETWORK_OPTIONS = ("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access")
+NETWORK_OPTIONS = (
+    *("nic_gbps", "nics", "network", "rails", "oversubscription", "leaf_size", "nic_access", "transport"),
+)
 
 CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
 """All of them, as argparse stores them; None where an option was not given."""
@@ -70,6 +72,13 @@ def add_cluster(parser: OneLineParser) -> None:
         help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
         f"(default: {NIC_ACCESS[0]})",
     )
+    group.add_argument(
+        "--transport",
+        choices=tuple(TRANSPORTS),
+        metavar="HOW",
+        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of what carries messages "
+        "between servers (default: the whole wire)",
+    )
 
 
 def add_in_network(parser: OneLineParser) -> None:
@@ -123,6 +132,7 @@ def as_cluster(
         oversubscription=options.oversubscription,
         leaf_size=options.leaf_size,
         nic_access=options.nic_access or NIC_ACCESS[0],
+        transport=options.transport,
         name=f"{servers} x {machine.name}",
     )
 

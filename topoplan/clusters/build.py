@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, join_servers
 from topoplan.clusters.nic_wiring import WiredServer, wire_server
 from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate, stated_gigabits
+from topoplan.clusters.transport import Transport, transport_of
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
 
@@ -23,6 +25,8 @@ def cluster(
     oversubscription: float | None = None,
     leaf_size: int | None = None,
     nic_access: str = "pcie",
+    transport: str | None = None,
+    memory_gbps: float | None = None,
     name: str = "",
 ) -> Topology:
     """Join servers by a network.
@@ -46,6 +50,12 @@ def cluster(
     nic_access : str
         ``pcie``: NICs serve the GPUs that are nearest, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of
         its server, and its rate alone limits, which is the projection of Blink's figure 19b.
+    transport : str or None
+        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.clusters.transport`): what it takes to start a message and how much
+        of the wire is left; a note says what it copies and how many cores poll. None takes the whole wire, and the
+        start-up of `topoplan.simulation.latency`.
+    memory_gbps : float or None
+        GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
     name : str
         Of the cluster; made from its machines if empty.
 
@@ -76,20 +86,23 @@ def cluster(
     """
     joined = Network(network, rails, oversubscription, leaf_size)
     check_count("nics", nics, most=MOST_NICS)
+    carrier = transport_of(transport, memory_gbps)
     if not servers:
         raise UsageError("a cluster needs at least one server")
     wired: dict[Server, WiredServer] = {}
     for server in servers:
         if server not in wired:
             gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
-            wired[server] = wire_server(
+            wire = partial(
+                wire_server,
                 server.topology,
                 server.gpus,
                 served=server.served,
                 nics=server.nics or nics,
-                rate=nic_rate(stated_gigabits(server.topology) if gbps is None else gbps),
                 access=nic_access,
             )
+            rate = nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
+            wired[server] = wire(rate=rate) if carrier is None else _carried(wire, rate, carrier, memory_gbps)
     _check_memory(servers, wired)
     every = [wired[server] for server in servers for _ in range(server.count)]
     devices: list[Device] = []
@@ -101,6 +114,7 @@ def cluster(
         joined,
         [(f"s{number}", one.ports) for number, one in enumerate(every)],
         nics=max(one.nics for one in wired.values()),
+        latency=None if carrier is None else carrier.alpha / 2,
     )
     return Topology(
         name or _name(servers),
@@ -109,6 +123,19 @@ def cluster(
         _notes(wired),
         "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
     )
+
+
+def _carried(
+    wire: Callable[..., WiredServer], rate: float, carrier: Transport, memory_gbps: float | None
+) -> WiredServer:
+    """A server whose NICs carry what a transport lets through, with a note of what it costs."""
+    made = wire(rate=carrier.rate(rate))
+    limited = carrier.rate(rate, nics=len(made.ports), memory=memory_gbps)
+    if limited < carrier.rate(rate):
+        made = wire(rate=limited)
+    out, back = (sum(getattr(port, way) for port in made.ports) for way in ("out", "back"))
+    note = carrier.note(nics=len(made.ports), out=out, back=back)
+    return replace(made, notes=(*made.notes, note))
 
 
 def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
