@@ -18,13 +18,14 @@ from collectives.selection.topk import topk
 
 if TYPE_CHECKING:
     from collectives.selection.mstopk import mstopk
-    from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD
+    from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD
     from collectives.training.gradient_synchronizer import GradientSynchronizer
     from collectives.training.report import report
 
 _HOME = {
     "ASP": "collectives.staleness.modes",
     "BSP": "collectives.staleness.modes",
+    "Gossip": "collectives.staleness.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
     "LocalSGD": "collectives.staleness.modes",
     "SSP": "collectives.staleness.modes",
@@ -38,6 +39,7 @@ __all__ = [
     "SSP",
     "Communicator",
     "ErrorFeedback",
+    "Gossip",
     "GradientSynchronizer",
     "Handle",
     "LocalSGD",

@@ -48,6 +48,7 @@ TAKERS: dict[str, Asked] = {
     "export_machine": lambda machine: export_machine(machine, "nccl-topo"),
     "load": topoplan.load,
     "lowest_tree": topoplan.lowest_tree,
+    "neighbour_probabilities": lambda machine: topoplan.neighbour_probabilities(machine).tolist(),
     "one_hop": topoplan.one_hop,
     "one_shot": topoplan.one_shot,
     "overlay": topoplan.overlay,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.rings.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
+    from topoplan.simulation.gossip import neighbour_probabilities
     from topoplan.simulation.model import simulate
     from topoplan.topology import Device, Link, Topology
 
@@ -67,6 +68,7 @@ _HOME = {
     "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
     "lowest_tree": "topoplan.schedules.lowest_tree",
+    "neighbour_probabilities": "topoplan.simulation.gossip",
     "nvswitch_cluster": "topoplan.clusters.shapes",
     "one_hop": "topoplan.schedules.one_hop",
     "one_shot": "topoplan.schedules.one_shot",
@@ -108,6 +110,7 @@ __all__ = [
     "load_mesh",
     "load_plan",
     "lowest_tree",
+    "neighbour_probabilities",
     "nvswitch_cluster",
     "one_hop",
     "one_shot",

@@ -1,9 +1,9 @@
-"""Gradients that arrive when they arrive: every rank posts to all others and takes what has come, without meeting them.
+"""What arrives when it arrives: every rank posts gradients to all others and takes what has come, without meeting them.
 
 What synchronisation with bounded staleness, or none, needs instead of a collective. Behind each post comes the sender's
 clock, the number of steps it has finished, so who knows a clock has everything that belongs to it. What a slow receiver
 has not been sent yet is added up, so a queue never holds more than one gradient for each key, however far apart ranks
-are.
+are. What is published goes only to the rank that pulls it, by a thread of its own: the publisher's loop does not stop.
 
 Connections are those of ``multiprocessing.connection``, one from each rank to each other, authenticated by a key that
 the ranks share. A rank that dies without a goodbye fails the others in their next call. Who loses a rank tells the
@@ -35,6 +35,7 @@ Array = NDArray[Any]
 GOODBYE = "goodbye"
 FINISHED = "finished"
 LOST = "lost"
+PULL, PULLED = "pull", "pulled"
 """Kinds of messages beside gradients and clocks."""
 
 WARNING_SECONDS = 0.5
@@ -68,6 +69,9 @@ class Mailbox:
         self._inbox: dict[str, Array] = {}
         self._clocks = {peer: 0 for peer in range(size) if peer != rank}
         self._gone: set[int] = set()
+        self._published: Mapping[str, Array] | None = None
+        self._askers: set[int] = set()
+        self._answered: set[int] = set()
         self._failure: BackendError | None = None
         self._closed = False
         self._senders: dict[int, Sender] = {}
@@ -105,6 +109,38 @@ class Mailbox:
         self._check()
         with self._changed:
             return self._inbox.pop(key, None)
+
+    def publish(self, arrays: Mapping[str, Array]) -> None:
+        """What other ranks get that `pull` from this one, from now on; the arrays are not changed afterwards."""
+        with self._changed:
+            self._published = arrays
+            askers, self._askers = sorted(self._askers), set()
+        for peer in askers:
+            self._answer(peer, arrays)
+
+    def pull(self, peer: int) -> dict[str, Array]:
+        """The newest arrays that a rank has published; waits for its first ones.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed, or nothing has come within the timeout.
+        """
+        self._check()
+        self._senders[peer].say(PULL)
+        with self._changed:
+            until = time.monotonic() + self._timeout
+            while peer not in self._answered:
+                self._check()
+                if not self._changed.wait(until - time.monotonic()):
+                    raise self._fail(
+                        peer,
+                        f"waited {self._timeout:g} s for the parameters of rank {peer}; call finish on all ranks "
+                        "before one of them closes",
+                    )
+            self._answered.remove(peer)
+            pulled, self._inbox = self._inbox, {}
+            return pulled
 
     def clocks(self) -> Mapping[int, int]:
         """The clocks of the other ranks, as far as they are known."""
@@ -228,6 +264,19 @@ class Mailbox:
                         known = self._inbox.get(head["key"])
                         self._inbox[head["key"]] = body.copy() if known is None else known + body
                     continue
+                if head["kind"] == PULL:
+                    with self._changed:
+                        published = self._published
+                        if published is None:
+                            self._askers.add(peer)
+                    if published is not None:
+                        self._answer(peer, published)
+                    continue
+                if head["kind"] == PULLED:
+                    with self._changed:
+                        self._answered.add(peer)
+                        self._changed.notify_all()
+                    continue
                 with self._changed:
                     self._clocks[peer] = head["clock"]
                     if head["kind"] == FINISHED:
@@ -236,6 +285,11 @@ class Mailbox:
         except (EOFError, OSError, ValueError) as error:
             told = f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")")
             self._lost(peer, f"{told}; start all ranks again, or call finish on all of them before they end")
+
+    def _answer(self, peer: int, arrays: Mapping[str, Array]) -> None:
+        for key, array in arrays.items():
+            self._senders[peer].add(key, array)
+        self._senders[peer].say(PULLED)
 
     def _cannot_send(self, peer: int, told: str) -> None:
         """A connection broke; the other one to that rank may hold the reason."""
@@ -288,6 +342,7 @@ class Sender:
         self._waiting: dict[str, Array] = {}
         self._clock: int | None = None
         self._kind = "clock"
+        self._words: list[str] = []
         self._warning: dict[str, Any] | None = None
         self._warned = threading.Event()
         self._ending = False
@@ -316,6 +371,12 @@ class Sender:
             self._kind = FINISHED if finished else "clock"
             self._changed.notify()
 
+    def say(self, word: str) -> None:
+        """Send a message of nothing but its kind behind what was added before."""
+        with self._changed:
+            self._words.append(word)
+            self._changed.notify()
+
     def warn(self, peer: int, told: str) -> threading.Event:
         """Send word that a rank is lost, before all else that waits; the event tells when that has left."""
         with self._changed:
@@ -336,10 +397,17 @@ class Sender:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or self._clock is not None or self._warning or self._ending):
+                    while not (
+                        self._waiting
+                        or self._words
+                        or self._clock is not None
+                        or self._warning
+                        or self._ending
+                    ):
                         self._changed.wait()
                     waiting, self._waiting = self._waiting, {}
                     warning = self._warning
+                    words, self._words = self._words, []
                     clock, self._clock = self._clock, None
                     kind, ending = self._kind, self._ending
                 if warning is not None:
@@ -357,6 +425,8 @@ class Sender:
                     self._connection.send_bytes(
                         np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data
                     )
+                for word in words:
+                    self._connection.send_bytes(json.dumps({"kind": word}).encode())
                 if clock is not None:
                     self._connection.send_bytes(json.dumps({"kind": kind, "clock": clock}).encode())
                 if ending:

@@ -12,18 +12,26 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
 - `LocalSGD` (every H steps; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019): ranks train alone
   and average their parameters, not gradients, every H steps. H times less is sent; replicas drift apart in between, and
   a moment that the optimiser keeps is of its own rank only.
+- `Gossip` (a neighbour at a time; NetMax, arXiv 2009.05766): ranks train alone, and after each step a rank pulls the
+  parameters of one other and moves towards them (`topoplan.simulation.gossip`). Nobody meets all others; replicas
+  differ until the end, and their mean stays in expectation only.
 
-Their names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`). `Straggler` makes a rank slow, to see what they
-make of it.
+Their names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`); `Gossip` has none. `Straggler` makes a rank
+slow, to see what they make of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from topoplan.errors import UsageError
+from topoplan.simulation.gossip import checked_probabilities, mixing_weights, strongest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,74 @@ class LocalSGD:
         return (step + 1) % self.every == 0
 
 
-Mode = BSP | SSP | ASP | LocalSGD
+class Gossip:
+    """After each step of its own a rank pulls the newest parameters of one neighbour and moves towards them.
+
+    Rank i moves to x_i - a (x_i - x_m) with a = strength * gamma, where gamma = (d[i][m] + d[m][i]) / (2 p[i][m]): the
+    form of NetMax, with its alpha * rho as the strength, so that who is chosen seldom pulls harder.
+
+    Parameters
+    ----------
+    probabilities : (N, N) floats
+        p[i][m], of rank i choosing rank m, such as `topoplan.neighbour_probabilities` gives; m = i pulls nothing.
+    strength : float, optional
+        By default the largest that moves no rank past the middle (`topoplan.simulation.gossip.strongest`).
+    seed : int
+        Of the choices, which are a function of seed, rank and step.
+
+    Raises
+    ------
+    UsageError
+        The probabilities are none, leave a rank alone, or the strength moves a rank past its neighbour.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> mode = Gossip(topoplan.neighbour_probabilities("v100x4"))
+    >>> mode.size, [mode.neighbour(0, step) for step in range(6)]
+    (4, [3, 2, 3, 3, 3, 3])
+    """
+
+    __slots__ = ("_sums", "probabilities", "seed", "strength", "weights")
+
+    def __init__(self, probabilities: ArrayLike, *, strength: float | None = None, seed: int = 0) -> None:
+        self.probabilities = checked_probabilities(probabilities)
+        self.strength = strongest(self.probabilities) if strength is None else strength
+        self.weights = mixing_weights(self.probabilities, self.strength)
+        _check("seed", seed, least=0)
+        self.seed = seed
+        self._sums = np.cumsum(self.probabilities, axis=1)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.probabilities)
+
+    @property
+    def bound(self) -> int | None:
+        """As `BSP.bound`."""
+        return None
+
+    def averages_after(self, step: int) -> bool:
+        """As `LocalSGD.averages_after`: after every step, with one neighbour."""
+        return step >= 0
+
+    def neighbour(self, rank: int, step: int) -> int:
+        """The rank whose parameters a rank pulls after a step; itself for none."""
+        drawn = np.random.default_rng([self.seed, rank, step]).random() * self._sums[rank, -1]
+        return int(np.searchsorted(self._sums[rank], drawn, side="right"))
+
+    def __str__(self) -> str:
+        told = hashlib.sha256(self.probabilities.tobytes()).hexdigest()[:8]
+        return (
+            f"Gossip({self.size} ranks, strength {self.strength:.4g}, seed {self.seed}, probabilities {told})"
+        )
+
+
+Mode = BSP | SSP | ASP | LocalSGD | Gossip
+
+APART = (LocalSGD, Gossip)
+"""Modes that leave gradients where they are, so that each rank has parameters of its own."""
 
 
 def mode_of(given: object) -> Mode:
@@ -100,7 +175,7 @@ def mode_of(given: object) -> Mode:
 
     Parameters
     ----------
-    given : BSP, SSP, ASP, LocalSGD, str or None
+    given : BSP, SSP, ASP, LocalSGD, Gossip, str or None
         Names are ``bsp``, ``asp``, ``ssp:S`` with the staleness and ``local:H`` with the steps between two averages.
         None is BSP.
 
@@ -124,8 +199,8 @@ def mode_of(given: object) -> Mode:
     if isinstance(given, str) and number.isdecimal() and name in ("ssp", "local"):
         return SSP(int(number)) if name == "ssp" else LocalSGD(int(number))
     raise UsageError(
-        f"mode {given!r} is no synchronisation mode; give BSP(), SSP(2), ASP() or LocalSGD(8), or their names: "
-        "'bsp', 'ssp:2', 'asp', 'local:8'"
+        f"mode {given!r} is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a "
+        "name: 'bsp', 'ssp:2', 'asp', 'local:8'"
     )
 
 

@@ -20,7 +20,7 @@ from collectives.backends.torch.members import backend_of
 from collectives.backends.torch.open_group import existing_group, own_group
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan
-from collectives.staleness.modes import BSP, Mode, mode_of
+from collectives.staleness.modes import BSP, Gossip, Mode, mode_of
 from collectives.torch.bucket_exchange import BucketExchange, BuiltInExchange
 from collectives.torch.group_plan import agreed_plan, agreed_settings, gather_by
 from collectives.torch.mode_exchange import ModeExchange
@@ -128,6 +128,11 @@ class HookState:
         parameters: Iterable[torch.nn.Parameter] | None = None,
     ) -> None:
         def settings() -> ExchangeSettings:
+            if isinstance(mode, Gossip):
+                raise UsageError(
+                    "Gossip is for loops that say when parameters have moved, which those of DDP do not; use "
+                    "collectives.GradientSynchronizer"
+                )
             return ExchangeSettings(
                 density,
                 exchange,

@@ -6,7 +6,8 @@ the last step `finish`. In step (`BSP`) a gradient is exchanged dense or sparse;
 - `SSP`, `ASP`: average of a step = (own gradient + what has come from others since the last step) / ranks. Over a whole
   run every gradient is used once by every rank, so the sums agree in the end; on the way replicas differ by what is
   still under way.
-- `LocalSGD`: gradients stay where they are, and when it is `due` the parameters are averaged instead.
+- `LocalSGD`: gradients stay where they are, and when it is `due` the parameters are averaged instead; with `Gossip`
+  each rank mixes its own with those of one other.
 
 Gradients are told apart by keys, whose residuals live in the communicator; every exchange is recorded for the report.
 """
@@ -26,7 +27,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.staleness.mailbox import Mailbox
-from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode
+from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.integer_codes import IntegerCodeExchange, IntegerCodes
 from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
@@ -56,7 +57,7 @@ class ExchangeSettings:
         Of the momentum correction of sparse gradients.
     wire : WireFormat or None
         How sparse entries travel.
-    mode : BSP, SSP, ASP or LocalSGD
+    mode : BSP, SSP, ASP, LocalSGD or Gossip
         How far ranks may be apart.
     compress : str or None
         One of `NARROW`, in which dense gradients travel; None for their own type.
@@ -187,6 +188,18 @@ class Averager(ABC):
     def gap(self) -> int | None:
         """See above."""
         return None
+
+    def mix(self, parameters: Sequence[Any]) -> None:
+        """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
+
+        Raises
+        ------
+        BackendError
+            Another rank has failed.
+        UsageError
+            They are no floats.
+        """
+        return
 
     def finish(self) -> dict[str, NDArray[Any]]:
         """After the last step: wait for all ranks; what has come late of each key, divided by the number of ranks.
@@ -339,16 +352,16 @@ class StaleAverager(Averager):
 
 
 class LocalAverager(Averager):
-    """Gradients stay where they are (`LocalSGD`).
+    """Gradients stay where they are, and all ranks average parameters (`LocalSGD`).
 
     Parameters
     ----------
     communicator : Communicator
-    mode : LocalSGD
+    mode : LocalSGD or Gossip
     recorder : Recorder
     """
 
-    def __init__(self, communicator: Communicator, mode: LocalSGD, recorder: Recorder) -> None:
+    def __init__(self, communicator: Communicator, mode: LocalSGD | Gossip, recorder: Recorder) -> None:
         super().__init__(mode, recorder)
         self._communicator = communicator
         self._averages_after = mode.averages_after
@@ -370,6 +383,71 @@ class LocalAverager(Averager):
         """See `Averager.end_step`."""
         self.due += self._averages_after(self.recorder.step)
         super().end_step()
+
+    def mix(self, parameters: Sequence[Any]) -> None:
+        """See `Averager.mix`."""
+        average_parameters(self._communicator, self.recorder, parameters)
+
+
+class GossipAverager(LocalAverager):
+    """Gradients stay where they are, and each rank mixes its parameters with those of one other (`Gossip`).
+
+    Ranks of one process take turns in their order, each with what the other has by then, so that a run repeats bit for
+    bit. With a process for each rank, whoever is pulled from goes on training, and what comes is as new as it happens
+    to be. Parameters travel through the host.
+
+    Parameters
+    ----------
+    communicator : Communicator
+    mode : Gossip
+    recorder : Recorder
+    mailbox : Mailbox or None
+        None where this process has all ranks.
+    """
+
+    def __init__(
+        self, communicator: Communicator, mode: Gossip, recorder: Recorder, mailbox: Mailbox | None
+    ) -> None:
+        super().__init__(communicator, mode, recorder)
+        self._gossip = mode
+        self._mailbox = mailbox
+
+    def mix(self, parameters: Sequence[Any]) -> None:
+        """See `Averager.mix`."""
+        comm, recorder, step = self._communicator, self.recorder, self.recorder.step - 1
+        library, mailbox = comm.arrays, self._mailbox
+        lists = [[one] if comm.one_rank else list(one) for one in parameters]
+        ranks = [
+            {f"{index}": one[place] for index, one in enumerate(lists)} for place in range(len(comm.ranks))
+        ]
+        for kind in sorted({library.dtype(one) for one in ranks[0].values()}):
+            if "float" not in kind:
+                raise UsageError(f"parameters of {kind} cannot be mixed with a neighbour's; give floats")
+        with recorder.waiting():
+            for rank, mine in zip(comm.ranks, ranks, strict=True):
+                started, other = recorder.now(), self._gossip.neighbour(rank, step)
+                if mailbox is not None:
+                    mailbox.publish({key: library.values(one).copy() for key, one in mine.items()})
+                if other == rank:
+                    continue
+                pulled = (
+                    {key: library.values(one) for key, one in ranks[other].items()}
+                    if mailbox is None
+                    else mailbox.pull(other)
+                )
+                weight, nbytes = self._gossip.weights[rank, other], 0
+                for key, array in mine.items():
+                    own = library.values(array)
+                    nbytes += own.nbytes
+                    library.put(array, (own - weight * (own - pulled[key])).astype(own.dtype, copy=False))
+                recorder.add(
+                    "parameters", nbytes, started, density=1.0, how="gossip", bound=math.inf, step=step
+                )
+
+    def close(self) -> None:
+        """See `Averager.close`."""
+        if self._mailbox is not None:
+            self._mailbox.close()
 
 
 def averager(
@@ -401,12 +479,19 @@ def averager(
         return InStepAverager(communicator, settings, recorder)
     if isinstance(mode, LocalSGD):
         return LocalAverager(communicator, mode, recorder)
-    if not communicator.one_rank:
+    if isinstance(mode, Gossip):
+        if mode.size != communicator.size:
+            raise UsageError(f"{mode} is for {mode.size} ranks, and there are {communicator.size}")
+        if not communicator.one_rank:
+            return GossipAverager(communicator, mode, recorder, None)
+    elif not communicator.one_rank:
         raise UsageError(
             f"{mode} needs a process for each rank; back end {communicator.backend} holds all in one"
         )
     gather, (rank,) = communicator.gather_texts, communicator.ranks
     mailbox = Mailbox(gather, rank=rank, size=communicator.size, timeout=timeout)
+    if isinstance(mode, Gossip):
+        return GossipAverager(communicator, mode, recorder, mailbox)
     return StaleAverager(mailbox, communicator.arrays, mode, recorder)
 
 

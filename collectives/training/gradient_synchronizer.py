@@ -12,7 +12,7 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
-from collectives.staleness.modes import ASP, BSP, SSP, LocalSGD, Mode, mode_of
+from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, Mode, mode_of
 from collectives.training.averaging import (
     Density,
     ExchangeSettings,
@@ -60,7 +60,7 @@ class GradientSynchronizer:
         Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
     exchange, momentum, wire
         Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
-    mode : BSP, SSP, ASP, LocalSGD or str, optional
+    mode : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
         How far ranks may be apart (`collectives.staleness.modes`), also by name, as "ssp:2"; BSP by default.
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
@@ -221,7 +221,8 @@ class GradientSynchronizer:
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
 
-        With `LocalSGD` it averages the parameters when it is time; a next step without this call is a `UsageError`.
+        With `LocalSGD` it averages the parameters when it is time, with `Gossip` it mixes them with a neighbour's; a
+        next step without this call is a `UsageError`.
 
         Parameters
         ----------
@@ -235,15 +236,16 @@ class GradientSynchronizer:
         """
         self._heard = self.recorder.step
         if self._averaged < self._averager.due:
-            self._average(parameters)
+            self._averager.mix(self._by_parameter(parameters))
+            self._averaged, self._apart = self._averager.due, isinstance(self.mode, Gossip)
 
     def finish(
         self, parameters: Any = None, *, use: Callable[[list[Any]], object] | None = None
     ) -> list[Any] | None:
         """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
 
-        With `SSP` and `ASP` what other ranks have sent late is used first; then, and with `LocalSGD` too, the
-        parameters are averaged. With `BSP` they are the same already. All ranks must call it. Training may go on
+        With `SSP` and `ASP` what other ranks have sent late is used first; then, and with `LocalSGD` and `Gossip` too,
+        the parameters are averaged. With `BSP` they are the same already. All ranks must call it. Training may go on
         afterwards.
 
         Parameters
@@ -262,12 +264,13 @@ class GradientSynchronizer:
         Raises
         ------
         UsageError
-            With `LocalSGD` the parameters are left out, or with `SSP` and `ASP` they are given without ``use``.
+            With `LocalSGD` or `Gossip` the parameters are left out, or with `SSP` and `ASP` they are given without
+            ``use``.
         BackendError
             Another rank failed, or does not finish within the timeout.
         """
         stale = isinstance(self.mode, SSP | ASP)
-        if isinstance(self.mode, LocalSGD) and parameters is None and self._apart:
+        if isinstance(self.mode, APART) and parameters is None and self._apart:
             raise UsageError(
                 f"each rank has parameters of its own after {self.mode}; give them: finish(parameters)"
             )
@@ -386,18 +389,19 @@ class GradientSynchronizer:
 
     def _average(self, parameters: Any) -> None:
         """Average the parameters now."""
-        listed = self._shapes.lists(parameters, "parameter")
-        comm = self.communicator
-        average_parameters(
-            comm, self.recorder, listed[0] if comm.one_rank else list(zip(*listed, strict=True))
-        )
+        average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
         self._heard = self.recorder.step
         self._averaged = self._averager.due
         self._apart = False
 
+    def _by_parameter(self, parameters: Any) -> list[Any]:
+        """What the caller gives, as `average_parameters` takes it."""
+        listed = self._shapes.lists(parameters, "parameter")
+        return listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True))
+
     def _check_heard(self) -> None:
         """Whether `after_step` was called in the step before, where it has something to do."""
-        if isinstance(self.mode, LocalSGD) and self._heard != self.recorder.step:
+        if isinstance(self.mode, APART) and self._heard != self.recorder.step:
             raise UsageError(
                 f"{self.mode} averages parameters when it is told that they have "
                 "moved, and it was not told in the step before; call after_step(parameters) in every step"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import topoplan
-from collectives import ASP, BSP, SSP, Communicator, GradientSynchronizer, LocalSGD
+from collectives import ASP, BSP, SSP, Communicator, Gossip, GradientSynchronizer, LocalSGD
 from collectives.backends.shared.backend import SharedBackend
 from collectives.staleness.modes import Straggler
 from tests.support.file_gather import FileGather
@@ -94,7 +94,7 @@ def torch_tensors(comm: Communicator, rank: int) -> Any:
 def trained(comm: Communicator, rank: int) -> Any:
     """Two parameters of a plain loop in every mode: what they have become."""
     told = []
-    for mode in (BSP(), SSP(2), ASP(), LocalSGD(3)):
+    for mode in (BSP(), SSP(2), ASP(), LocalSGD(3), Gossip((1 - np.eye(comm.size)) / (comm.size - 1))):
         with GradientSynchronizer(
             [np.zeros((3, 2)), np.zeros(5)],
             comm.plan,

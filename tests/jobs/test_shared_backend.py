@@ -116,11 +116,16 @@ def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> N
 def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> None:
     """Twelve steps of three ranks: each gradient is used once by everyone, however late."""
     first, second = [12 * (1 + 2 + 3.0)] * 6, [12 * 3 * place for place in range(5)]
-    for told in job("trained", 3, tmp_path):
+    ranks = job("trained", 3, tmp_path)
+    for told in ranks:
         for sums in told[:3]:
             assert sums == [first, [float(value) for value in second]]
         # alone each rank uses its own gradients, and parameters are averaged
         assert told[3] == [[12 * 2 * 3.0] * 6, [float(value) for value in second]]
+        # pulled towards ranks with fewer steps, none is past what a rank adds alone, and all end alike
+        assert told[4] == ranks[0][4]
+        assert all(0 < one <= 12 * 3 * 3 for one in told[4][0])
+        assert all(0 <= one <= most for one, most in zip(told[4][1], second, strict=True))
 
 
 @pytest.mark.thorough

@@ -98,7 +98,12 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
             topology.device(name)
     routes = Routes(topology)
     fits = [fit_pair(samples) for samples in measurement.pairs]
-    ways = [routes.between(fit.src, fit.dst, through_host=fit.through_host) for fit in fits]
+    ways = [
+        routes.between(fit.src, fit.dst, through_host=True)
+        if fit.through_host
+        else routes.between_servers(fit.src, fit.dst)
+        for fit in fits
+    ]
     pairs = tuple(
         Pair(fit, way, odd) for fit, way, odd in zip(fits, ways, _oddities(topology, fits, ways), strict=True)
     )

@@ -169,11 +169,11 @@ def significant(value: float, digits: int) -> float:
 def link_latencies(copies: Sequence[Copy]) -> dict[Key, float]:
     """Seconds of the first and last links of the routes of copies; others keep what they state.
 
-    A link between two GPUs has the alpha of its copy. On a route of several links the first and the last bear half of
-    it each, less what the links between them state: a start-up is what the two ends pay, and hardly depends on what
-    forwards in between (see `topoplan.simulation.latency`). Each link gets the median over its routes, so where the
-    copies of two ends agree, their alphas add up again. Copies through the host count only for links that no other
-    copy crosses.
+    A link between two GPUs has the alpha of its copy. On a route of several links the first and the last, between
+    servers the wires of the two NICs, bear half of it each, less what the other links state: a start-up is what the two
+    ends pay, and hardly depends on what forwards in between (see `topoplan.simulation.latency`). Each link gets the
+    median over its routes, so where the copies of two ends agree, their alphas add up again. Copies through the host
+    count only for links that no other copy crosses.
 
     Examples
     --------
@@ -193,8 +193,10 @@ def _latencies(copies: Iterable[Copy], wanted: Callable[[Copy], bool]) -> dict[K
         if not wanted(copy):
             continue
         stages = copy.route.stages
-        ends = stages if len(stages) == 1 else (stages[0], stages[-1])
-        between = sum(max(link.latency or 0.0 for link in stage) for stage in stages[1:-1])
+        places = sorted({*(copy.route.ends or (0, len(stages) - 1))})
+        ends = [stages[place] for place in places]
+        others = [stage for place, stage in enumerate(stages) if place not in places]
+        between = sum(max(link.latency or 0.0 for link in stage) for stage in others)
         for link in (link for stage in ends for link in stage):
             alpha = max(copy.fit.line.alpha - between, 0.0)
             heard.setdefault(link_key(link), []).append(alpha / len(ends))

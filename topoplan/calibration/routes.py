@@ -16,8 +16,12 @@ from functools import cache
 
 from topoplan.topology import Link, Topology
 
-WIRES = {"nvlink": ("nvlink",), "pcie": ("pcie", "sys", "c2c")}
-"""Which links of the topology the two kinds of route are made of."""
+WIRES = {
+    "nvlink": ("nvlink",),
+    "pcie": ("pcie", "sys", "c2c"),
+    "network": ("pcie", "sys", "c2c", "network"),
+}
+"""Which links of the topology the kinds of route are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,17 @@ class Route:
     Parameters
     ----------
     channel : str
-        nvlink or pcie.
+        nvlink, pcie or network.
     stages : tuple of tuple of Link
         A copy is striped over the links of a stage in proportion to their stated bandwidths.
+    ends : (int, int) or None
+        The stages that bear its start-up: on a network those into its switches and out of them; None for the first and
+        the last.
     """
 
     channel: str
     stages: tuple[tuple[Link, ...], ...]
+    ends: tuple[int, int] | None = None
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -67,6 +75,7 @@ class Routes:
 
     def __init__(self, topology: Topology) -> None:
         self._gpus = set(topology.gpus)
+        self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
         self._leaving: dict[str, dict[str, tuple[Link, ...]]] = {
             channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
@@ -91,17 +100,28 @@ class Routes:
         path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
         return Route("pcie", tuple((link,) for link in path)) if path else None
 
+    def between_servers(self, src: str, dst: str) -> Route | None:
+        """As `between`; where a server has no way, the one over the network and the PCIe at both its ends."""
+        inside = self.between(src, dst)
+        path = () if inside else self._path(src, dst, "network")
+        if not path:
+            return inside
+        into = [place for place, link in enumerate(path) if link.dst in self._switches]
+        out = [place for place, link in enumerate(path) if link.src in self._switches]
+        ends = (into[0], out[-1]) if into and out else (0, len(path) - 1)
+        return Route("network", tuple((link,) for link in path), ends)
+
     def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
         """The shortest PCIe path through a CPU, the first of them where several are equally short."""
         halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
         whole = [up + down for up, down in halves if up and down]
         return min(whole, key=len, default=())
 
-    def _walked(self, src: str, dst: str) -> tuple[Link, ...]:
-        """One shortest PCIe path; empty where there is none."""
+    def _walked(self, src: str, dst: str, channel: str = "pcie") -> tuple[Link, ...]:
+        """One shortest path; empty where there is none."""
         links = []
         at = src
-        for stage in self._stages("pcie", src, dst):
+        for stage in self._stages(channel, src, dst):
             onwards = [link for link in stage if link.src == at]
             links.append(max(onwards, key=lambda link: link.bandwidth))
             at = links[-1].dst

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
-from topoplan.clusters import NETWORKS, NIC_ACCESS, Server, cluster, domain
+from topoplan.clusters import NETWORKS, NIC_ACCESS, TRANSPORTS, Server, cluster, domain
 from topoplan.errors import UsageError
 from topoplan.in_network import CHOICES
 from topoplan.topology import Topology
@@ -21,6 +21,7 @@ NETWORK_OPTIONS = (
     "leaf_size",
     "nic_access",
     "helpers",
+    "transport",
 )
 
 CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
@@ -85,6 +86,13 @@ def add_cluster(parser: OneLineParser) -> None:
         metavar="K",
         help="machines without GPUs on the network that add and copy, with NICs as the servers have (default: none)",
     )
+    group.add_argument(
+        "--transport",
+        choices=tuple(TRANSPORTS),
+        metavar="HOW",
+        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of what carries messages "
+        "between servers (default: the whole wire)",
+    )
 
 
 def add_in_network(parser: OneLineParser) -> None:
@@ -139,6 +147,7 @@ def as_cluster(
         leaf_size=options.leaf_size,
         nic_access=options.nic_access or NIC_ACCESS[0],
         helpers=options.helpers,
+        transport=options.transport,
         name=f"{servers} x {machine.name}",
     )
 

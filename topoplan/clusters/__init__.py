@@ -7,5 +7,16 @@ from topoplan.clusters.network import NETWORKS
 from topoplan.clusters.nic_wiring import NIC_ACCESS
 from topoplan.clusters.server import Server
 from topoplan.clusters.shapes import nvswitch_cluster
+from topoplan.clusters.transport import TRANSPORTS
 
-__all__ = ["NETWORKS", "NIC_ACCESS", "Server", "alike", "cluster", "domain", "excerpt", "nvswitch_cluster"]
+__all__ = [
+    "NETWORKS",
+    "NIC_ACCESS",
+    "TRANSPORTS",
+    "Server",
+    "alike",
+    "cluster",
+    "domain",
+    "excerpt",
+    "nvswitch_cluster",
+]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, join_servers
 from topoplan.clusters.nic_wiring import Port, WiredServer, wire_server
 from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate, stated_gigabits
+from topoplan.clusters.transport import Transport, transport_of
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology
 
@@ -27,6 +29,8 @@ def cluster(
     leaf_size: int | None = None,
     nic_access: str = "pcie",
     helpers: int | None = None,
+    transport: str | None = None,
+    memory_gbps: float | None = None,
     name: str = "",
 ) -> Topology:
     """Join servers by a network.
@@ -54,6 +58,12 @@ def cluster(
         Machines without GPUs that add and copy, ``helper0`` and so on (spare machines as of BytePS, or parameter
         servers): each has as many NICs as the server with most, as fast as the first server's. What their memory can do
         is not modelled.
+    transport : str or None
+        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.clusters.transport`): what it takes to start a message and how much
+        of the wire is left; a note says what it copies and how many cores poll. None takes the whole wire, and the
+        start-up of `topoplan.simulation.latency`.
+    memory_gbps : float or None
+        GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
     name : str
         Of the cluster; made from its machines if empty.
 
@@ -85,19 +95,22 @@ def cluster(
     joined = Network(network, rails, oversubscription, leaf_size)
     check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
+    carrier = transport_of(transport, memory_gbps)
     if not servers:
         raise UsageError("a cluster needs at least one server")
     wired: dict[Server, WiredServer] = {}
     for server in servers:
         if server not in wired:
-            wired[server] = wire_server(
+            wire = partial(
+                wire_server,
                 server.topology,
                 server.gpus,
                 served=server.served,
                 nics=server.nics or nics,
-                rate=_rate(server, nic_gbps),
                 access=nic_access,
             )
+            rate = _rate(server, nic_gbps)
+            wired[server] = wire(rate=rate) if carrier is None else _carried(wire, rate, carrier, memory_gbps)
     _check_memory(servers, wired)
     every = [wired[server] for server in servers for _ in range(server.count)]
     devices: list[Device] = []
@@ -108,13 +121,16 @@ def cluster(
         links += _renamed_links(one.links, f"s{number}")
         hosts.append((f"s{number}", _renamed_ports(one.ports, f"s{number}")))
     most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
+    if carrier is not None:
+        rate = carrier.rate(rate, nics=most, memory=memory_gbps)
     for helper in (f"helper{number}" for number in range(helpers or 0)):
         ports = [Port(nic, f"{helper}.nic{nic}", f"{helper}.nic{nic}", rate, rate) for nic in range(most)]
         devices += [Device(helper, "helper"), *(Device(port.sender, "nic") for port in ports)]
         links += [Link(helper, port.sender, "network", rate) for port in ports]
         links += [Link(port.receiver, helper, "network", rate) for port in ports]
         hosts.append((helper, ports))
-    switches, wires = join_servers(joined, hosts, nics=most)
+    latency = None if carrier is None else carrier.alpha / 2
+    switches, wires = join_servers(joined, hosts, nics=most, latency=latency)
     return Topology(
         (name or _name(servers)) + (f" + {helpers} helper{'s' * (helpers > 1)}" if helpers else ""),
         (*devices, *switches),
@@ -128,6 +144,19 @@ def _rate(server: Server, nic_gbps: float | None) -> float:
     """GB/s of a server's NIC."""
     gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
     return nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
+
+
+def _carried(
+    wire: Callable[..., WiredServer], rate: float, carrier: Transport, memory_gbps: float | None
+) -> WiredServer:
+    """A server whose NICs carry what a transport lets through, with a note of what it costs."""
+    made = wire(rate=carrier.rate(rate))
+    limited = carrier.rate(rate, nics=len(made.ports), memory=memory_gbps)
+    if limited < carrier.rate(rate):
+        made = wire(rate=limited)
+    out, back = (sum(getattr(port, way) for port in made.ports) for way in ("out", "back"))
+    note = carrier.note(nics=len(made.ports), out=out, back=back)
+    return replace(made, notes=(*made.notes, note))
 
 
 def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:

@@ -89,7 +89,11 @@ class Network:
 
 
 def join_servers(
-    network: Network, servers: Sequence[tuple[str, Sequence[Port]]], *, nics: int
+    network: Network,
+    servers: Sequence[tuple[str, Sequence[Port]]],
+    *,
+    nics: int,
+    latency: float | None = None,
 ) -> tuple[list[Device], list[Link]]:
     """Switches, and the links to and among them.
 
@@ -100,6 +104,8 @@ def join_servers(
         Name of each server, and its ports, whose devices have their names in the cluster.
     nics : int
         NICs of the server with most, whether they serve anybody or not.
+    latency : float or None
+        Seconds that the wire of a NIC states.
 
     Raises
     ------
@@ -120,8 +126,8 @@ def join_servers(
         home = tuple(_switch(network, number, port.number, rails) for port in ports)
         homes.append(home)
         for port, switch in zip(ports, home, strict=True):
-            links.append(Link(port.sender, switch, "network", port.out))
-            links.append(Link(switch, port.receiver, "network", port.back))
+            links.append(Link(port.sender, switch, "network", port.out, latency=latency))
+            links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
             down.setdefault(switch, Counter())[port.out, port.back] += 1
     switches = sorted(down, key=lambda name: (len(name), name))
     if network.has_spine and len(switches) > 1:

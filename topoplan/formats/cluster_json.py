@@ -5,7 +5,7 @@
     {"format": "topoplan.cluster/1", "name": "two boxes",
      "servers": [{"machine": "dgx-1v", "gpus": [0, 1, 2]},
                  {"machine": "dgx-1v", "gpus": "3-7", "count": 1, "nics": 1, "nic_gbps": 40}],
-     "network": {"kind": "rail-optimised", "nic_gbps": 100, "oversubscription": 2}}
+     "network": {"kind": "rail-optimised", "nic_gbps": 100, "oversubscription": 2, "transport": "rdma"}}
 
 ``machine`` is a name of the library, or a file: its path is relative to the cluster file. What the keys of a server
 and of the network mean is said in `topoplan.clusters`; every key but ``format``, ``servers``, ``machine``, ``network``
@@ -52,6 +52,8 @@ _NETWORK_KEYS = {
     "leaf_size": WHOLE,
     "nic_access": PRINTABLE,
     "helpers": WHOLE,
+    "transport": PRINTABLE,
+    "memory_gbps": NUMBER,
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
@@ -66,6 +68,8 @@ class _NetworkFields(TypedDict, total=False):
     leaf_size: int
     nic_access: str
     helpers: int
+    transport: str
+    memory_gbps: float
 
 
 def is_cluster(value: object) -> bool:

@@ -185,6 +185,40 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout() -> None:
     assert "waited 0.3 s for rank 1, whose clock stands at 0" in str(error)
 
 
+def test_who_is_pulled_from_does_not_stop_and_gives_its_newest() -> None:
+    """Rank 1 asks before rank 0 has anything, and later gets the last of many."""
+    last = threading.Event()
+
+    def work(rank: int, box: Mailbox) -> Any:
+        if rank == 0:
+            for step in range(50):
+                box.publish({"w": np.full(3, float(step)), "v": np.array([step], np.float32)})
+            last.set()
+            return box.drain()
+        first = box.pull(0)
+        assert last.wait(10)
+        newest = box.pull(0)
+        box.drain()
+        return first["w"].tolist(), newest["w"].tolist(), newest["v"].dtype, sorted(newest)
+
+    _, told = in_threads(2, work)
+    first, newest, dtype, keys = told
+    assert 0 <= first[0] <= 49
+    assert (newest, dtype, keys) == ([49.0] * 3, np.float32, ["v", "w"])
+
+
+def test_a_rank_that_publishes_nothing_is_named_after_the_timeout() -> None:
+    def work(rank: int, box: Mailbox) -> None:
+        if rank == 0:
+            box.pull(1)
+        threading.Event().wait(0.6)
+
+    error, *_ = in_threads(2, work, timeout=0.3)
+    assert isinstance(error, BackendError)
+    assert (error.rank, error.peer) == (0, 1)
+    assert "waited 0.3 s for the parameters of rank 1" in str(error)
+
+
 def test_whole_numbers_are_refused() -> None:
     def work(rank: int, box: Mailbox) -> None:
         stale(box, ASP()).start("w", np.arange(3))
