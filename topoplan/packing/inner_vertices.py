@@ -20,6 +20,7 @@ from topoplan.columns.pricing import Pricing, rounded
 from topoplan.columns.problem import Packing, Parents, TreeColumn
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
+from topoplan.hosts.notes import Note
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates import OneFabric, Steiner
 from topoplan.plans.certificates.steiner import inner_devices
@@ -163,11 +164,13 @@ def plan_over_inner_vertices(
     reached = generation.run(first.bound(fabric, collective, root) * packing.scale)
     certificate: OneFabric = first
     notes: tuple[str, ...] = ()
+    if fabric.helpers:
+        notes = (Note("lower trees through helpers were not looked for", "height open"),)
     if not reached:
         certificate = _stronger(fabric, collective, root, first, generation)
     if deadline.cut:
         bound = certificate.bound(fabric, collective, root)
-        notes = (deadline.note(out_of_time(float(generation.value / packing.scale), float(bound))),)
+        notes = (*notes, deadline.note(out_of_time(float(generation.value / packing.scale), float(bound))),)
     weights = generation.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
     made = build_plan(
         fabric,
