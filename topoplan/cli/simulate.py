@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from topoplan.cli import arguments, simulate_jobs
 from topoplan.cli.cluster_options import add_cluster
@@ -27,7 +29,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.schedules.one_hop import direct_sends
 from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.events import chrome_trace, run_events
+from topoplan.simulation.events import Run, chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.topology import Topology
 from topoplan.units import format_size
@@ -43,6 +45,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_sizes(parser, "1KB:1GB")
     parser.add_argument(
         "--trace", metavar="F.json", help="write the chunk-by-chunk run of the largest size as a Chrome trace"
+    )
+    parser.add_argument(
+        "--headroom",
+        type=arguments.number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95"),
+        metavar="F",
+        help="tell how long queues at switches grow in the run of the largest size, and without them: with every flow "
+        "paced at this part of its share of the links",
     )
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)
@@ -80,6 +89,10 @@ def run(options: argparse.Namespace) -> int:
         with progress_line("running events"):
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
         write_whole(options.trace, chrome_trace(events))
+    queues = None
+    if options.headroom is not None:
+        with progress_line("running events"):
+            queues = _Queues.of(plan.at(max(sizes)), max(sizes), options.headroom)
     notes = (*plan_notes(plan), *notes)
     direct = plan.collective == ALL_TO_ALL
     if options.json:
@@ -92,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
                 "ring": _curve_object(rival, rival_rows) if rival and not direct else None,
                 **({"direct": _curve_object(rival, rival_rows) if rival else None} if direct else {}),
                 "crossover": crossing.to_object() if crossing else None,
+                **({"queues": queues.to_object()} if queues else {}),
                 "notes": list(notes),
             }
         )
@@ -106,11 +120,77 @@ def run(options: argparse.Namespace) -> int:
         print(format_table(rival_rows))
     if rival and crossing:
         print(f"#\n# {_crossing_text(crossing, rival, max(sizes))}")
+    if queues:
+        print("#")
+        for line in queues.lines():
+            print(f"# {line}")
     print_notes(*notes)
     for place in (options.trace, options.plot):
         if place:
             print(f"written: {place}")
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Queues:
+    """What waits at switches in the run of a buffer, as senders send and paced."""
+
+    nbytes: int
+    headroom: float
+    free: Run
+    paced: Run
+
+    @classmethod
+    def of(cls, plan: Plan, nbytes: int, headroom: float) -> _Queues:
+        """Both runs of a plan."""
+        paced = run_events(plan, nbytes=nbytes, headroom=headroom)
+        return cls(nbytes, headroom, run_events(plan, nbytes=nbytes), paced)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        longer = self.paced.seconds / self.free.seconds
+        return [
+            f"queues at {format_size(self.nbytes)}: {_queue_text(self.free)}",
+            f"paced at {self.headroom:.3g} of the shares of links: {_queue_text(self.paced)}, {longer:.3f}x the time",
+        ]
+
+    def to_object(self) -> dict[str, object]:
+        """A JSON object; ports as the devices of their links."""
+        runs = {"free": self.free, "paced": self.paced}
+        return {
+            "nbytes": self.nbytes,
+            "headroom": self.headroom,
+            **{
+                name: {
+                    "seconds": run.seconds,
+                    "in_flight": run.in_flight,
+                    "ports": [
+                        {"link": list(_ends(run, one.link)), "chunks": one.chunks, "bytes": one.nbytes}
+                        for one in run.queues
+                    ],
+                }
+                for name, run in runs.items()
+            },
+        }
+
+
+def _queue_text(run: Run) -> str:
+    """The most that waits anywhere."""
+    under_way = f"at most {counted(run.in_flight, 'chunk')} under way"
+    largest = run.largest_queue
+    if largest is None:
+        return f"{under_way}, none waits in a switch"
+    source, destination = _ends(run, largest.link)
+    others = f", no more at {counted(len(run.queues) - 1, 'other port')}" if len(run.queues) > 1 else ""
+    return (
+        f"{under_way}, {largest.chunks} of them ({format_size(round(largest.nbytes))}) wait at {source} for "
+        f"{destination}{others}"
+    )
+
+
+def _ends(run: Run, link: int) -> tuple[str, str]:
+    found = run.fabric.links[link]
+    return found.src, found.dst
 
 
 def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plans:

@@ -170,7 +170,10 @@ def plan_over_inner_vertices(
         certificate = _stronger(fabric, collective, root, first, generation)
     if deadline.cut:
         bound = certificate.bound(fabric, collective, root)
-        notes = (*notes, deadline.note(out_of_time(float(generation.value / packing.scale), float(bound))),)
+        notes = (
+            *notes,
+            deadline.note(out_of_time(float(generation.value / packing.scale), float(bound))),
+        )
     weights = generation.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
     made = build_plan(
         fabric,

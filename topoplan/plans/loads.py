@@ -9,7 +9,7 @@ links before it once for all of them; where they meet at a switch that can add (
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -187,6 +187,45 @@ def forest_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
 def rate_of_loads(loads: Sequence[Fraction], fabric: Fabric) -> Fraction | None:
     """Rate in GB/s at which the first of some loaded links is full, exact; None where none is loaded."""
     return min(_rates(loads, fabric).values(), default=None)
+
+
+def flow_rates(
+    shards: Sequence[Shard], fabric: Fabric
+) -> dict[tuple[tuple[int, int, str], tuple[int, ...]], Fraction]:
+    """GB/s at which each flow of a forest may send so that no link ever has to let data wait.
+
+    A flow is what goes from one rank to another over one channel and some links. A link is divided among its flows in
+    proportion to what the forest sends there, so that all end together; a flow has the least of what its links give it.
+    Switches that copy or add are not modelled.
+
+    Returns
+    -------
+    dict
+        By ((source rank, destination rank, channel), indices of the links).
+
+    Examples
+    --------
+    On a DGX-2 every GPU has 150 GB/s to its switches, for 15 others:
+
+    >>> import topoplan
+    >>> plan = topoplan.plan("dgx-2")
+    >>> {float(rate) for rate in flow_rates(plan.shards, Fabric(plan.topology, plan.channels)).values()}
+    {10.0}
+    """
+    sent: dict[tuple[tuple[int, int, str], tuple[int, ...]], Fraction] = defaultdict(Fraction)
+    load: dict[int, Fraction] = defaultdict(Fraction)
+    for shard in shards:
+        for stage in shard.stages:
+            for edge in stage.edges:
+                ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
+                links = edge_links(edge, stage.op, fabric)
+                sent[(*ends, edge.channel), links] += shard.share
+                for link in links:
+                    load[link] += shard.share
+    return {
+        flow: min(fabric.capacity[link] * share / load[link] for link in flow[1])
+        for flow, share in sent.items()
+    }
 
 
 def full_links(loads: Sequence[Fraction], fabric: Fabric) -> tuple[int, ...]:

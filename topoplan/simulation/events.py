@@ -9,6 +9,11 @@ several links a chunk cuts through: it is on all of them at once where they are 
 one that is not. Ties go to the receiver that is next after the sender, so that senders behind one switch do not
 all begin with the same receiver; then by shard, stage and edge. The hops of a channel that starts later than the
 launch wait until then.
+
+What waits in front of a link in the middle of a route waits in a switch: the largest such queue of every port is told,
+in whole chunks. With ``headroom`` every flow is *paced* instead: its connection sends at that part of its share of the
+links (`topoplan.plans.loads.flow_rates`), several flows are on a link at once, none is ever asked for more than it has,
+and queues are empty but for packets. That is explicit rate control with the rates known ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric
+from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.plans.rounds import rounds
 from topoplan.simulation.alpha_beta import chunk_counts, pipeline
@@ -48,6 +54,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """The largest queue in front of a link, at the switch that it leaves."""
+
+    link: int
+    chunks: int
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """What the event simulation saw.
 
@@ -63,6 +78,10 @@ class Run:
         Names of the links.
     starts : tuple of (str, float)
         Channels that start later than the launch, and when, in seconds from the call.
+    queues : tuple of Queue
+        The largest queue of every port of a switch at which chunks had to wait, in order of the links.
+    in_flight : int
+        Most chunks that were on their way at once, waiting ones included.
     """
 
     seconds: float
@@ -70,9 +89,18 @@ class Run:
     transfers: tuple[Transfer, ...]
     fabric: Fabric
     starts: tuple[tuple[str, float], ...] = ()
+    queues: tuple[Queue, ...] = ()
+    in_flight: int = 0
+
+    @property
+    def largest_queue(self) -> Queue | None:
+        """The one of most bytes; None where nothing waits in a switch."""
+        return max(self.queues, key=lambda queue: (queue.nbytes, -queue.link), default=None)
 
 
-def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Run:
+def run_events(
+    plan: Plan, *, nbytes: int, chunk_bytes: int | None = None, headroom: float | None = None
+) -> Run:
     """Run a plan chunk by chunk.
 
     Parameters
@@ -82,11 +110,14 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
         Bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
     chunk_bytes : int or None
         Largest chunk; None cuts every shard into the number of chunks that the closed form finds best.
+    headroom : float or None
+        Pace every flow at this part of its share of the links, above 0 and at most 1; None lets senders send.
 
     Raises
     ------
     UsageError
-        ``nbytes`` is negative, ``chunk_bytes`` not above zero, or so small that the simulation would not end.
+        ``nbytes`` is negative, ``chunk_bytes`` not above zero, or so small that the simulation would not end; or the
+        headroom is out of range.
 
     Notes
     -----
@@ -99,9 +130,18 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
     >>> run = run_events(plan, nbytes=1 << 30)
     >>> round(run.seconds / topoplan.simulate(plan, nbytes=1 << 30).seconds, 2)
     1.0
+
+    Fifteen senders meet at the root's port of a reduce; paced at 95 %, nobody waits there:
+
+    >>> plan = topoplan.plan("dgx-2", "reduce")
+    >>> run, paced = (run_events(plan, nbytes=1 << 30, headroom=part) for part in (None, 0.95))
+    >>> run.largest_queue.chunks, paced.queues, round(paced.seconds / run.seconds, 2)
+    (14, (), 1.09)
     """
+    if headroom is not None and not 0 < headroom <= 1:
+        raise UsageError(f"a headroom of {headroom} is no part of a link; give above 0 and at most 1")
     if plan.sparse:
-        return _run_rounds(plan, nbytes, chunk_bytes)
+        return _run_rounds(plan, nbytes, chunk_bytes, headroom)
     flow = dataflow(plan)
     chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
@@ -116,22 +156,35 @@ def run_events(plan: Plan, *, nbytes: int, chunk_bytes: int | None = None) -> Ru
         flow = dataflow(plan)
         chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
-    transfers, seconds = _serve(flow, sizes, chunks)
-    starts = tuple((name, LAUNCH + start) for name, start in flow.lanes if start)
-    return Run(seconds=seconds, chunks=chunks, transfers=tuple(transfers), fabric=flow.fabric, starts=starts)
+    roads = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
+    served = _serve(flow, sizes, chunks, roads)
+    return Run(
+        seconds=served.seconds,
+        chunks=chunks,
+        transfers=tuple(served.transfers),
+        fabric=flow.fabric,
+        starts=tuple((name, LAUNCH + start) for name, start in flow.lanes if start),
+        queues=tuple(served.queues),
+        in_flight=served.in_flight,
+    )
 
 
-def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> Run:
+def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: float | None) -> Run:
     """The rounds of a sparse plan, each launched when the one before has ended.
 
     Stages are numbers of rounds, and a message that carries several shards goes by the first.
     """
-    end = 0.0
+    end, in_flight = 0.0, 0
     chunks: list[int] = []
     transfers: list[Transfer] = []
+    largest: dict[int, Queue] = {}
     for number, one in enumerate(rounds(plan)):
-        run = run_events(one.plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+        run = run_events(one.plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom)
         chunks += run.chunks
+        in_flight = max(in_flight, run.in_flight)
+        for queue in run.queues:
+            known = largest.get(queue.link, queue)
+            largest[queue.link] = max(known, queue, key=lambda one: one.nbytes)
         transfers += [
             replace(
                 each,
@@ -143,12 +196,70 @@ def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None) -> Run:
             for each in run.transfers
         ]
         end += run.seconds
-    return Run(end, tuple(chunks), tuple(transfers), Fabric(plan.topology, plan.channels))
+    return Run(
+        end,
+        tuple(chunks),
+        tuple(transfers),
+        Fabric(plan.topology, plan.channels),
+        queues=tuple(largest[link] for link in sorted(largest)),
+        in_flight=in_flight,
+    )
 
 
-def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tuple[list[Transfer], float]:
-    hops, ranks = flow.hops, flow.fabric.size
-    pace = [1e-9 / link.bandwidth for link in flow.fabric.links]
+@dataclass(frozen=True, slots=True)
+class _Roads:
+    """What chunks wait for: servers, each of which carries one at a time.
+
+    Parameters
+    ----------
+    pace : list of float
+        Seconds that each server takes for a byte.
+    links : list of tuple of int
+        The links that it stands for.
+    of_hop : list of tuple of int
+        The servers that each hop passes.
+    """
+
+    pace: list[float]
+    links: list[tuple[int, ...]]
+    of_hop: list[tuple[int, ...]]
+
+
+def _links_in_turn(flow: Dataflow) -> _Roads:
+    """Every link is a server."""
+    links = flow.fabric.links
+    return _Roads(
+        [1e-9 / link.bandwidth for link in links],
+        [(link,) for link in range(len(links))],
+        [hop.links for hop in flow.hops],
+    )
+
+
+def _paced(flow: Dataflow, plan: Plan, headroom: float) -> _Roads:
+    """Every flow is a server: its connection, at its own rate over all its links at once."""
+    rates: dict[tuple[int, int, tuple[int, ...]], float] = {}
+    for ((src, dst, _), links), rate in flow_rates(plan.shards, flow.fabric).items():
+        rates[src, dst, links] = rates.get((src, dst, links), 0.0) + float(rate)
+    place = {key: number for number, key in enumerate(rates)}
+    return _Roads(
+        [1e-9 / (rate * headroom) for rate in rates.values()],
+        [links for _, _, links in rates],
+        [(place[hop.src, hop.dst, hop.links],) for hop in flow.hops],
+    )
+
+
+@dataclass(slots=True)
+class _Served:
+    """What has been seen so far."""
+
+    transfers: list[Transfer]
+    queues: list[Queue]
+    seconds: float = 0.0
+    in_flight: int = 0
+
+
+def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads: _Roads) -> _Served:
+    hops, ranks, pace = flow.hops, flow.fabric.size, roads.pace
     done = [0] * len(hops)
     active = [False] * len(hops)
     routes = starters(flow)
@@ -156,7 +267,10 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
     unstarted: list[list[tuple[float, int]]] = [[] for _ in idle]
     queue: list[list[tuple[float, int, int, int]]] = [[] for _ in pace]
     busy = [False] * len(pace)
-    transfers: list[Transfer] = []
+    waiting = [(0, 0.0)] * len(pace)
+    largest = [(0, 0.0)] * len(pace)
+    found = _Served([], [])
+    moving = 0
     now = LAUNCH
     first = [LAUNCH + flow.lanes[flow.lane_of_shard[hop.shard]][1] for hop in hops]
     events: list[tuple[float, int, int, int]] = [
@@ -166,17 +280,23 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
     while events:
         now, kind, number, leg = heapq.heappop(events)
         if kind == _SERVE:
-            if busy[number] or not queue[number]:
-                continue
-            _, _, served, leg = heapq.heappop(queue[number])
-            hop = hops[served]
-            busy[number] = True
-            end = now + sizes[hop.shard] * pace[number]
-            transfers.append(Transfer(number, now, end, hop.shard, hop.stage, done[served], hop.src, hop.dst))
-            heapq.heappush(events, (end, _DELIVER, served, leg))
-            if leg + 1 < len(hop.links):
-                onward = end - sizes[hop.shard] * pace[hop.links[leg + 1]]
-                heapq.heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
+            if not busy[number] and queue[number]:
+                _, _, served, leg = heapq.heappop(queue[number])
+                hop, size = hops[served], sizes[hops[served].shard]
+                busy[number] = True
+                if leg:
+                    waiting[number] = (waiting[number][0] - 1, waiting[number][1] - size)
+                end = now + size * pace[number]
+                found.transfers += (
+                    Transfer(link, now, end, hop.shard, hop.stage, done[served], hop.src, hop.dst)
+                    for link in roads.links[number]
+                )
+                heapq.heappush(events, (end, _DELIVER, served, leg))
+                if leg + 1 < len(roads.of_hop[served]):
+                    onward = end - size * pace[roads.of_hop[served][leg + 1]]
+                    heapq.heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
+            if waiting[number][0] > largest[number][0]:
+                largest[number] = waiting[number]
             continue
         if kind == _BEGIN:
             if idle[number] and unstarted[number]:
@@ -191,12 +311,16 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
                 continue
             if all(done[before] > chunk for before in hop.waits):
                 active[number] = True
+                moving += 1
+                found.in_flight = max(found.in_flight, moving)
                 route = routes.route[number]
                 heapq.heappush(unstarted[route], (chunk / chunks[hop.shard], number))
                 heapq.heappush(events, (now, _BEGIN, route, 0))
             continue
-        link = hop.links[leg]
+        link = roads.of_hop[number][leg]
         if kind == _ARRIVE:
+            if leg:
+                waiting[link] = (waiting[link][0] + 1, waiting[link][1] + sizes[hop.shard])
             if leg == 0:
                 idle[routes.route[number]] += 1
                 heapq.heappush(events, (now, _BEGIN, routes.route[number], 0))
@@ -204,13 +328,16 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int]) -> tup
             heapq.heappush(queue[link], place)
         else:
             busy[link] = False
-            if leg == len(hop.links) - 1:
+            if leg == len(roads.of_hop[number]) - 1:
                 done[number] += 1
                 active[number] = False
+                moving -= 1
                 for candidate in (number, *flow.followers[number]):
                     heapq.heappush(events, (now, _START, candidate, 0))
         heapq.heappush(events, (now, _SERVE, link, 0))
-    return transfers, now
+    found.seconds = now
+    found.queues = [Queue(link, count, nbytes) for link, (count, nbytes) in enumerate(largest) if count]
+    return found
 
 
 def chrome_trace(run: Run) -> str:

@@ -34,7 +34,7 @@ from collectives.backends.tcp.meeting import MOST_RANKS, TOGETHER, Bell, Meeting
 from collectives.backends.tcp.network import Network
 from collectives.backends.tcp.order import FLIGHT_BYTES
 from collectives.backends.tcp.sockets import set_pace
-from collectives.backends.tcp.wires import Queue, base_queue, lane_of, link_rates, read_wires
+from collectives.backends.tcp.wires import Queue, lane_of, lane_rates, read_wires
 from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.blame import Waiting
@@ -76,7 +76,7 @@ class TcpBackend(OneRank):
         address from which the rendezvous is reached, which for a Unix path is 127.0.0.1.
     pace : float, optional
         Let each link run no faster than this times the bandwidth in the plan (see
-        `collectives.backends.tcp.wires.link_rates`).
+        `collectives.backends.tcp.wires.lane_rates`).
     timeout : float
         Seconds to wait for the next step of a collective.
     meeting_timeout : float, optional
@@ -532,8 +532,8 @@ class TcpBackend(OneRank):
             return {}
         plan = call.signature.plan
         if plan not in self._rates:
-            self._rates[plan] = link_rates(call.plan)
-        rates = {link: self._rates[plan][base_queue(link)] * self._pace for link in links}
+            self._rates[plan] = lane_rates(call.plan, self._wires)
+        rates = {link: self._rates[plan][link] * self._pace for link in links}
         return {link: rate for link, rate in rates.items() if not set_pace(network.outgoing[link], rate)}
 
     @contextlib.contextmanager

@@ -17,7 +17,6 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import TransferTable
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import CHANNEL_LINKS, Fabric
-from topoplan.plans.loads import edge_links
+from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 
 FORMAT = "topoplan.wires/1"
@@ -165,21 +164,21 @@ def link_rates(plan: Plan) -> dict[Queue, float]:
     >>> len(rates), rates[3, 5, "nvlink"]
     (240, 10000000000.0)
     """
-    fabric = Fabric(plan.topology, plan.channels)
-    weight: dict[tuple[Queue, tuple[int, ...]], Fraction] = defaultdict(Fraction)
-    for shard in plan.shards:
-        for stage in shard.stages:
-            for edge in stage.edges:
-                ends = (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
-                weight[(*ends, edge.channel), edge_links(edge, stage.op, fabric)] += shard.share
-    load: dict[int, Fraction] = defaultdict(Fraction)
-    for (_, links), share in weight.items():
-        for link in links:
-            load[link] += share
     rates: dict[Queue, float] = defaultdict(float)
-    for (queue, links), share in weight.items():
-        rates[queue] += float(min(fabric.capacity[link] * share / load[link] for link in links) * 10**9)
+    for (queue, _), rate in flow_rates(plan.shards, Fabric(plan.topology, plan.channels)).items():
+        rates[queue] += float(rate * 10**9)
     return dict(rates)
+
+
+def lane_rates(plan: Plan, wires: Mapping[Queue, Wire]) -> dict[Queue, float]:
+    """As `link_rates`, for connections: where a queue has one for each route, each has the rate of its own."""
+    rates, fabric = link_rates(plan), Fabric(plan.topology, plan.channels)
+    for (queue, links), rate in flow_rates(plan.shards, fabric).items():
+        route = (fabric.links[links[0]].src, *(fabric.links[link].dst for link in links))
+        for lane, wire in wires.items():
+            if base_queue(lane) == queue and wire.route == route:
+                rates[lane] = float(rate * 10**9)
+    return rates
 
 
 def _wire(entry: Any, where: str) -> Wire:

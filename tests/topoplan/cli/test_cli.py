@@ -185,6 +185,18 @@ class TestContract:
         compared = run("compare", "v100x4", "--collective", collective, "--json").json
         assert compared["collective"] == collective
 
+    def test_simulate_tells_queues_at_switches_and_the_run_paced(self, run: Run) -> None:
+        """Of 15 senders 14 wait at the root's port; a ring makes nobody wait."""
+        asked = ("simulate", "dgx-2", "--collective", "reduce", "--sizes", "64MB", "--headroom", "0.95")
+        out = run(*asked).out
+        assert "# queues at 64MB: at most 225 chunks under way, 14 of them" in out
+        assert "wait at nvswitch0 for gpu0\n# paced at 0.95 of the shares of links: at most 225" in out
+        queues = run(*asked, "--json").json["queues"]
+        assert isinstance(queues, dict)
+        assert queues["free"]["ports"][0]["link"] == ["nvswitch0", "gpu0"]
+        assert queues["paced"]["ports"] == []
+        assert "'1.2' is no part of a link" in run("simulate", "dgx-2", "--headroom", "1.2").err
+
     def test_compare_says_which_ring(self, run: Run) -> None:
         """GPUs 1, 4, 5, 7 have no NVLink ring: trees 50 GB/s against 5.33 over PCIe, and a note says so."""
         out = run("compare", "dgx-1v", "--gpus", "1,4,5,7").out

@@ -19,6 +19,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
 from topoplan.plans.build import build_plan, trivial_plan
 from topoplan.plans.certificates import Cut, Partition
+from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.plans.tree import Edge, Shard, Stage
 from topoplan.schedules.double_binary_tree import double_binary_tree
@@ -477,3 +478,48 @@ def test_pipeline_of_no_hops_has_one_chunk() -> None:
     fabric = usable_fabric(topoplan.load("dgx-1v").subset([0]))
     plan = trivial_plan(fabric, "broadcast", root=0, method="trivial")
     assert pipeline(dataflow(plan)).best_chunks(MIB) == 1
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 16])
+def test_all_senders_but_one_wait_at_the_port_of_a_roots_star(size: int) -> None:
+    """N - 1 chunks meet at once: one is on the link, the others wait. Paced, none does."""
+    plan = topoplan.one_hop("dgx-2", "reduce", gpus=range(size))
+    chunk = 1 << 20
+    run = run_events(plan, nbytes=64 * chunk, chunk_bytes=chunk)
+    (port,) = run.queues
+    link = run.fabric.links[port.link]
+    assert (link.src, link.dst, port.chunks, port.nbytes) == (
+        "nvswitch0",
+        "gpu0",
+        size - 2,
+        (size - 2) * chunk,
+    )
+    assert run.largest_queue == port
+    assert run.in_flight == size - 1
+    paced = run_events(plan, nbytes=64 * chunk, chunk_bytes=chunk, headroom=0.8)
+    assert paced.queues == ()
+    assert paced.in_flight == size - 1
+    port_alone = 64 * chunk / (plan.rate * 1e9)
+    assert paced.seconds > port_alone / 0.8
+
+
+def test_paced_flows_never_ask_more_of_a_link_than_it_has() -> None:
+    """Rates of the flows on every link add up to its bandwidth at most, and fill the fullest."""
+    cluster = topoplan.cluster([topoplan.Server("dgx-a100", count=3)], nic_gbps=200, nics=2)
+    for plan in (topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), topoplan.plan(cluster)):
+        fabric = Fabric(plan.topology, plan.channels)
+        asked: defaultdict[int, Fraction] = defaultdict(Fraction)
+        for (_, links), rate in flow_rates(plan.shards, fabric).items():
+            for link in links:
+                asked[link] += rate
+        full = {link: asked[link] / fabric.capacity[link] for link in asked}
+        assert max(full.values()) == 1
+        run = run_events(plan, nbytes=1 << 26, headroom=0.9)
+        assert run.queues == ()
+        assert run.seconds >= run_events(plan, nbytes=1 << 26).seconds
+
+
+def test_a_headroom_is_a_part_of_a_link() -> None:
+    for wrong in (0, -1, 1.01, float("nan")):
+        with pytest.raises(UsageError, match="give above 0 and at most 1"):
+            run_events(topoplan.plan("dgx-2", "reduce"), nbytes=1 << 20, headroom=wrong)
