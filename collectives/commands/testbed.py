@@ -73,6 +73,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
         metavar="N",
         help="runs of each schedule and size (default: 3)",
     )
+    parser.add_argument(
+        "--headroom",
+        type=arguments.part_of_a_link,
+        metavar="F",
+        help="run each schedule also with every connection paced at this part of its share of the links, such as 0.95, "
+        "and measure heartbeats beside both",
+    )
     arguments.add_json(parser)
     add_cluster(parser)
     add_damage(parser)
@@ -101,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
             scale=scale,
             runs=options.runs,
             chunk_bytes=options.chunk,
+            headroom=options.headroom,
             progress=progress,
         )
     notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
@@ -127,7 +135,7 @@ def _print_outcome(outcome: Outcome) -> None:
     header = ("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
     rows = [
         (
-            one.schedule,
+            one.schedule if one.headroom is None else f"{one.schedule}, paced at {one.headroom:g}",
             format_size(one.nbytes),
             f"{one.line_seconds * 1e3:.1f}",
             f"{one.predicted * 1e3:.1f}",
@@ -139,6 +147,14 @@ def _print_outcome(outcome: Outcome) -> None:
         for one in outcome.measurements
     ]
     print(table(header, rows))
+    for one in outcome.measurements:
+        if one.beats is not None:
+            how = "" if one.headroom is None else f", paced at {one.headroom:g}"
+            print(
+                f"# heartbeats, {one.schedule}{how}, {format_size(one.nbytes)}: median "
+                f"{one.beats.median * 1e3:.2f} ms, 99th percentile {one.beats.p99 * 1e3:.2f} ms, {one.beats.lost} of "
+                f"{one.beats.sent} lost"
+            )
     for gain in outcome.gains():
         print(
             f"# {gain.schedule} over {gain.rival}, {format_size(gain.nbytes)}: predicted {gain.predicted:.3f}x, "

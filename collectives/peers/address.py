@@ -6,6 +6,7 @@ a test bed can still meet.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -16,6 +17,9 @@ from topoplan.errors import BackendError, UsageError
 
 RETRY_SECONDS = 0.05
 """Pause between two attempts to reach a process that may not have started yet."""
+
+LOW_DELAY, INTERACTIVE = 0x10, 6
+"""Type of service of IP, and Linux's priority of a socket, the highest that needs no rights."""
 
 NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
@@ -131,6 +135,21 @@ def connect(address: Address, deadline: float) -> socket.socket:
         time.sleep(min(RETRY_SECONDS, max(left, 0.0)))
 
 
+def ahead_of_data(connection: socket.socket) -> None:
+    """Let what a connection carries overtake bulk data where the network has queues by priority, as heartbeats must.
+
+    Low delay as the type of service, which switches read, and the system's interactive priority. What a system or an
+    address does not know is left as it is.
+    """
+    kinds = {socket.AF_INET: ("IPPROTO_IP", "IP_TOS"), socket.AF_INET6: ("IPPROTO_IPV6", "IPV6_TCLASS")}
+    if connection.family not in kinds:
+        return
+    level, option = kinds[connection.family]
+    for where, name, value in ((level, option, LOW_DELAY), ("SOL_SOCKET", "SO_PRIORITY", INTERACTIVE)):
+        with contextlib.suppress(OSError, AttributeError):
+            connection.setsockopt(getattr(socket, where), getattr(socket, name), value)
+
+
 def this_host() -> str:
     """What two processes have in common that reach each other by the loopback address: a kernel and its network."""
     try:
@@ -142,7 +161,9 @@ def this_host() -> str:
 
 def _try_connect(address: Address, timeout: float) -> socket.socket:
     if not address.path:
-        return socket.create_connection((address.host, address.port), timeout)
+        made = socket.create_connection((address.host, address.port), timeout)
+        ahead_of_data(made)
+        return made
     made = socket.socket(socket.AF_UNIX)
     try:
         made.settimeout(timeout)

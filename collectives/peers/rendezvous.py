@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from collectives.peers.address import Address, listen, parse_address
+from collectives.peers.address import Address, ahead_of_data, listen, parse_address
 from collectives.peers.rendezvous_state import Hub, Message, Post, Unpacker, pack
 from topoplan.errors import UsageError
 
@@ -161,6 +161,7 @@ class Rendezvous:
         except OSError:
             return
         connection.setblocking(False)
+        ahead_of_data(connection)
         visitor = _Visitor(connection, time.monotonic() + STRANGER_SECONDS)
         self._visitors.add(visitor)
         self._selector.register(connection, selectors.EVENT_READ, visitor)

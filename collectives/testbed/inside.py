@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from collectives.testbed.job import Job
@@ -54,6 +55,7 @@ def _end_with_stdin() -> None:
 
 
 def _run_ranks(job: Job) -> int:
+    hearts = _start_hearts(job)
     ranks: list[subprocess.Popen[bytes]] = []
     for number, namespace in enumerate(job.ranks):
         with within(namespace):
@@ -70,7 +72,25 @@ def _run_ranks(job: Job) -> int:
     for number, rank in enumerate(ranks):
         if rank.poll() not in (None, 0, 1):
             print(json.dumps({"rank": number, "error": f"ended with status {rank.poll()}"}), flush=True)
+    for heart in hearts:
+        heart.terminate()
+    if all(heart.wait() == 0 for heart in hearts):
+        told = [(FOLDER / f"beats{rank}.json").read_text(encoding="utf-8") for rank in range(len(hearts))]
+        print(json.dumps({"beats": [beat for one in told for beat in json.loads(one)]}), flush=True)
     return int(any(rank.poll() != 0 for rank in ranks))
+
+
+def _start_hearts(job: Job) -> list[subprocess.Popen[bytes]]:
+    """A process for the heartbeats of each rank, where there are any."""
+    hearts: list[subprocess.Popen[bytes]] = []
+    if job.pulses:
+        pulses = json.dumps([asdict(pulse) for pulse in job.pulses])
+        (FOLDER / "pulses.json").write_text(pulses, encoding="utf-8")
+        for number, namespace in enumerate(job.ranks):
+            with within(namespace):
+                command = [sys.executable, "-m", "collectives.testbed.heartbeats", str(FOLDER), str(number)]
+                hearts.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    return hearts
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from collectives.testbed.commands import Commands
+from collectives.testbed.heartbeats import Pulse
 from collectives.testbed.link_rates import LinkUnderTest
 
 
@@ -20,11 +21,14 @@ class Schedule:
         The plan file.
     wires : str
         What the tcp back end reads, ``topoplan.wires/1``.
+    pace : float or None
+        As `collectives.backends.tcp.backend.TcpBackend` takes it.
     """
 
     name: str
     plan: str
     wires: str
+    pace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Job:
     chunk_bytes : int
     timeout : float
         Seconds that a rank waits for the next step.
+    pulses : tuple of Pulse
+        Wires that heartbeats go over meanwhile.
     """
 
     commands: Commands
@@ -56,6 +62,7 @@ class Job:
     runs: int
     chunk_bytes: int
     timeout: float
+    pulses: tuple[Pulse, ...] = ()
 
     def to_json(self) -> str:
         """One line."""
@@ -87,4 +94,5 @@ class Job:
             runs=given["runs"],
             chunk_bytes=given["chunk_bytes"],
             timeout=given["timeout"],
+            pulses=tuple(Pulse(**pulse) for pulse in given["pulses"]),
         )

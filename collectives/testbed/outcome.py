@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass
 
+from collectives.testbed.heartbeats import RoundTrips
+
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
@@ -34,6 +36,10 @@ class Measurement:
         Seconds of each run, from the agreed start to the last rank's end.
     wrong : int
         Wrong elements of all ranks and runs.
+    headroom : float or None
+        Part of its share of the links at which every connection was paced; None where none was.
+    beats : RoundTrips or None
+        Heartbeats beside the data, where there were any.
     """
 
     schedule: str
@@ -42,6 +48,8 @@ class Measurement:
     predicted: float
     runs: tuple[float, ...]
     wrong: int
+    headroom: float | None = None
+    beats: RoundTrips | None = None
 
     @property
     def seconds(self) -> float:
@@ -85,7 +93,8 @@ class Outcome:
 
     def gains(self) -> tuple[Gain, ...]:
         """How much faster every other schedule is than the ring, at each size; none without a ring."""
-        rings = {one.nbytes: one for one in self.measurements if one.schedule in self.rings}
+        free = [one for one in self.measurements if one.headroom is None]
+        rings = {one.nbytes: one for one in free if one.schedule in self.rings}
         return tuple(
             Gain(
                 schedule=one.schedule,
@@ -94,7 +103,7 @@ class Outcome:
                 predicted=rings[one.nbytes].predicted / one.predicted,
                 measured=rings[one.nbytes].seconds / one.seconds,
             )
-            for one in self.measurements
+            for one in free
             if one.nbytes in rings and one.schedule not in self.rings
         )
 

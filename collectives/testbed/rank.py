@@ -1,7 +1,8 @@
 """One rank of a test bed: runs the schedules of the job over its wires, checks every element, and tells the times.
 
-``python -m collectives.testbed.rank FOLDER RANK`` writes one JSON object for each run: schedule, size, seconds from the
-moment that all ranks agreed on, and wrong elements. All processes of a machine read the same monotonic clock.
+``python -m collectives.testbed.rank FOLDER RANK`` writes one JSON object for each run: schedule, size, the moment
+that all ranks agreed on, seconds from there, and wrong elements. All processes of a machine read the same monotonic
+clock.
 
 The data is such that its collective is known without running it: numbers that repeat after a prime number of elements.
 Sums of them are exact in float32 for any number of ranks that a test bed can hold, and a chunk that lands in a wrong
@@ -110,20 +111,22 @@ def _run_schedule(job: Job, schedule: Schedule, number: int, *, place: Path, ran
         len(job.ranks),
         rendezvous=f"unix:{place / f'rendezvous{number}'}",
         wires=str(wires),
+        pace=schedule.pace,
         timeout=job.timeout,
     )
     with Communicator(plan, backend, chunk_bytes=job.chunk_bytes) as communicator:
         _run_once(communicator, backend, plan, min(WARM_UP, *job.sizes), job.chunk_bytes)
         for size, nbytes in enumerate(job.sizes):
             for run in range(job.runs):
-                seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
-                _tell(rank=rank, schedule=number, size=size, run=run, seconds=seconds, wrong=wrong)
+                start, seconds, wrong = _run_once(communicator, backend, plan, nbytes, job.chunk_bytes)
+                times = {"start": start, "seconds": seconds, "wrong": wrong}
+                _tell(rank=rank, schedule=number, size=size, run=run, **times)
 
 
 def _run_once(
     communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int, chunk_bytes: int
-) -> tuple[float, int]:
-    """Seconds from the agreed start to this rank's end, and wrong elements."""
+) -> tuple[float, float, int]:
+    """The agreed start, seconds from there to this rank's end, and wrong elements."""
     rank, ranks = communicator.ranks[0], communicator.size
     count = elements(plan, nbytes)
     each = count // ranks if plan.collective == "allgather" else count
@@ -137,7 +140,7 @@ def _run_once(
     time.sleep(max(0.0, start - time.monotonic()))
     result = method(mine)
     seconds = time.monotonic() - start
-    return seconds, 0 if wanted is None else int(np.count_nonzero(result != wanted))
+    return start, seconds, 0 if wanted is None else int(np.count_nonzero(result != wanted))
 
 
 def elements(plan: Plan, nbytes: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from collectives.testbed import sandbox
 from collectives.testbed.commands import commands
+from collectives.testbed.heartbeats import Beat, Pulse, RoundTrips
 from collectives.testbed.job import Job, Schedule
 from collectives.testbed.link_rates import LinkUnderTest
 from collectives.testbed.network import Flow, Network, crossed_links, lay_out, wires_file
@@ -34,6 +35,7 @@ def run_testbed(
     runs: int = 3,
     chunk_bytes: int = 128 << 10,
     timeout: float = 30.0,
+    headroom: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Build the network that some plans cross, measure its links, and run each plan at each size.
@@ -52,6 +54,9 @@ def run_testbed(
         Longest piece that moves at once.
     timeout : float
         Seconds that a rank waits for the next step.
+    headroom : float, optional
+        Run every schedule once more with every connection paced at this part of its share of the links, and send
+        heartbeats beside the data of both.
     progress : callable, optional
         Called with a line of text now and then.
 
@@ -81,18 +86,27 @@ def run_testbed(
     if refused:
         raise ProbeError(refused)
     links = _links(network)
+    runs_of = [(name, part) for name in plans for part in (None, headroom)[: 1 + (headroom is not None)]]
     job = Job(
         commands=commands(network),
         links=tuple(link for _, link in links),
         ranks=tuple(network.namespace(device) for device in machine.gpus),
         schedules=tuple(
-            Schedule(name, plan.to_json(), json.dumps(wires_file(network, flows[name])))
-            for name, plan in plans.items()
+            Schedule(
+                name,
+                plans[name].to_json(),
+                json.dumps(wires_file(network, flows[name])),
+                None if part is None else part * chosen,
+            )
+            for name, part in runs_of
         ),
         sizes=tuple(sizes),
         runs=runs,
         chunk_bytes=chunk_bytes,
         timeout=timeout,
+        pulses=()
+        if headroom is None
+        else tuple(Pulse(wire.flow.source, wire.flow.destination, *wire.addresses) for wire in network.wires),
     )
     told = execute(job, progress)
     return Outcome(
@@ -106,22 +120,24 @@ def run_testbed(
             Measurement(
                 schedule=name,
                 nbytes=nbytes,
-                line_seconds=nbytes / (plan.rate * chosen * 1e9),
-                predicted=_predicted(slowed_plan(plan, chosen), nbytes, chunk_bytes),
+                line_seconds=nbytes / (plans[name].rate * chosen * 1e9),
+                predicted=_predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part),
                 runs=told.seconds(number, place),
                 wrong=told.wrong(number, place),
+                headroom=part,
+                beats=None if headroom is None else told.round_trips(number, place),
             )
-            for number, (name, plan) in enumerate(plans.items())
+            for number, (name, part) in enumerate(runs_of)
             for place, nbytes in enumerate(sizes)
         ),
         rings=tuple(name for name, plan in plans.items() if plan.method == "ring"),
     )
 
 
-def _predicted(plan: Plan, nbytes: int, chunk_bytes: int) -> float:
+def _predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None) -> float:
     """Seconds of the event simulation, which sees chunks wait for each other; the closed form if they are too many."""
     try:
-        return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds
+        return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom).seconds
     except UsageError:
         return simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds
 
@@ -163,22 +179,24 @@ def _links(network: Network) -> list[tuple[tuple[str, str], LinkUnderTest]]:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """One run as one rank saw it: positions of schedule and size in the job, seconds, and wrong elements."""
+    """One run as one rank saw it: positions of schedule and size in the job, start, seconds, and wrong elements."""
 
     rank: int
     schedule: int
     size: int
     run: int
+    start: float
     seconds: float
     wrong: int
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a job told: bits per second of each link, and the times of all ranks."""
+    """What a job told: bits per second of each link, the times of all ranks, and heartbeats."""
 
     links: tuple[float, ...]
     times: tuple[RankTime, ...]
+    beats: tuple[Beat, ...] = ()
 
     def seconds(self, schedule: int, size: int) -> tuple[float, ...]:
         """When the last rank was done, for each run."""
@@ -190,6 +208,15 @@ class Told:
     def wrong(self, schedule: int, size: int) -> int:
         """Wrong elements of all ranks and runs."""
         return sum(time.wrong for time in self._of(schedule, size))
+
+    def round_trips(self, schedule: int, size: int) -> RoundTrips:
+        """The heartbeats that were sent while a run was under way."""
+        starts = {time.run: time.start for time in self._of(schedule, size)}
+        ends = self.seconds(schedule, size)
+        spans = [(starts[run], starts[run] + seconds) for run, seconds in enumerate(ends)]
+        return RoundTrips.of(
+            [beat for beat in self.beats if any(start <= beat.sent < end for start, end in spans)]
+        )
 
     def _of(self, schedule: int, size: int) -> list[RankTime]:
         return [time for time in self.times if (time.schedule, time.size) == (schedule, size)]
@@ -207,6 +234,7 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
     """
     links: tuple[float, ...] = ()
     times: list[RankTime] = []
+    beats: tuple[Beat, ...] = ()
     failures: list[dict[str, object]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
         with sandbox.running("collectives.testbed.inside", stderr) as process:
@@ -220,6 +248,8 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
                     failures.append(said)
                 elif "links" in said:
                     links = tuple(said["links"])
+                elif "beats" in said:
+                    beats = tuple(Beat(*one) for one in said["beats"])
                 else:
                     times.append(RankTime(**said))
                     if progress:
@@ -229,7 +259,7 @@ def execute(job: Job, progress: Callable[[str], None] | None = None) -> Told:
         last = [line for line in stderr.read().splitlines() if line.strip()][-1:]
     if status or failures:
         raise _failure(failures, last, status)
-    return Told(links, tuple(times))
+    return Told(links, tuple(times), beats)
 
 
 def _progress(job: Job, times: list[RankTime]) -> str:

@@ -79,6 +79,10 @@ def number(least: float, below: float, what: str) -> Callable[[str], float]:
     return read
 
 
+part_of_a_link = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95")
+"""Reads a headroom."""
+
+
 def whole(least: int, most: int, what: str) -> Callable[[str], int]:
     """What reads a whole number from ``least`` to ``most``, as `number`.
 

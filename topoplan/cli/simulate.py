@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--headroom",
-        type=arguments.number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95"),
+        type=arguments.part_of_a_link,
         metavar="F",
         help="tell how long queues at switches grow in the run of the largest size, and without them: with every flow "
         "paced at this part of its share of the links",

@@ -26,9 +26,10 @@ from collectives.backends.tcp.flow import FlowProgram
 from collectives.backends.tcp.loops import NUMBER
 from collectives.backends.tcp.order import orders
 from collectives.backends.tcp.sockets import PACING
-from collectives.backends.tcp.wires import link_rates
+from collectives.backends.tcp.wires import base_queue, lane_rates, link_rates, numbered, parse_wires
 from collectives.peers.rendezvous import Rendezvous
 from collectives.reduction import DTYPE_KINDS
+from collectives.testbed.network import crossed_links, lay_out, wires_file
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
     SIZES,
@@ -402,6 +403,21 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
     found = {queue: pace for one in backends_in_threads(4, body, pace=1e-3) for queue, pace in one.items()}
     assert found == {queue: round(rate * 1e-3) for queue, rate in rates.items()}
     assert set(rates.values()) == {25e9, 50e9}
+
+
+def test_connections_of_several_routes_between_two_ranks_are_paced_each_for_its_own() -> None:
+    """A relaying ring and a tree cross links together; all lanes of a queue make up its rate, none has all of it."""
+    plan = topoplan.ring(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7], kind="relay")
+    crossed = crossed_links(plan)
+    network = lay_out(crossed, plan.topology.links, 0.0005)
+    wires = parse_wires(json.dumps(wires_file(network, crossed)), "wires")
+    rates, whole = lane_rates(plan, wires), link_rates(plan)
+    several = [queue for queue in whole if numbered(queue, 1) in wires]
+    assert several
+    for queue in several:
+        lanes = [lane for lane in wires if base_queue(lane) == queue]
+        assert sum(rates[lane] for lane in lanes) == pytest.approx(whole[queue])
+        assert max(rates[lane] for lane in lanes) < whole[queue]
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,14 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.tcp.backend import TcpBackend
-from collectives.peers.address import parse_address
+from collectives.peers.address import (
+    INTERACTIVE,
+    LOW_DELAY,
+    Address,
+    ahead_of_data,
+    connect,
+    parse_address,
+)
 from collectives.peers.blame import Waiting, blame
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.rendezvous import Rendezvous
@@ -315,3 +323,16 @@ def test_a_forked_child_that_ends_leaves_the_rendezvous_of_its_parent_alone(tmp_
     assert world.gather(b"alone", timeout=5) == [b"alone"]
     world.close()
     assert not address.exists()
+
+
+def test_words_of_the_ranks_overtake_data_where_the_network_lets_them() -> None:
+    """Both ends of a connection to the rendezvous ask for low delay, and for Linux's interactive priority."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = connect(Address("127.0.0.1", listener.getsockname()[1]), time.monotonic() + 5)
+        taken, _ = listener.accept()
+        ahead_of_data(taken)
+        for one in (made, taken):
+            assert one.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == LOW_DELAY
+            if sys.platform == "linux":
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == INTERACTIVE
+            one.close()

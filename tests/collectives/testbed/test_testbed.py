@@ -264,6 +264,22 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.thorough
 @needs_namespaces
+def test_heartbeats_wait_less_beside_data_that_is_paced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All senders of a reduce meet at one port: without pacing its queue is most of what a heartbeat waits for."""
+    asked = ["--gpus", "0-3", "--collective", "reduce", "--schedules", "one-hop", "--sizes", "16MB"]
+    assert main(["testbed", "dgx-2", *asked, "--runs", "1", "--headroom", "0.9", "--json"]) == 0
+    free, paced = json.loads(capsys.readouterr().out)["rows"]
+    assert (free["headroom"], paced["headroom"]) == (None, 0.9)
+    assert free["wrong"] == paced["wrong"] == 0
+    assert min(free["beats"]["sent"], paced["beats"]["sent"]) > 50
+    assert paced["beats"]["median"] < free["beats"]["median"] / 3
+    assert paced["seconds"] == pytest.approx(paced["predicted"], rel=0.1)
+
+
+@pytest.mark.thorough
+@needs_namespaces
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
