@@ -322,3 +322,23 @@ def test_bad_topology_files_are_refused(refused: Call, tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps({**good, "links": links}))
         assert says in refused("plan", str(file))
+
+
+def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Call, refused: Call) -> None:
+    four = ("nvlink-x4", "--servers", "4", "--nics", "1", "--nic-gbps", "80", "--helpers", "2")
+    assert "8.33333 GB/s of algorithm bandwidth (optimal over nvlink and network, proved)" in done(
+        "plan", *four
+    )
+    assert done("compare", *four).startswith("allreduce on 4 x nvlink-x4 + 2 helpers\n")
+    assert done("simulate", *four, "--sizes", "1MB").startswith("# allreduce on 4 x nvlink-x4 + 2 helpers")
+    assert "--helpers belongs to a cluster; add --servers" in refused("plan", "dgx-1v", "--helpers", "2")
+
+
+def test_a_cluster_file_may_have_helpers(done: Call, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    network = {"nic_gbps": 80, "nics": 1, "helpers": 2}
+    servers = [{"machine": "nvlink-x4", "count": 4}]
+    path.write_text(
+        json.dumps({"format": "topoplan.cluster/1", "name": "x", "servers": servers, "network": network})
+    )
+    assert "rate   8.33333 GB/s" in done("plan", str(path))

@@ -17,6 +17,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.formats.load import library
 from topoplan.hosts.build import both_ways
+from topoplan.plans.phases import phases
 from topoplan.topology import Device, Link, Topology
 
 V100S = topoplan.load("dgx-1v")
@@ -457,3 +458,39 @@ def test_nics_of_different_speeds_are_not_guessed() -> None:
     with pytest.raises(topoplan.UsageError) as error:
         cluster([Server(with_nic_speeds("40", "100", "40", "40"), count=2)])
     assert str(error.value) == "the NICs of dgx-1v differ (100, 40 Gb/s): say with nic_gbps what each has"
+
+
+@pytest.mark.parametrize(
+    ("servers", "helpers", "rate"),
+    [(4, 1, 7.5), (4, 2, 25 / 3), (4, 4, 10.0), (3, 1, 10 * 10 / 12), (2, 2, 10.0)],
+)
+def test_helpers_of_a_cluster_reach_what_the_formula_says(servers: int, helpers: int, rate: float) -> None:
+    """(n^2 + k n - 2 k) B / (2 n (n - 1)) with servers as the workers: one NIC of 10 GB/s each, and of the helpers."""
+    machine = cluster([Server("nvlink-x4", count=servers)], nic_gbps=80, nics=1, helpers=helpers)
+    assert machine.name.endswith(f" + {helpers} helper{'s' * (helpers > 1)}")
+    assert len(machine.servers) == servers
+    made = topoplan.plan(machine)
+    assert (made.rate, made.gap) == (pytest.approx(rate), 0)
+    assert topoplan.verify(made).rate == made.rate
+    found = phases(made)
+    assert found is not None
+    assert found.bottleneck == "between servers"
+
+
+def test_a_helper_has_a_nic_on_every_rail_and_is_as_fast_as_the_transport_lets_it() -> None:
+    rails = cluster(
+        [Server("dgx-a100", count=2)], nic_gbps=200, network="rail-optimised", helpers=2, transport="rdma"
+    )
+    wires = [link for link in rails.links if link.src.startswith("helper1.") and link.dst.startswith("rail")]
+    assert {link.dst for link in wires} == {f"rail{n}" for n in range(8)}
+    assert [link.bandwidth for link in wires] == pytest.approx([25 * 4096 / 4178] * 8)
+    tree = cluster(
+        [Server("v100x4", count=2)], nic_gbps=80, network="fat-tree", leaf_size=1, nics=1, helpers=1
+    )
+    assert {link.dst for link in tree.links if link.src == "helper0.nic0"} == {"helper0", "leaf2"}
+
+
+@pytest.mark.parametrize("helpers", [0, -1, 2.5, True, 5000])
+def test_a_number_of_helpers_that_makes_no_sense_is_refused(helpers: int) -> None:
+    with pytest.raises(UsageError, match=r"helpers .* must be a whole number from 1 to 4,096"):
+        cluster([Server("v100x4", count=2)], nic_gbps=80, helpers=helpers)

@@ -102,3 +102,29 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> No
 def test_a_server_behind_another_gpu_is_no_server() -> None:
     with pytest.raises(InfeasibleError, match="through another GPU"):
         parameter_server("dgx-1v", servers=["gpu0"])
+
+
+@pytest.mark.parametrize(
+    ("placement", "replicas"), [("equal", 1), ("equal", 2), ("hashed", 1), ("hashed", 2)]
+)
+def test_replicas_cost_one_copy_of_each_sum(placement: str, replicas: int) -> None:
+    """A server with a part sends it to all ranks and its replicas; what replicas take is R buffers in all."""
+    made = parameter_server(star(4, 3), placement=placement, replicas=replicas)
+    alone = parameter_server(star(4, 3), placement=placement)
+    assert topoplan.verify(made).rate == made.rate
+    nbytes = 3 << 20
+    sent, before = (clock(one)(nbytes).link_bytes for one in (made, alone))
+    for server in ("helper0", "helper1", "helper2"):
+        out = before[server, "switch0"] / 4
+        assert sent[server, "switch0"] == pytest.approx(out * (4 + replicas))
+    taken = sum(sent["switch0", f"helper{n}"] - before["switch0", f"helper{n}"] for n in range(3))
+    assert taken == pytest.approx(replicas * nbytes)
+    if placement == "equal":
+        assert made.rate == pytest.approx(10 * 3 / (4 + replicas))
+
+
+def test_replicas_need_helpers_and_other_servers() -> None:
+    with pytest.raises(UsageError, match="replicas 2 must be a whole number from 0 to 1"):
+        parameter_server(star(4, 2), replicas=2)
+    with pytest.raises(UsageError, match="ranks get all sums and need no replicas"):
+        parameter_server("dgx-2", replicas=1)
