@@ -318,6 +318,11 @@ class Communicator:
         self, arrays: Arrays, *, out: Arrays | None = None, async_op: Literal[True]
     ) -> Handle[Arrays]: ...
 
+    @overload
+    def all_gather(
+        self, arrays: Arrays, *, out: Arrays | None = None, async_op: bool
+    ) -> Arrays | Handle[Arrays]: ...
+
     def all_gather(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
         """Put the arrays of all ranks one after another along axis 0; every rank gets the whole.
 

@@ -11,7 +11,7 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
 - `ASP` (asynchronous, no bound): nobody waits. Convergence is promised for no staleness that is not bounded.
 - `LocalSGD` (every H steps; Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019): ranks train alone
   and average their parameters, not gradients, every H steps. H times less is sent; replicas drift apart in between, and
-  a moment that the optimiser keeps is of its own rank only.
+  a moment that the optimiser keeps is of its own rank only. ``proximal`` holds them together (EMSO).
 - `Gossip` (a neighbour at a time; NetMax, arXiv 2009.05766): ranks train alone, and after each step a rank pulls the
   parameters of one other and moves towards them (`topoplan.simulation.gossip`). Nobody meets all others; replicas
   differ until the end, and their mean stays in expectation only.
@@ -23,6 +23,7 @@ slow, to see what they make of it.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,20 +76,41 @@ class ASP:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LocalSGD:
     """Ranks train alone, and average their parameters every so many steps.
+
+    Parameters
+    ----------
+    every : int
+    proximal : float
+        What pulls a rank back to where it was when parameters were last averaged: so many times the way from there is
+        added to its gradients. Each rank then solves its own part of the loss plus proximal / 2 times the squared
+        distance (EMSO; Li et al., KDD 2014, where it grows with the square root of the step); 0 pulls nothing.
 
     Raises
     ------
     UsageError
-        The number is no whole one of 1 or more.
+        The number is no whole one of 1 or more, or the pull is negative or no number.
+
+    Examples
+    --------
+    >>> LocalSGD(8), LocalSGD(8, proximal=0.1)
+    (LocalSGD(every=8), LocalSGD(every=8, proximal=0.1))
     """
 
     every: int
+    proximal: float = 0.0
 
     def __post_init__(self) -> None:
         _check("every", self.every, least=1)
+        number = isinstance(self.proximal, (int, float)) and not isinstance(self.proximal, bool)
+        if not number or not (self.proximal >= 0 and math.isfinite(self.proximal)):
+            raise UsageError(f"proximal {self.proximal!r} must be a number of zero or more")
+
+    def __repr__(self) -> str:
+        pull = f", proximal={self.proximal}" if self.proximal else ""
+        return f"LocalSGD(every={self.every}{pull})"
 
     @property
     def bound(self) -> int | None:

@@ -30,6 +30,7 @@ from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
+from collectives.training.significance import Significance
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class HookState:
     codes : IntegerCodes or int, optional
         Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
         their bits: 8 or 16.
+    significance : Significance or float, optional
+        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold. What
+        ranks keep is no part of `state_dict`.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -120,6 +124,7 @@ class HookState:
         compress: str | None = None,
         low_rank: LowRank | int | None = None,
         codes: IntegerCodes | int | None = None,
+        significance: Significance | float | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
@@ -142,6 +147,7 @@ class HookState:
                 compress,
                 LowRank.of(low_rank),
                 IntegerCodes.of(codes),
+                Significance.of(significance),
             )
 
         numbers = ParameterNumbers(parameters)

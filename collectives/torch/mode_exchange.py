@@ -58,6 +58,7 @@ class ModeExchange:
         self._buckets: dict[str, list[torch.Tensor]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         self._averaged: dict[int, int] = {}
+        self._anchors: dict[int, torch.Tensor] = {}
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._told = False
         self._seen: torch.Tensor | None = None
@@ -94,6 +95,7 @@ class ModeExchange:
                 about = f"bucket {bucket.index()} of {buffer.nbytes} bytes"
                 rank = self._in_step.rank
                 raise in_bucket(error, step=averager.recorder.step, bucket=about, rank=rank) from error
+            self._pull_back(bucket)
             if bucket.is_last():
                 self._end_step()
         except TopoplanError:
@@ -232,8 +234,21 @@ class ModeExchange:
             for step in steps:
                 step()
 
+    def _pull_back(self, bucket: GradBucket) -> None:
+        """Add to a bucket what pulls its parameters to where they were last averaged; see `Proximal`."""
+        mode = self._averager.mode
+        if not isinstance(mode, LocalSGD) or not mode.proximal:
+            return
+        for gradient, one in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            if id(one) in self._anchors:
+                gradient.add_(one.detach() - self._anchors[id(one)], alpha=mode.proximal)
+            else:
+                self._anchors[id(one)] = one.detach().clone()
+
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average parameters over all ranks, those of one type together."""
+        for one in parameters:
+            self._anchors.pop(id(one), None)  # the next gradient finds it where it is now
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for one in parameters:
             groups.setdefault((one.dtype, one.device), []).append(one.detach())

@@ -31,6 +31,7 @@ from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.integer_codes import IntegerCodeExchange, IntegerCodes
 from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
+from collectives.training.significance import Significance, SignificanceExchange
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 Density = float | Callable[[int], float]
 """Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
+
+FILTERS = ("low_rank", "codes", "significance")
+"""What of dense gradients may travel in their place."""
 
 NARROW = ("float16", "bfloat16")
 """Types in which dense gradients may travel."""
@@ -65,6 +69,8 @@ class ExchangeSettings:
         Of dense gradients, the thin matrices that travel in their place; None for none.
     codes : IntegerCodes or None
         Of dense gradients, the whole numbers that travel and are added in their place; None for none.
+    significance : Significance or None
+        Of dense gradients, which entries alone travel; None for all.
 
     Raises
     ------
@@ -80,16 +86,20 @@ class ExchangeSettings:
     compress: str | None = None
     low_rank: LowRank | None = None
     codes: IntegerCodes | None = None
+    significance: Significance | None = None
 
     def __post_init__(self) -> None:
         plain = self.density is None and self.compress is None and isinstance(self.mode, BSP)
-        for name in ("low_rank", "codes"):
-            if getattr(self, name) is not None and not plain:
-                raise UsageError(
-                    f"{name} is for whole gradients in step; leave out density, compress and mode"
-                )
-        if self.low_rank is not None and self.codes is not None:
-            raise UsageError("gradients travel as thin matrices or as codes; give low_rank or codes")
+        filters = [name for name in FILTERS if getattr(self, name) is not None]
+        if filters and not plain:
+            raise UsageError(
+                f"{filters[0]} is for whole gradients in step; leave out density, compress and mode"
+            )
+        if len(filters) > 1:
+            raise UsageError(
+                "gradients travel as thin matrices, as codes or as significant entries; give "
+                f"{' or '.join(filters)}"
+            )
         if self.compress is not None and self.compress not in NARROW:
             raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
         dense = ExchangeSettings.__dataclass_fields__
@@ -121,7 +131,7 @@ class ExchangeSettings:
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
             f"compress {self.compress}"
-            + "".join(f", {one}" for one in (self.low_rank, self.codes) if one is not None)
+            + "".join(f", {one}" for one in map(self.__getattribute__, FILTERS) if one is not None)
         )
 
     def density_at(self, step: int) -> float:
@@ -234,6 +244,11 @@ class InStepAverager(Averager):
             None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
         )
         self._codes = None if settings.codes is None else IntegerCodeExchange(communicator, settings.codes)
+        self._significance = (
+            None
+            if settings.significance is None
+            else SignificanceExchange(communicator, settings.significance)
+        )
 
     def start(
         self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, async_op: bool = True
@@ -257,6 +272,10 @@ class InStepAverager(Averager):
             handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
             part = codes.settings.nbytes(elements_of(comm, gradients)) / max(nbytes, 1)
             told = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
+        elif self._significance is not None:
+            handle, part = self._significance.start(key, gradients, op=op, out=out, async_op=async_op)
+            above = f"above {self._significance.settings.threshold:g}"
+            told = {"density": min(part, 1.0), "how": above, "bound": math.inf}
         elif how.density is None:
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=async_op))
             plan = comm.plan_for("allreduce", nbytes)

@@ -12,7 +12,7 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
-from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, Mode, mode_of
+from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, Mode, mode_of
 from collectives.training.averaging import (
     Density,
     ExchangeSettings,
@@ -23,8 +23,10 @@ from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
+from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
+from collectives.training.significance import Significance
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class GradientSynchronizer:
     codes : IntegerCodes or int, optional
         Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
         their bits: 8 or 16.
+    significance : Significance or float, optional
+        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
     timeout : float
         Seconds that a rank waits for the others; where they agree on a plan, as long as one of them makes it.
     engine, exact
@@ -115,6 +119,7 @@ class GradientSynchronizer:
         mode: Mode | str | None = None,
         low_rank: LowRank | int | None = None,
         codes: IntegerCodes | int | None = None,
+        significance: Significance | float | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
@@ -129,6 +134,7 @@ class GradientSynchronizer:
             self.mode,
             low_rank=LowRank.of(low_rank),
             codes=IntegerCodes.of(codes),
+            significance=Significance.of(significance),
         )
         opened, meant = open_for_plan(backend, plan, Settings(timeout, engine=engine, exact=exact))
         try:
@@ -143,6 +149,10 @@ class GradientSynchronizer:
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
             self._apart = False
+            self._proximal: Proximal | None = None
+            if isinstance(self.mode, LocalSGD) and self.mode.proximal:
+                first = self._shapes.lists(parameters, "parameter")
+                self._proximal = Proximal(self.mode.proximal, comm.arrays, first)
             log_start(comm, how)
         except BaseException:
             if opened is not backend:
@@ -238,6 +248,10 @@ class GradientSynchronizer:
         if self._averaged < self._averager.due:
             self._averager.mix(self._by_parameter(parameters))
             self._averaged, self._apart = self._averager.due, isinstance(self.mode, Gossip)
+            if self._proximal is not None:
+                self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
+        elif self._proximal is not None:
+            self._proximal.moved(self._shapes.lists(parameters, "parameter"))
 
     def finish(
         self, parameters: Any = None, *, use: Callable[[list[Any]], object] | None = None
@@ -300,7 +314,9 @@ class GradientSynchronizer:
             A step is not over.
         """
         self._check_between_steps()
-        return {**self._same(), "step": self.recorder.step, "residuals": self.communicator.sparse_state()}
+        pulled = {} if self._proximal is None else {"proximal": self._proximal.state()}
+        residuals = self.communicator.sparse_state()
+        return {**self._same(), "step": self.recorder.step, "residuals": residuals, **pulled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on the same rank.
@@ -318,7 +334,14 @@ class GradientSynchronizer:
                     f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
                     "parameters, bucket_bytes and number of ranks"
                 )
+        if self._proximal is not None and "proximal" not in state:
+            raise UsageError(
+                f"the state was saved in another mode than {self.mode}, and says nothing of where parameters were last "
+                "averaged; restore it with the same mode"
+            )
         self.communicator.restore_sparse_state(state["residuals"])
+        if self._proximal is not None:
+            self._proximal.restore(state["proximal"])
         self.recorder.step = self._heard = int(state["step"])
 
     def close(self) -> None:
@@ -374,6 +397,8 @@ class GradientSynchronizer:
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
         averages = self._exchange.finish(outs)
+        if self._proximal is not None:
+            self._proximal.add_to(averages)
         return averages[0] if self.communicator.one_rank else averages
 
     @contextlib.contextmanager
@@ -393,6 +418,8 @@ class GradientSynchronizer:
         self._heard = self.recorder.step
         self._averaged = self._averager.due
         self._apart = False
+        if self._proximal is not None:
+            self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
 
     def _by_parameter(self, parameters: Any) -> list[Any]:
         """What the caller gives, as `average_parameters` takes it."""

@@ -1,4 +1,4 @@
-"""PowerSGD and codes in a training loop: loss on new samples and bytes, against whole gradients.
+"""PowerSGD, codes and significant entries in a training loop: loss on new samples and bytes, against whole gradients.
 
 Four ranks train a network of two layers on the handwritten digits of scikit-learn; the same samples in every run.
 """
@@ -14,31 +14,38 @@ from collectives import GradientSynchronizer
 from collectives.examples.small_network import loss_and_gradients, parameters
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.low_rank import LowRank
+from collectives.training.significance import Significance
 
 RANKS, STEPS, BATCH, RATE = 4, 300, 16, 0.2
 HIDDEN, KINDS, SHOWN = 128, 10, 1400
 
 
 def main() -> None:
-    """Train with whole gradients, with ranks 1, 2 and 4, with and without feedback, and with codes of 16 and 8 bits."""
+    """Train with whole gradients, ranks 1, 2 and 4, codes of 16 and 8 bits, and thresholds; without feedback too."""
     if find_spec("sklearn") is None:
         print("not measured: scikit-learn, which has the digits, is not installed")
         return
     print(f"# {RANKS} ranks, {STEPS} steps of {BATCH} samples each, 64 x {HIDDEN} x {KINDS}, rate {RATE}")
-    print("gradients                 loss   bytes of whole")
-    runs: list[tuple[str, LowRank | IntegerCodes | None]] = [("whole", None)]
+    print("gradients                       loss   bytes of whole")
+    runs: list[tuple[str, LowRank | IntegerCodes | Significance | None]] = [("whole", None)]
     for rank in (1, 2, 4):
         runs += [
             (f"rank {rank}", LowRank(rank)),
             (f"rank {rank}, no feedback", LowRank(rank, feedback=False)),
         ]
     runs += [(f"{bits} bits", IntegerCodes(bits)) for bits in (16, 8)]
+    for threshold in (0.01, 0.03, 0.1):
+        runs += [
+            (f"above {threshold}", Significance(threshold)),
+            (f"above {threshold}, no feedback", Significance(threshold, feedback=False)),
+        ]
+    runs.append(("above 0.03, third time", Significance(0.03, admission=3)))
     for name, how in runs:
         loss, part = trained(how)
-        print(f"{name:20} {loss:9.4f}   {part:14.1%}", flush=True)
+        print(f"{name:26} {loss:9.4f}   {part:14.1%}", flush=True)
 
 
-def trained(how: LowRank | IntegerCodes | None) -> tuple[float, float]:
+def trained(how: LowRank | IntegerCodes | Significance | None) -> tuple[float, float]:
     """Loss on samples that were not shown, and the share of all bytes that travelled."""
     from sklearn.datasets import load_digits
 
@@ -53,6 +60,7 @@ def trained(how: LowRank | IntegerCodes | None) -> tuple[float, float]:
         backend="loopback",
         low_rank=how if isinstance(how, LowRank) else None,
         codes=how if isinstance(how, IntegerCodes) else None,
+        significance=how if isinstance(how, Significance) else None,
     ) as synchronizer:
         for _ in range(STEPS):
             drawn = [draw.integers(0, SHOWN, BATCH) for _ in range(RANKS)]

@@ -211,12 +211,15 @@ def test_what_is_not_by_plan_has_another_nccl_group_than_plans_and_overtakes_not
         assert found["sums"] == [[3.0], 3.0 if rank == 0 else None, 7.0]
 
 
-def test_a_hundredth_of_the_gradient_two_thin_matrices_and_codes_of_8_bits_train(four: Told) -> None:
+def test_a_hundredth_of_the_gradient_two_thin_matrices_codes_and_what_is_significant_train(
+    four: Told,
+) -> None:
     losses = four[0]["losses"]
     assert losses["dense"] < losses["before"] / 3
     assert losses["sparse"] < 1.15 * losses["dense"]
     assert losses["low rank"] < 1.15 * losses["dense"]
     assert losses["codes"] < 1.15 * losses["dense"]
+    assert losses["significant"] < 1.15 * losses["dense"]
 
 
 def test_where_no_plan_can_travel_all_ranks_say_why_once_and_use_torchs_own_allreduce(four: Told) -> None:

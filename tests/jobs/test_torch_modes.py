@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives import Communicator, LocalSGD
@@ -169,6 +170,21 @@ def test_local_ranks_hold_the_same_bits_whenever_parameters_are_averaged(modes: 
     assert first["averaged"] == second["averaged"]
     assert len(first["averaged"]) == 3
     assert first["digest"] == first["averaged"][-1]
+
+
+def test_what_pulls_local_ranks_back_is_in_their_gradients(modes: list[dict[str, Any]]) -> None:
+    """w <- w - (g + (w - anchor) / 4), the anchor being the average after step 3."""
+    ranks = len(modes)
+    weights = np.zeros((ranks, 6))
+    anchor = np.zeros(6)
+    for number in range(5):
+        if number == 3:
+            anchor = weights.mean(axis=0)
+            weights[:] = anchor
+        gradients = [np.arange(6) * (rank + 1) + number for rank in range(ranks)]
+        weights -= gradients + (weights - anchor) / 4
+    for told in modes:
+        np.testing.assert_allclose(told["pulled"]["weights"], [weights.mean(axis=0)] * 2)
 
 
 def test_the_loop_of_the_page_on_training_runs_as_it_stands(tmp_path: Path) -> None:

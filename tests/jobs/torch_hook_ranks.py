@@ -325,6 +325,7 @@ def losses() -> dict[str, float]:
         ("sparse", {"density": 0.01}, range(80)),
         ("low rank", {"low_rank": 2}, range(80)),
         ("codes", {"codes": 8}, range(80)),
+        ("significant", {"significance": 1e-3}, range(80)),
     ):
         state = HookState(plan(), **options)
         ddp = wrapped(model(), state)

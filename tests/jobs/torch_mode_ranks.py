@@ -222,6 +222,7 @@ def main() -> None:
         str(mode): linear(mode, 7, by_hand=True) for mode in (SSP(1), LocalSGD(2), LocalSGD(3))
     }
     told["short"] = linear(LocalSGD(100), 3)
+    told["pulled"] = linear(LocalSGD(3, proximal=0.25), 5)
     told["momentum"] = {str(mode): momentum(mode) for mode in MODES}
     told["again"] = {name: again(name) for name in ("LBFGS", "SAM")}
     told["uneven"] = uneven(shared=True)
