@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from topoplan.bounds.cuts_and_partitions import best_bound
@@ -95,6 +96,31 @@ def one_hop(
         method="one-hop",
     )
     return made.timed(time.perf_counter() - started)
+
+
+def mesh(
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """One hop under the name that it has where servers of gradients are the workers themselves, with its connections.
+
+    Every rank owns a part, which all others send to it and get back from it: HiPS's mesh. Arguments as `one_hop`.
+
+    Examples
+    --------
+    >>> mesh("v100x4", "allreduce").notes[-1]
+    '12 connections: each rank that owns a part with all others'
+    """
+    made = one_hop(topology, collective, gpus=gpus, root=root, channels=channels)
+    pairs = {
+        (edge.parent, edge.child) for shard in made.shards for stage in shard.stages for edge in stage.edges
+    }
+    note = f"{len(pairs)} connections: each rank that owns a part with all others"
+    return replace(made, schedule="mesh", method="mesh", notes=(*made.notes, note))
 
 
 def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:

@@ -20,7 +20,7 @@ from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.hierarchical import bml, hips_ring, two_level
 from topoplan.schedules.lowest_tree import lowest_tree
 from topoplan.schedules.nccl.tree import NVLS, NVLS_TREE, TREE, nccl_tree, nvls, nvls_tree
-from topoplan.schedules.one_hop import one_hop
+from topoplan.schedules.one_hop import mesh, one_hop
 from topoplan.schedules.one_shot import ONE_SHOT, ONE_SHOT_SERVERS, one_shot, one_shot_servers
 from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.rails import RAILS, RELAYED_RAILS, rails, relayed_rails
@@ -170,6 +170,7 @@ _KNOWN = (
         beside=_three_phase,
     ),
     Schedule("one-hop", one_hop, collectives=EVERY),
+    Schedule("mesh", mesh, collectives=("allreduce", "allgather", "reduce_scatter"), timed=False),
     Schedule(
         "double-tree",
         double_binary_tree,

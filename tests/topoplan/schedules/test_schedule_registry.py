@@ -166,7 +166,7 @@ def test_trees_are_what_is_planned_anyway(run: Run) -> None:
     [
         (
             ("--schedule", "nope"),
-            "known ones are trees, three-phase, one-hop, double-tree, lowest-tree, ring, relay-",
+            "known ones are trees, three-phase, one-hop, mesh, double-tree, lowest-tree, ring, relay-",
         ),
         (("--schedule", "Ring"), "did you mean ring?"),
         (("--schedule", ""), "schedule '' is unknown"),
