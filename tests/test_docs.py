@@ -23,7 +23,7 @@ import topoplan
 from tests.support.checkout import ROOT
 from topoplan.formats.matrix import relation_matrix
 
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 TIME = re.compile(r"(?<![\w.])\d+(\.\d+)?(e-\d+)? (us|ms|s)\b")
