@@ -47,6 +47,7 @@ FACTS = {
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
+    "peer_access": "none where no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "uuid": "identity of a GPU as the driver gives it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
 from topoplan.cli import arguments
@@ -117,20 +118,48 @@ def _resembles(found: Diagnosis) -> str:
     return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
-_WIDEST_CELL = 40
+_WIDEST = {"devices": 20, "is": 32, "should be": 30}
+"""Characters of a cell that are shown; what is cut stands below the table."""
 
 
 def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     """A row for each fault; ``alone`` is what the machine does with this fault and no other."""
     rated = [collective for collective, each in costs.items() if each]
-    header = ("kind", "devices", "is", "should be", *(f"{name} alone" for name in rated))
+    header = ("kind", *_WIDEST, *(f"{name} alone" for name in rated))
     rows = []
+    cut = []
     for i, fault in enumerate(faults):
-        cells = (fault.kind, _short(", ".join(fault.devices)), _short(fault.state), _short(fault.should_be))
-        rows.append((*cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
-    return table(header, rows)
+        texts = dict(zip(_WIDEST, (named(fault.devices), fault.state, fault.should_be), strict=True))
+        cells = [_short(text, _WIDEST[title]) for title, text in texts.items()]
+        rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
+        if any(len(printable(text)) > _WIDEST[title] for title, text in texts.items()):
+            cut += textwrap.wrap(printable(f"{fault.kind}: {fault.text}"), 118, subsequent_indent="  ")
+    return "\n".join([table(header, rows), *(["", *dict.fromkeys(cut)] if cut else [])])
 
 
-def _short(text: str) -> str:
+def named(devices: Sequence[str]) -> str:
+    """Names of devices, runs of numbers shortened.
+
+    Examples
+    --------
+    >>> named(["gpu0", "gpu3"]), named([f"gpu{i}" for i in (0, 4, 5, 6)]), named(["nic0", "gpu1"])
+    ('gpu0,gpu3', 'gpu0,gpu4-6', 'nic0,gpu1')
+    """
+    runs: list[tuple[str, int, int]] = []
+    for device in devices:
+        head = device.rstrip("0123456789")
+        number = int(device[len(head) :] or -1)
+        if runs and runs[-1][0] == head and runs[-1][2] == number - 1 and number > 0:
+            runs[-1] = (head, runs[-1][1], number)
+        else:
+            runs.append((head, number, number))
+    texts = [
+        f"{head}{first if first >= 0 else ''}" + (f"-{last}" if last > first else "")
+        for head, first, last in runs
+    ]
+    return ",".join(texts)
+
+
+def _short(text: str, widest: int) -> str:
     text = printable(text)
-    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
+    return text if len(text) <= widest else f"{text[: widest - 1]}…"

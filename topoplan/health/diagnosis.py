@@ -21,6 +21,7 @@ from topoplan.formats.nvidia_smi.pcie_tree import CODES
 from topoplan.health.faults import SLOW, Ends, Fault, Kind, compared
 from topoplan.health.resemblance import ALIKE, Resemblance, resemblance, server_nvlinks, shape_of, whole_rate
 from topoplan.hosts.notes import Note, kind_of, listed, warning
+from topoplan.hosts.staging import has_peer_access, unstaged
 from topoplan.topology import Link, Topology, TopologyLike, as_topology
 
 Value = TypeVar("Value", bound=Hashable)
@@ -79,8 +80,9 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     topology = as_topology(topology)
     faults: list[Fault] = []
     first: Resemblance | None = None
+    whole = unstaged(topology)
     for server in [group[0] for group in alike(topology)] or [""]:
-        inside = _server(topology, server)
+        inside = _server(whole, server)
         found = resemblance(inside) if inside.gpus else Resemblance()
         first = found if first is None else first
         faults += _of_server(inside, found)
@@ -378,24 +380,23 @@ def _far_from_nics(server: Topology, _found: Resemblance) -> list[Fault]:
 def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
     """GPUs in MIG mode, and GPUs that may not read each other's memory."""
     faults = []
-    for gpu in server.gpus:
-        instances = server.device(gpu).fact("mig").split(",")
-        if instances[0]:
-            state = (
-                f"in MIG mode, {len(instances)} instance{'s' * (len(instances) > 1)}, no access between GPUs"
-            )
-            faults.append(Fault("MIG", (gpu,), state, "whole, for collectives"))
-    barred = tuple(gpu for gpu in server.gpus if server.device(gpu).fact("peer_access") == "none")
+    divided = {gpu: server.device(gpu).fact("mig") for gpu in server.gpus}
+    instances = {gpu: text.count(",") + 1 for gpu, text in divided.items() if text}
+    if instances:
+        numbers = " or ".join(map(str, sorted(set(instances.values()))))
+        state = f"in MIG mode ({numbers} instances), no access between GPUs"
+        faults.append(Fault("MIG", tuple(instances), state, "whole GPUs, for collectives"))
+    barred = tuple(gpu for gpu in server.gpus if not divided[gpu] and not has_peer_access(server.device(gpu)))
     if barred:
-        state = "no peer access, so that copies over PCIe pass the CPU's memory"
-        faults.append(Fault("no peer access", barred, state, "peer access (ACS off, one container, no MIG)"))
+        state = "no peer access: copies pass the CPU's memory"
+        faults.append(Fault("no peer access", barred, state, "peer access (ACS off, one container)"))
     return faults
 
 
 def _rows(topology: Topology) -> list[Fault]:
     """Rows that a reader had to fill in."""
     return [
-        Fault("row missing", note.devices, "no row of its own, filled in from the others", "a whole listing")
+        Fault("row missing", note.devices, "no row, filled in from the others", "a whole listing")
         for note in topology.notes
         if isinstance(note, Note) and note.kind == "filled in"
     ]

@@ -265,10 +265,10 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
     wanted = [
         (shape.gpus[i], shape.gpus[j], round(other.carried[places[i]][places[j]] / other.rate))
         for i in range(count)
-        for j in range(i)
+        for j in range(i + 1, count)
         if other.carried[places[i]][places[j]]
     ]
-    return Resemblance(machine, exact, _links([(b, a, n) for a, b, n in wanted], other.rate / scale))
+    return Resemblance(machine, exact, _links(wanted, other.rate / scale))
 
 
 def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:

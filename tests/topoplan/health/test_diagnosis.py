@@ -62,12 +62,18 @@ V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h1
             lambda: without_links(H100S(), ["gpu2-nvswitch0"]),
             "gpu2: no NVLink, should be 18 NVLinks of 25 GB/s",
         ),
-        (lambda: without_links(V100S(), ["gpu1-gpu5"]), "gpu1-gpu5: no NVLink, should be 2 NVLinks of 25 GB/s"),
+        (
+            lambda: without_links(V100S(), ["gpu1-gpu5"]),
+            "gpu1-gpu5: no NVLink, should be 2 NVLinks of 25 GB/s",
+        ),
         (
             lambda: slow_links(V100S(), {"gpu1-gpu5": 40}),
             "gpu1-gpu5: 2 NVLinks of 20 GB/s, should be 2 NVLinks of 25 GB/s",
         ),
-        (lambda: slow_links(V100S(), {"gpu4-pcie2": 6}), "gpu4-pcie2: PCIe of 6 GB/s, should be PCIe of 12 GB/s"),
+        (
+            lambda: slow_links(V100S(), {"gpu4-pcie2": 6}),
+            "gpu4-pcie2: PCIe of 6 GB/s, should be PCIe of 12 GB/s",
+        ),
         (
             lambda: without_devices(H100S(), ["nic3"]),
             "gpu3: the nearest NIC is PHB, should be PIX, as for most GPUs",
@@ -103,7 +109,8 @@ def test_directions_that_differ_are_named() -> None:
     assert found(slower) == [
         "gpu2-gpu6: 1 NVLink of 20 GB/s from gpu2 to gpu6, should be 1 NVLink of 25 GB/s"
     ]
-    assert "gpu2-gpu6: 1 NVLink of 25 GB/s from gpu6 to gpu2 only, should be 1 NVLink of 25 GB/s both ways" in found(changed(V100S(), ("gpu2", "gpu6")))
+    gone = "gpu2-gpu6: 1 NVLink of 25 GB/s from gpu6 to gpu2 only, should be 1 NVLink of 25 GB/s both ways"
+    assert found(changed(V100S(), ("gpu2", "gpu6"))) == [gone]
 
 
 def test_a_gpu_with_dead_links_to_the_switch_is_named() -> None:
@@ -119,7 +126,8 @@ def test_gpus_without_a_path_are_named() -> None:
     devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]
     links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
-    assert found(Topology("islands", devices, links)) == ["gpu3, gpu4: no path to gpu0, gpu1, gpu2 and back, should be one"]
+    islands = found(Topology("islands", devices, links))
+    assert islands == ["gpu3, gpu4: no path to gpu0, gpu1, gpu2 and back, should be one"]
     one_way = Topology("dumb", devices[:2], (Link("gpu0", "gpu1", "pcie", 12.0),))
     assert found(one_way)[-1] == "gpu1: no path to gpu0 and back, should be one"
 
