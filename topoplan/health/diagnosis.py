@@ -1,10 +1,10 @@
 """What is amiss in a machine: its wires against those they should be, its devices against each other.
 
 What a server should be is said by the machine of the library that it is (`topoplan.health.resemblance`), else by
-itself: what more than half of its GPUs have is usual, a wire runs as fast one way as the other, and where three
-quarters of all pairs have the same NVLinks, all should. What is merely uneven by design (four of the eight V100 of a
-rented half, GPUs near no NIC because there is one) is passed over: `diagnose` would rather miss a fault of a machine
-that nobody knows than name one that is none.
+itself: what more than half of its GPUs have at a switch or on PCIe is usual, a wire runs as fast one way as the other,
+and where nearly all pairs of GPUs have the same NVLinks, all should. Of a machine that nobody knows an allocation looks
+like a machine that lost wires, so there `diagnose` would rather miss a fault than name one that is none: GPUs with
+fewer wires are named only among eight, sixteen, … of which nearly all have as many.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from topoplan.topology import Link, Topology, TopologyLike, as_topology
 
 Value = TypeVar("Value", bound=Hashable)
 
-NEARLY_ALL = 3 / 4
-"""Part of the pairs of GPUs that have the same NVLinks where the others are said to lack some."""
+MOST = 3 / 4
+"""Part of the pairs, or of the GPUs, that have the same NVLinks where the others are said to have fewer."""
 
-MOST_SOCKETS = 2
-"""NUMA nodes that are taken for sockets; where GPUs are on more, a socket has several."""
+NEARLY_ALL = 0.9
+"""Part of the pairs of GPUs that have NVLinks, where the others are said to lack them: more than this."""
+
+SOCKETS, MOST_NODES = 2, 4
+"""NUMA nodes with GPUs, and in all, up to which nodes are taken for sockets; beyond, a socket has several."""
+
+LEAST_WHOLE = 8
+"""GPUs of a machine that is taken for a whole one though nobody knows it: so many, or twice, or four times as many."""
 
 _MOST = 4
 
@@ -192,7 +198,8 @@ def _usual_pairs(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link
             pairs[first, second] = best
     every = len(server.gpus) * (len(server.gpus) - 1) // 2
     (count, times), *_ = Counter(link.count for link in pairs.values()).most_common(1)
-    mesh = every > 1 and times >= NEARLY_ALL * every and not shape_of(server).regular
+    mesh = times >= MOST * every and (len(pairs) == every > 1 or len(pairs) > NEARLY_ALL * every)
+    mesh = mesh and not shape_of(server).regular
     wanted: dict[Ends, Link] = {}
     for pair in combinations(server.gpus, 2):
         there = pairs.get(pair)
@@ -224,25 +231,30 @@ def _fewer(server: Topology) -> list[Fault]:
     shape = shape_of(server)
     counts = dict(zip(shape.gpus, shape.wires, strict=True))
     present = {gpu: count for gpu, count in counts.items() if count}
-    bare = [gpu for gpu in counts if gpu not in present]
-    peers = [sum(cell > 0 for cell in row) for row in shape.carried]
-    # Cards with bridges between two of them: one may be left over.
-    bridged = max(peers, default=0) == 1 and len(bare) == 1
     most = max(present.values())
-    usual = f"{most} as most GPUs have" if _usual(present.values()) == most else f"{most} as others have"
-    faults = []
-    if 2 * len(bare) < len(counts) and not bridged:
-        faults = [Fault("no NVLink", (gpu,), "no NVLink", f"{usual}") for gpu in bare]
-    lost = {gpu: most - count for gpu, count in present.items() if count < most}
-    # A dead wire between two GPUs is missing at both; counts that cannot pair up are the machine's own, or those
-    # of GPUs whose peers are not visible here.
-    total = sum(lost.values())
-    if _usual(present.values()) != most or total % 2 or 2 * max(lost.values(), default=0) > total:
-        return faults
-    return faults + [
-        Fault("fewer NVLinks", (gpu,), f"{present[gpu]} NVLink{'s' * (present[gpu] > 1)}", usual)
+    count = len(counts)
+    lost = {gpu: most - count for gpu, count in counts.items() if count < most}
+    # A dead wire is missing at both of its ends; counts that cannot pair up are the machine's own.
+    paired = sum(lost.values()) % 2 == 0 and 2 * max(lost.values(), default=0) <= sum(lost.values())
+    if not _whole(server, Resemblance()) or len(lost) > (1 - MOST) * count or not paired:
+        return []
+    return [
+        Fault(
+            "fewer NVLinks",
+            (gpu,),
+            f"{counts[gpu]} NVLink{'s' * (counts[gpu] > 1)}",
+            f"{most} as most GPUs have",
+        )
         for gpu in lost
     ]
+
+
+def _whole(server: Topology, found: Resemblance) -> bool:
+    """Whether all GPUs of a server are taken to be here, and not an allocation of them."""
+    count = len(server.gpus)
+    if found.machine is not None:
+        return count == len(found.machine.gpus)
+    return count >= LEAST_WHOLE and not count & (count - 1)
 
 
 def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
@@ -307,15 +319,18 @@ def _unplugged(server: Topology, _found: Resemblance) -> list[Fault]:
     return [Fault("PCIe missing", (gpu,), "no PCIe link", "one, as most GPUs have") for gpu in away]
 
 
-def _distant_nics(server: Topology, _found: Resemblance) -> list[Fault]:
+def _distant_nics(server: Topology, found: Resemblance) -> list[Fault]:
     """NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a DGX.
 
-    GPUs on many nodes say that sockets are cut into nodes; then it is no fault to sit on another node of a socket.
+    Where sockets are cut into nodes it is no fault to sit on another one, and of an allocation nothing can be said.
     """
     homes = {_numa(server, gpu) for gpu in server.gpus}
     nics = [device.name for device in server.devices if device.kind == "nic"]
     apart = [nic for nic in nics if _numa(server, nic) not in homes | {None}]
-    if 2 * len(apart) <= len(nics) or not homes or None in homes or len(homes) > MOST_SOCKETS:
+    nodes = {device.numa for device in server.devices if device.kind == "cpu"}
+    if 2 * len(apart) <= len(nics) or not homes or None in homes or not _whole(server, found):
+        return []
+    if len(homes) > SOCKETS or len(nodes) > MOST_NODES:
         return []
     return [Fault("NUMA", tuple(apart), "on a NUMA node without a GPU", "on one with GPUs")]
 
@@ -362,12 +377,19 @@ def _far_from_nics(server: Topology, _found: Resemblance) -> list[Fault]:
     plugged = {link.src for link in server.links if server.device(link.dst).kind in ("pcie", "cpu")}
     nics = [server.device(name).kind == "nic" and name in plugged for name in names]
     nearest: dict[str, int] = {}
+    serving: dict[int, set[str]] = {}
     for name, row in zip(names, cells, strict=True):
         if name in server.gpus:
-            codes = [code for code, nic in zip(row, nics, strict=True) if nic and code in CODES]
-            nearest[name] = min(map(CODES.index, codes), default=len(CODES))
+            codes = {
+                nic: CODES.index(code)
+                for nic, code, is_nic in zip(names, row, nics, strict=True)
+                if is_nic and code in CODES
+            }
+            nearest[name] = min(codes.values(), default=len(CODES))
+            serving.setdefault(nearest[name], set()).update(n for n in codes if codes[n] == nearest[name])
     usual = _usual(nearest.values())
-    if usual is None or usual == len(CODES):
+    # One NIC is near some GPUs and far from others wherever it is.
+    if usual is None or usual == len(CODES) or len(serving[usual]) < 2:
         return []
     faults = []
     for far in sorted({distance for distance in nearest.values() if distance > usual}):

@@ -75,7 +75,7 @@ def resemblance(server: Topology) -> Resemblance:
         if _gpus_listed(name) < len(shape.gpus):
             continue
         machine, other = _known(name)
-        if other.sort != shape.sort:
+        if other.sort != shape.sort or _other_maker(server, machine):
             continue
         if shape.sort == "none":
             laid = _without_nvlinks(server, machine)
@@ -84,7 +84,7 @@ def resemblance(server: Topology) -> Resemblance:
         else:
             laid = _direct(server, shape, machine, other)
         if laid is not None:
-            found.append(((not laid.exact, *_distance(server, machine), order), laid))
+            found.append(((_rank(server, laid), *_distance(server, machine), order), laid))
     return min(found, key=lambda one: one[0])[1] if found else Resemblance()
 
 
@@ -188,6 +188,24 @@ def whole_rate(links: Sequence[Link]) -> float:
 def same_parts(server: Topology, machine: Topology) -> bool:
     """Whether two servers have as many devices of each kind."""
     return Counter(d.kind for d in server.devices) == Counter(d.kind for d in machine.devices)
+
+
+def _other_maker(server: Topology, machine: Topology) -> bool:
+    """Whether one is of AMD and the other is not, as far as the server's GPUs tell."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    amd = machine.device(machine.gpus[0]).model.startswith("MI")
+    return any((gpu.fact("sm") and amd) or (gpu.fact("gcn") and not amd) for gpu in gpus)
+
+
+def _rank(server: Topology, laid: Resemblance) -> int:
+    """What is likelier first: a whole machine, one with faults and the same devices, a part of one, any with faults."""
+    machine = laid.machine
+    whole = machine is not None and len(machine.gpus) == len(server.gpus)
+    if whole and laid.exact:
+        return 0
+    if machine is not None and whole and same_parts(server, machine):
+        return 1
+    return 2 if laid.exact else 3
 
 
 def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:

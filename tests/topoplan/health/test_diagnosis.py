@@ -134,7 +134,7 @@ def test_gpus_without_a_path_are_named() -> None:
 
 def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
     """Where NUMA nodes are known of all GPUs; where one is not known, nothing can be said."""
-    numa = {"gpu0": 0, "gpu1": 1, "nic0": 0, "nic1": 2, "nic2": None}
+    numa = {f"gpu{i}": i // 4 for i in range(8)} | {"nic0": 0, "nic1": 2, "nic2": None}
     devices = [Device(name, name[:3], numa=node) for name, node in numa.items()] + [
         Device("cpu0", "cpu", numa=3)
     ]
