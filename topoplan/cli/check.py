@@ -14,7 +14,7 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_machine
 from topoplan.errors import UsageError
 from topoplan.health.costs import Cost, costs_of
-from topoplan.health.diagnosis import Diagnosis, diagnose
+from topoplan.health.diagnosis import Diagnosis, diagnose, warning_text
 from topoplan.health.faults import Fault
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.probe import probe
@@ -79,7 +79,7 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
             }
             for i, fault in enumerate(found.faults)
         ],
-        "notes": [note for note in found.topology.notes if kind_of(note) != "warning"],
+        "notes": _other_notes(found),
     }
 
 
@@ -98,10 +98,20 @@ def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
     if found.faults:
         print()
         print(_table(found.faults, costs))
-    notes = [note for note in found.topology.notes if kind_of(note) not in ("warning", "filled in")]
+    notes = _other_notes(found)
     if notes:
         print()
         print_notes(*notes)
+
+
+def _other_notes(found: Diagnosis) -> list[str]:
+    """Notes of the machine that are no faults by themselves."""
+    told = {fault.state for fault in found.faults if fault.kind == "told"}
+    return [
+        note
+        for note in found.topology.notes
+        if kind_of(note) != "filled in" and (kind_of(note) != "warning" or warning_text(note) not in told)
+    ]
 
 
 def _verdict(found: Diagnosis) -> str:

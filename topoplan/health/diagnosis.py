@@ -9,9 +9,10 @@ fewer wires are named only among eight, sixteen, … of which nearly all have as
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -34,6 +35,9 @@ NEARLY_ALL = 0.9
 
 SOCKETS, MOST_NODES = 2, 4
 """NUMA nodes with GPUs, and in all, up to which nodes are taken for sockets; beyond, a socket has several."""
+
+LEAST_SWITCHES = 4
+"""PCIe switches with GPUs from which on one with fewer NICs than most is named."""
 
 LEAST_WHOLE = 8
 """GPUs of a machine that is taken for a whole one though nobody knows it: so many, or twice, or four times as many."""
@@ -92,7 +96,8 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         found = resemblance(inside) if inside.gpus else Resemblance()
         first = found if first is None else first
         faults += _of_server(inside, found)
-    faults += _rows(topology) + _told(topology) + _unreachable(topology, faults)
+    faults += _rows(topology) + _unreachable(topology)
+    faults += _told(topology, faults)
     machine = first.machine if first is not None else None
     return Diagnosis(
         topology,
@@ -151,11 +156,16 @@ def _server(topology: Topology, server: str) -> Topology:
 
 def _of_server(server: Topology, found: Resemblance) -> list[Fault]:
     faults = _nvlink_faults(server, found)
-    for rule in (_pcie_faults, _unplugged, _far_from_nics, _distant_nics, _misplaced, _divided):
+    for rule in (_pcie_faults, _unplugged, _fewer_nics, _far_from_nics, _distant_nics, _misplaced, _divided):
         hurt = {name for fault in faults for name in fault.devices}
-        faults += [one for one in rule(server, found) if one.kind != "NIC far" or not hurt & set(one.devices)]
+        above = {link.src for link in server.links if link.dst in hurt and link.channel == "pcie"}
+        named = hurt | above if rule is _far_from_nics else set()
+        faults += [one for one in rule(server, found) if not named & set(one.devices)]
     divided = {name for fault in faults if fault.kind == "MIG" for name in fault.devices}
-    return [one for one in faults if one.kind != "no NVLink" or not divided & set(one.devices)]
+    dark = [one for one in faults if one.kind == "no NVLink" and divided & set(one.devices)]
+    links = tuple(link for one in dark for link in one.links)
+    # NVLinks of a GPU in MIG mode come back with the whole GPU.
+    return [replace(one, links=links) if one.kind == "MIG" else one for one in faults if one not in dark]
 
 
 def _nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
@@ -359,6 +369,30 @@ def _numa_above(server: Topology, name: str) -> int | None:
     return None
 
 
+def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
+    """PCIe switches above GPUs that have fewer NICs than nearly all others."""
+    below: dict[str, Counter[str]] = {}
+    for link in server.links:
+        if link.channel == "pcie" and server.device(link.dst).kind == "pcie":
+            below.setdefault(link.dst, Counter())[server.device(link.src).kind] += 1
+    nics = {switch: kinds["nic"] for switch, kinds in below.items() if kinds["gpu"]}
+    if len(nics) < LEAST_SWITCHES:
+        return []
+    usual, times = Counter(nics.values()).most_common(1)[0]
+    if times < MOST * len(nics) or not usual:
+        return []
+    return [
+        Fault("NIC missing", (switch,), counted(count), f"{counted(usual)}, as most switches with GPUs have")
+        for switch, count in nics.items()
+        if count < usual
+    ]
+
+
+def counted(nics: int) -> str:
+    """NICs in words."""
+    return {0: "no NIC", 1: "1 NIC"}.get(nics, f"{nics} NICs")
+
+
 def _misplaced(server: Topology, _found: Resemblance) -> list[Fault]:
     """GPUs and NICs that say another NUMA node than the CPU their PCIe leads to."""
     faults = []
@@ -371,7 +405,7 @@ def _misplaced(server: Topology, _found: Resemblance) -> list[Fault]:
     return faults
 
 
-def _far_from_nics(server: Topology, _found: Resemblance) -> list[Fault]:
+def _far_from_nics(server: Topology, found: Resemblance) -> list[Fault]:
     """GPUs farther from their nearest NIC than most are; a NIC that hangs on a GPU of its own is near no other."""
     names, cells = relation_matrix(server)
     plugged = {link.src for link in server.links if server.device(link.dst).kind in ("pcie", "cpu")}
@@ -389,7 +423,7 @@ def _far_from_nics(server: Topology, _found: Resemblance) -> list[Fault]:
             serving.setdefault(nearest[name], set()).update(n for n in codes if codes[n] == nearest[name])
     usual = _usual(nearest.values())
     # One NIC is near some GPUs and far from others wherever it is.
-    if usual is None or usual == len(CODES) or len(serving[usual]) < 2:
+    if usual is None or usual == len(CODES) or len(serving[usual]) < 2 or not _whole(server, found):
         return []
     faults = []
     for far in sorted({distance for distance in nearest.values() if distance > usual}):
@@ -424,15 +458,18 @@ def _rows(topology: Topology) -> list[Fault]:
     ]
 
 
-def _told(topology: Topology) -> list[Fault]:
-    """What the driver, or whoever wrote the file, says is amiss."""
+def _told(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
+    """What the driver, or whoever wrote the file, says is amiss, but for devices whose faults are known."""
+    hurt = {name for fault in known for name in fault.devices}
     faults = []
     for note in topology.notes:
         if kind_of(note) == "warning":
             text = warning_text(note)
-            words = set(text.replace(",", " ").replace(":", " ").replace("-", " ").split())
-            named = tuple(device.name for device in topology.devices if device.name in words)
-            faults.append(Fault("told", named, text, "nothing to warn of"))
+            words = dict.fromkeys(re.findall(r"[\w.]+", re.sub(r"\bGPU (\d+)", r"gpu\1", text)))
+            names = {device.name for device in topology.devices}
+            named = tuple(word for word in words if word in names or re.fullmatch(r"gpu\d+", word))
+            if not named or not set(named) <= hurt:
+                faults.append(Fault("told", named, text, "nothing to warn of"))
     return faults
 
 
@@ -441,7 +478,7 @@ def warning_text(note: str) -> str:
     return note.removeprefix("warning: ")
 
 
-def _unreachable(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
+def _unreachable(topology: Topology) -> list[Fault]:
     """GPUs that no links join, there and back, to most of the others."""
     leaving: dict[str, list[str]] = {}
     entering: dict[str, list[str]] = {}

@@ -23,6 +23,7 @@ Kind = Literal[
     "PCIe slow",
     "PCIe one-way",
     "NIC far",
+    "NIC missing",
     "NUMA",
     "MIG",
     "no peer access",

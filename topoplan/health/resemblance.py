@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from topoplan.formats.load import library, library_path, load
+from topoplan.formats.merge import APART, ONE_SWITCH, relation, ways_up
 from topoplan.health.faults import SLOW
 from topoplan.topology import Link, Topology
 
@@ -264,7 +265,8 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
         return None
     have = [[cell * scale for cell in row] for row in shape.carried]
     numbers = _numbers(shape.gpus, count, len(other.gpus))
-    places = _embed(have, other.carried, pairs=0, first=numbers)
+    host = (_joined(server, ONE_SWITCH), _joined(machine, APART))
+    places = _embed(have, other.carried, pairs=0, first=numbers, host=host)
     exact = places is not None
     if places is None and not alike:
         return None
@@ -272,7 +274,10 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
         if _short(have, other.carried, numbers) is not None:
             places = numbers
         elif _few_short(have, other.carried):
-            tries = (_embed(have, other.carried, pairs=k, first=numbers) for k in range(1, MOST_PAIRS + 1))
+            tries = (
+                _embed(have, other.carried, pairs=k, first=numbers, host=host)
+                for k in range(1, MOST_PAIRS + 1)
+            )
             places = next((one for one in tries if one is not None), None)
     elif places is None and 2 * count > len(other.gpus):
         places = numbers if _short(have, other.carried, numbers) is not None else None
@@ -287,6 +292,14 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
         if other.carried[places[i]][places[j]]
     ]
     return Resemblance(machine, exact, _links(wanted, other.rate / scale))
+
+
+def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:
+    """Pairs of GPUs, by position, that are joined so over PCIe."""
+    ways = [*ways_up(machine).values()]
+    return frozenset(
+        frozenset((i, j)) for i, first in enumerate(ways) for j in range(i) if relation(first, ways[j]) == how
+    )
 
 
 def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
@@ -343,17 +356,25 @@ def _embed(
     *,
     pairs: int,
     first: Sequence[int],
+    host: tuple[frozenset[frozenset[int]], frozenset[frozenset[int]]],
 ) -> tuple[int, ...] | None:
-    """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit."""
+    """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit.
+
+    GPUs that share a PCIe switch in the server are not laid where the machine has different CPUs; ``host`` has the
+    pairs of both.
+    """
     if not pairs and not _may_be_part(have, want):
         return None
     order = _outward(have)
+    together, apart = host
     places: dict[int, int] = {}
     steps = 0
 
     def fits(i: int, place: int, left: int) -> int:
         for j, there in places.items():
             if have[i][j] > ALIKE * want[place][there]:
+                return -1
+            if {i, j} in together and {place, there} in apart:
                 return -1
             if have[i][j] < SLOW * want[place][there]:
                 left -= 1

@@ -76,7 +76,7 @@ V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h1
         ),
         (
             lambda: without_devices(H100S(), ["nic3"]),
-            "gpu3: the nearest NIC is PHB, should be PIX, as for most GPUs",
+            "pcie3: no NIC, should be 1 NIC, as most switches with GPUs have",
         ),
         (
             lambda: without_links(H100S(), ["gpu7-pcie7"]),
