@@ -82,7 +82,8 @@ class Device:
     multicast, reduce : bool
         The device can copy one input to several outputs, or add several inputs (in-network collectives).
     facts : tuple of (str, str)
-        What else is known of it, by key in ascending order (see `FACTS`). Plans do not depend on facts.
+        What else is known of it, by key in ascending order (see `FACTS`). Plans depend on none of them but ``mig`` and
+        ``peer_access``, which readers of machines turn into links (`topoplan.hosts.staging.without_peer_access`).
     capable : tuple of str
         What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
 

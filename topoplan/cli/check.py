@@ -139,7 +139,8 @@ def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     rows = []
     cut = []
     for i, fault in enumerate(faults):
-        texts = dict(zip(_WIDEST, (named(fault.devices), fault.state, fault.should_be), strict=True))
+        where = "-".join(fault.devices) if fault.of_a_link else named(fault.devices)
+        texts = dict(zip(_WIDEST, (where, fault.state, fault.should_be), strict=True))
         cells = [_short(text, _WIDEST[title]) for title, text in texts.items()]
         rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
         if any(len(printable(text)) > _WIDEST[title] for title, text in texts.items()):

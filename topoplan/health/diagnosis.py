@@ -440,8 +440,8 @@ def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
     instances = {gpu: text.count(",") + 1 for gpu, text in divided.items() if text}
     if instances:
         numbers = " or ".join(map(str, sorted(set(instances.values()))))
-        state = f"in MIG mode ({numbers} instances), no access between GPUs"
-        faults.append(Fault("MIG", tuple(instances), state, "whole GPUs, for collectives"))
+        state = f"in MIG mode ({numbers} instances)"
+        faults.append(Fault("MIG", tuple(instances), state, "whole GPUs, with peer access"))
     barred = tuple(gpu for gpu in server.gpus if not divided[gpu] and not has_peer_access(server.device(gpu)))
     if barred:
         state = "no peer access: copies pass the CPU's memory"

@@ -70,12 +70,13 @@ class Fault:
         """One line for a person."""
         if self.kind == "told":
             return self.state
-        where = "-".join(self.devices) if _of_a_link(self.kind) else listed(self.devices)
+        where = "-".join(self.devices) if self.of_a_link else listed(self.devices)
         return f"{where}: {self.state}, should be {self.should_be}"
 
-
-def _of_a_link(kind: Kind) -> bool:
-    return kind.startswith(("link ", "PCIe "))
+    @property
+    def of_a_link(self) -> bool:
+        """Whether the devices are the two ends of a link."""
+        return self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
 
 
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:

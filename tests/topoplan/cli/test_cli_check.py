@@ -49,15 +49,23 @@ def test_faults_are_named_with_their_cost(broken: str, capsys: pytest.CaptureFix
     assert [cost["alone"] for cost in costs] == pytest.approx([550 / 7, 575 / 7])
 
 
-def test_the_text_says_it_in_lines_that_fit(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "check", broken, "--collective", "broadcast")
+def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four A100 with half the wires between two of them."""
+    path = tmp_path / "four.json"
+    path.write_text(topoplan.slow_links("nvlink-x4", {"gpu0-gpu1": 50}).to_json())
+    status, out, _ = run(capsys, "check", str(path), "--collective", "allgather")
     lines = out.splitlines()
     assert status == 1
-    assert lines[:4] == [
-        "broken, 8 GPUs: 2 faults",
-        "resembles  dgx-1v",
-        "allreduce  75 GB/s now, 85.7143 healthy (bus bandwidth 131.25, 150)",
-        "broadcast  100 GB/s now, 150 healthy (bus bandwidth 100, 150)",
+    assert lines == [
+        "nvlink-x4, 4 GPUs: 1 fault",
+        "resembles  nvlink-x4",
+        "allreduce  183.333 GB/s now, 200 healthy (bus bandwidth 275, 300)",
+        "allgather  333.333 GB/s now, 400 healthy (bus bandwidth 250, 300)",
+        "",
+        "kind       devices    is                      should be             allreduce alone  allgather alone",
+        "link slow  gpu0-gpu1  4 NVLinks of 12.5 GB/s  4 NVLinks of 25 GB/s          183.333          333.333",
+        "",
+        "note: slowed: gpu0-gpu1 to 50 GB/s",
     ]
     assert max(map(len, lines)) <= 120
 
