@@ -6,9 +6,10 @@ carries nine tenths of what it should is whole, since the measured rates of equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from topoplan.hosts.notes import listed
 from topoplan.topology import Link, Topology
@@ -37,6 +38,8 @@ SLOW = 0.9
 """A link slower than this part of what it should be is named."""
 
 Ends = tuple[str, str]
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +201,21 @@ def nvlinks(count: int, rate: float) -> str:
     ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
     """
     return f"{count} NVLink{'s' * (count > 1)} of {rate:g} GB/s"
+
+
+def most_have(values: Iterable[Value]) -> Value | None:
+    """What more than half of the values are; None where there is no such value.
+
+    Examples
+    --------
+    >>> most_have([6, 6, 4]), most_have([6, 4])
+    (6, None)
+    """
+    counted = Counter(values)
+    return next((value for value, times in counted.items() if 2 * times > counted.total()), None)
+
+
+def lower_median(values: Iterable[float]) -> float:
+    """The middle value, the lower of two; 0 of none."""
+    known = sorted(values)
+    return known[(len(known) - 1) // 2] if known else 0.0
