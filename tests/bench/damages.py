@@ -19,9 +19,19 @@ from topoplan.health.diagnosis import Diagnosis, diagnose
 
 MACHINES = (
     *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),
-    *("mi250", "mi250x", "mi300x", "nvlink-x4", "p4d.24xlarge", "p5.48xlarge", "v100x4"),
+    *(
+        "gb200-nvl72",
+        "mi250",
+        "mi250x",
+        "mi300x",
+        "nvlink-x4",
+        "p4d.24xlarge",
+        "p5.48xlarge",
+        "pcie-x8",
+        "v100x4",
+    ),
 )
-"""Those with NVLinks but for the racks; matrices of nvidia-smi speak of the NVIDIA machines."""
+"""The library but for two twins of others; matrices of nvidia-smi speak of the NVIDIA machines."""
 
 SEED = 20
 
@@ -45,7 +55,7 @@ def cases(number: int, seed: int = SEED) -> list[Case]:
     made: list[Case] = []
     for i in range(number):
         name = rng.choice(MACHINES)
-        text = i % 3 == 2 and not name.startswith("mi")
+        text = i % 3 == 2 and not name.startswith(("mi", "pcie"))
         allowed = IN_TEXT if text else KINDS
         sort = ("single", "doubled", "combined")[i // 3 % 3]
         kinds = [rng.choice(allowed)] * (1 + (sort == "doubled"))
@@ -54,7 +64,7 @@ def cases(number: int, seed: int = SEED) -> list[Case]:
         whole = read_library(name)
         broken, damages = damaged(whole, kinds, rng)
         if not damages:
-            broken, damages = damaged(whole, ["bare"], rng)
+            broken, damages = damaged(whole, ["bare"] if text else ["slow PCIe"], rng)
         made.append(_judged(name, sort, "text" if text else "JSON", broken, damages))
     return made
 

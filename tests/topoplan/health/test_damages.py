@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,16 +95,44 @@ def test_a_machine_whose_gpus_are_numbered_otherwise_is_known() -> None:
     assert [set(fault.devices) for fault in found.faults] == [dead]
 
 
+def of_wires(gpus: int, wires: Callable[[int, int], int]) -> topoplan.Topology:
+    """The machine of a matrix with so many NVLinks between two GPUs."""
+    rows = [
+        ["X" if i == j else f"NV{n}" if (n := wires(i, j)) else "SYS" for j in range(gpus)]
+        for i in range(gpus)
+    ]
+    heads = [f"GPU{i}" for i in range(gpus)]
+    lines = [" ".join([head, *row]) for head, row in zip(heads, rows, strict=True)]
+    return topoplan.load("\n".join(["  " + " ".join(heads), *lines]))
+
+
+SHAPES: dict[str, Callable[[int, int], int]] = {
+    "rings": lambda i, j: int((i - j) % 8 in (1, 7)),
+    "meshes": lambda i, j: 2,
+    "cubes": lambda i, j: 2 * ((i ^ j).bit_count() == 1),
+    "bridges": lambda i, j: 4 * (i // 2 == j // 2),
+    "one bridge": lambda i, j: 4 * ({i, j} == {0, 1}),
+    "quads": lambda i, j: int(i // 4 == j // 4),
+    "halves": lambda i, j: int((i < 4) != (j < 4)),
+    "doubled pairs": lambda i, j: 3 if i // 2 == j // 2 else 1,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
+    """Two to eight GPUs, wired evenly in one way or another."""
+    for gpus in range(2, 9):
+        machine = of_wires(gpus, SHAPES[shape])
+        assert diagnose(machine).faults == (), gpus
+
+
 def test_a_machine_that_nobody_knows_is_held_against_itself() -> None:
     """Four GPUs with six wires each way are whole; with a pair at half, that pair is named."""
-    rows = [["X" if i == j else "NV6" for j in range(4)] for i in range(4)]
-
-    def text() -> str:
-        heads = [f"GPU{i}" for i in range(4)]
-        return "\n".join(
-            ["  " + " ".join(heads), *(" ".join([f"GPU{i}", *row]) for i, row in enumerate(rows))]
-        )
-
-    assert diagnose(topoplan.load(text())).healthy
-    rows[1][3] = rows[3][1] = "NV3"
-    assert [fault.devices for fault in diagnose(topoplan.load(text())).faults] == [("gpu1", "gpu3")]
+    assert diagnose(of_wires(4, lambda i, j: 6)).healthy
+    found = diagnose(of_wires(4, lambda i, j: 3 if {i, j} == {1, 3} else 6))
+    assert [(fault.kind, fault.devices) for fault in found.faults] == [("link missing", ("gpu1", "gpu3"))]
+    ring = diagnose(of_wires(8, lambda i, j: int((i - j) % 8 in (1, 7) and {i, j} != {4, 5})))
+    assert [(fault.kind, fault.devices) for fault in ring.faults] == [
+        ("fewer NVLinks", ("gpu4",)),
+        ("fewer NVLinks", ("gpu5",)),
+    ]
