@@ -80,6 +80,8 @@ def unstaged(topology: Topology) -> Topology:
     True
     """
     names = {device.name for device in topology.devices}
+    if not any(name.endswith(DOWNWARDS) for name in names):
+        return topology
     whole = {name: name.removesuffix(DOWNWARDS) for name in names}
     whole |= {name: name for name, base in whole.items() if base not in names}
     links = {

@@ -15,6 +15,7 @@ from tests.support.listings import MACHINES, each
 from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.rocm_smi import parse_rocm_smi
+from topoplan.health.diagnosis import diagnose
 from topoplan.topology import Topology
 
 Cell = Callable[[int, int], object]
@@ -122,6 +123,18 @@ def test_where_neither_tells_the_machine_is_asked_for(weight: int) -> None:
     assert fabric(topoplan.load(text, merge="mi250x")) == fabric(topoplan.load("mi250x"))
     with pytest.raises(UsageError, match="16"):
         topoplan.load(text, merge="mi250")
+
+
+def test_a_link_that_is_gone_is_found() -> None:
+    """Of the MI250X by its bandwidths; of eight GPUs that are joined all to all by one weight of two hops."""
+
+    def width(i: int, j: int) -> str:
+        return f"0-{50000 * int(str(X250(i, j))) if {i, j} != {2, 4} else 0}"
+
+    gone = diagnose(topoplan.load(showtopo(8, type=lambda i, j: "XGMI", bandwidth=width)))
+    assert (gone.resembles, [fault.devices for fault in gone.faults]) == ("mi250x", [("gpu2", "gpu4")])
+    far = showtopo(8, weight=lambda i, j: 30 if {i, j} == {0, 5} else 15, type=lambda i, j: "XGMI")
+    assert [fault.devices for fault in diagnose(topoplan.load(far)).faults] == [("gpu0", "gpu5")]
 
 
 def test_numa_nodes_place_the_gpus() -> None:
