@@ -1,7 +1,8 @@
 """Random damages of the library's machines, as `topoplan check` reads them: found, named right, costed right.
 
 Found: something is said to be amiss. Named: each damage has its fault, of the right kind on the right devices, and no
-other fault is told. Costed: the rates now and healthy are those of plans of both descriptions, made apart.
+other fault is told. Costed: the rates now and healthy are those of plans of both descriptions, made apart. The last
+line is of machines without a switch whose GPUs have other numbers than in the library, so their places must be found.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import topoplan
-from tests.support.damaged_machines import IN_TEXT, KINDS, NAMED, Damage, as_text, damaged, read_library
+from tests.support.damaged_machines import (
+    IN_TEXT,
+    KINDS,
+    NAMED,
+    Damage,
+    as_text,
+    damaged,
+    read_library,
+    renumbered,
+)
 from topoplan.health.costs import TIME_LIMIT, costs_of
 from topoplan.health.diagnosis import Diagnosis, diagnose
 
@@ -110,6 +120,22 @@ def _whole_rate(name: str, form: str) -> float:
     return float(topoplan.plan(topoplan.load(text)).rate)
 
 
+DIRECT = ("dgx-1p", "dgx-1v", "mi250", "mi250x", "mi300x", "nvlink-x4", "v100x4")
+
+
+def renumbered_cases(number: int, seed: int = SEED) -> list[tuple[bool, bool]]:
+    """Whether damages of machines with other numbers were found, and named."""
+    rng = random.Random(seed)
+    told: list[tuple[bool, bool]] = []
+    while len(told) < number:
+        kinds = [rng.choice(KINDS[:-1]) for _ in range(1 + len(told) % 2)]
+        broken, damages = renumbered(*damaged(read_library(rng.choice(DIRECT)), kinds, rng), rng)
+        if damages:
+            found = diagnose(json.dumps(broken))
+            told.append((not found.healthy, _named(found, damages)))
+    return told
+
+
 def main(number: int = 200) -> None:
     """Print the counts, and each damage that was not found or not named right."""
     made = cases(number)
@@ -119,6 +145,10 @@ def main(number: int = 200) -> None:
         for form in ("JSON", "text"):
             _print_counts(sort, form, [c for c in made if (c.sort, c.form) == (sort, form)])
     _print_counts("all", "", made)
+    moved = renumbered_cases(number // 2)
+    print(
+        f"{'renumbered':10} {'JSON':5} {len(moved):5} {sum(f for f, _ in moved):6} {sum(n for _, n in moved):6}"
+    )
     missed = Counter(
         f"{case.machine} {case.form}: " + ", ".join(f"{d.kind} {'-'.join(d.devices)}" for d in case.damages)
         for case in made

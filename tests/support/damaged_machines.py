@@ -111,6 +111,18 @@ def _break(machine: Machine, kind: str, devices: tuple[str, ...], rng: random.Ra
     return touched
 
 
+def renumbered(
+    machine: Machine, damages: Sequence[Damage], rng: random.Random
+) -> tuple[Machine, tuple[Damage, ...]]:
+    """The machine with its GPUs in another order, and the damages under their numbers there."""
+    gpus = [device["name"] for device in machine["devices"] if device["kind"] == "gpu"]
+    names = dict(zip(gpus, rng.sample(gpus, len(gpus)), strict=True))
+    moved = copy.deepcopy(machine)
+    for link in moved["links"]:
+        link["src"], link["dst"] = (names.get(link[end], link[end]) for end in ("src", "dst"))
+    return moved, tuple(Damage(d.kind, tuple(names.get(one, one) for one in d.devices)) for d in damages)
+
+
 def as_text(machine: Machine) -> str:
     """What ``nvidia-smi topo -m`` would print, with the CPU affinity of the GPUs."""
     kind_of = {device["name"]: device["kind"] for device in machine["devices"]}

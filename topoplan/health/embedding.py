@@ -43,13 +43,14 @@ def embed(
 ) -> tuple[int, ...] | None:
     """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit.
 
-    GPUs that share a PCIe switch in the server are not laid where the machine has different CPUs; ``host`` has the
-    pairs of both.
+    Where pairs may be short, those of GPUs that have lost all NVLinks are not counted. GPUs that share a PCIe
+    switch in the server are not laid where the machine has different CPUs; ``host`` has the pairs of both.
     """
     if not pairs and not _may_be_part(have, want):
         return None
     order = _outward(have)
     together, apart = host
+    bare = {i for i, row in enumerate(have) if not any(row)} if pairs else set()
     places: dict[int, int] = {}
     steps = 0
 
@@ -59,7 +60,7 @@ def embed(
                 return -1
             if {i, j} in together and {place, there} in apart:
                 return -1
-            if have[i][j] < SLOW * want[place][there]:
+            if have[i][j] < SLOW * want[place][there] and not bare & {i, j}:
                 left -= 1
                 if left < 0:
                     return -1
