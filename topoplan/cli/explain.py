@@ -1,0 +1,234 @@
+"""``topoplan explain``: logs of nccl-tests and of NCCL beside what the machine's wires allow."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster, add_in_network
+from topoplan.cli.damage_options import Machine, add_damage
+from topoplan.cli.output import counted, print_json, print_notes, printable, table
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_log, read_machine
+from topoplan.compare.measured import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.compare.reachable import LATENCY, Reachable, reachable
+from topoplan.errors import UsageError
+from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
+from topoplan.formats.nccl_logs.perf_runs import PerfRun
+from topoplan.hosts.notes import warning
+from topoplan.in_network import fully_used
+from topoplan.plans.plan import check_collective
+from topoplan.units import format_gpu_list, format_size
+
+WIDTH = 118
+"""Columns of the longest line of a sentence."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``explain``."""
+    parser.add_argument(
+        "log",
+        metavar="LOG",
+        help="what nccl-tests, topoplan bench or NCCL_DEBUG=INFO printed, several runs in one file too; - for stdin",
+    )
+    arguments.add_machine(parser, option="--machine")
+    arguments.add_allocation(parser)
+    arguments.add_collective(parser, default=None)
+    arguments.add_json(parser)
+    parser.add_argument("--csv", action="store_true", help="print the rows as comma-separated values")
+    add_cluster(parser)
+    add_in_network(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
+    if options.json and options.csv:
+        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+    if options.topo is None:
+        raise UsageError("explain needs the machine that ran; add --machine TOPO")
+    if options.log == "-" and "-" in (options.topo, options.merge):
+        raise UsageError("stdin is read once; give LOG and --machine a file each, but for one")
+    collective = None if options.collective is None else check_collective(options.collective)
+    text = read_log(options.log)
+    runs = parse_perf_runs(text)
+    where = "stdin" if options.log == "-" else options.log
+    if not runs:
+        raise UsageError(
+            f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
+            "give what they printed"
+        )
+    machine = read_machine(options)
+    with progress_line("explaining") as progress:
+        judged = judge_runs(runs, machine, options, collective, progress)
+    if options.json:
+        print_json(_object(judged, machine))
+    elif options.csv:
+        sys.stdout.write(_csv(judged))
+    else:
+        for number, one in enumerate(judged):
+            print("\n".join((["" for _ in range(min(number, 1))]) + _lines(one, machine)))
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def judge_runs(
+    runs: Sequence[PerfRun],
+    machine: Machine,
+    options: argparse.Namespace,
+    collective: str | None,
+    progress: Callable[[str], None] | None,
+) -> list[JudgedRun]:
+    """Every run beside what its GPUs can reach; each collective on each allocation is worked out once."""
+    whole = machine.whole if options.in_network is not None else fully_used(machine.whole)
+
+    @cache
+    def reach(known: str, gpus: tuple[int, ...], root: int | None) -> Reachable:
+        if progress:
+            progress(f"{known} on {counted(len(gpus), 'GPU')} …")
+        return reachable(whole, known, gpus=machine.allocation(gpus), root=root)
+
+    named = machine.allocation(options.gpus)
+    return [judge(run, whole, reach, gpus=named, collective=collective) for run in runs]
+
+
+def _object(judged: Sequence[JudgedRun], machine: Machine) -> dict[str, object]:
+    return {
+        "machine": machine.whole.name,
+        "rows": [row.to_object() for one in judged for row in one.rows],
+        "runs": [
+            {
+                "program": one.run.program,
+                "line": one.run.line,
+                "gpus": list(one.gpus),
+                "references": [_reference(found) for found in one.references],
+                "nics": [words for _, words in _nic_sentences(one)],
+                "warnings": list(one.warnings),
+                "notes": list(one.notes),
+            }
+            for one in judged
+        ],
+        "notes": list(machine.whole.notes),
+    }
+
+
+def _reference(found: Reachable) -> dict[str, object]:
+    return {
+        "collective": found.collective,
+        "nccl": [{"schedule": name, "rate": rate} for name, rate in found.nccl],
+        "best": found.best if len(found.gpus) > 1 else None,
+        "over": list(found.channels),
+        "links": found.links,
+        "factor": found.factor,
+    }
+
+
+def _csv(judged: Sequence[JudgedRun]) -> str:
+    rows = [row.to_object() for one in judged for row in one.rows]
+    text = io.StringIO()
+    names = [name for name in rows[0] if name != "in_place"] if rows else ["collective"]
+    inside = ("time", "algbw", "busbw", "wrong")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*names, *(f"in_place_{name}" for name in inside)])
+    for row in rows:
+        placed = row["in_place"]
+        more = [placed[name] for name in inside] if isinstance(placed, dict) else [None] * len(inside)
+        writer.writerow(["" if value is None else value for value in (*(row[name] for name in names), *more)])
+    return text.getvalue()
+
+
+def _lines(one: JudgedRun, machine: Machine) -> list[str]:
+    """A run for a person."""
+    lines = [_title(one, machine)]
+    for found in one.references:
+        lines += _reference_lines(found)
+    if one.rows:
+        head = ("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by")
+        lines += ["", table(head, [_cells(row) for row in one.rows]), ""]
+    lines += [_verdict(one)] if one.references else []
+    lines += [words for _, words in _nic_sentences(one)][-1:]
+    lines += [printable(warning(words)) for words in one.warnings]
+    lines += [printable(f"note: {words}") for words in one.notes]
+    return [line for long in lines for line in _wrapped(long)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A sentence in lines of `WIDTH`; a table stays as it is."""
+    if "\n" in line or len(line) <= WIDTH:
+        return [line]
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _title(one: JudgedRun, machine: Machine) -> str:
+    what = one.rows[0].collective if one.rows else one.run.program or "no rows"
+    by = "topoplan bench" if one.run.program == "bench" else "nccl-tests"
+    ran = f", {one.run.schedule}" if one.run.schedule else ""
+    if not one.gpus:
+        return f"{what} by {by}{ran}"
+    where = f"GPUs {format_gpu_list(one.gpus)} of {machine.whole.name}"
+    return f"{what} of {counted(len(one.gpus), 'rank')} by {by}{ran}, on {where}"
+
+
+def _reference_lines(found: Reachable) -> list[str]:
+    """What NCCL and any schedule can, in algorithm and bus bandwidth."""
+
+    def both(rate: float) -> str:
+        return f"{rate:.4g} GB/s (busbw {rate * found.factor:.4g})"
+
+    if len(found.gpus) == 1:
+        return ["a single rank sends nothing, so nothing bounds it"]
+    rates = [f"{name} {both(rate)}" for name, rate in found.nccl]
+    return [
+        f"NCCL   {', '.join(rates) if rates else 'has nothing here'}",
+        f"best   {both(found.best)} over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
+    ]
+
+
+def _cells(row: JudgedRow) -> tuple[str, ...]:
+    inside = row.row.in_place if row.row.out_of_place else None
+    return (
+        format_size(row.row.size),
+        f"{row.row.timing.seconds * 1e6:.6g}",
+        f"{row.row.timing.algbw:.2f}",
+        f"{row.row.timing.busbw:.2f}",
+        "-" if inside is None else f"{inside.busbw:.2f}",
+        _percent(row.of_nccl),
+        _percent(row.of_best),
+        row.bound_by or "-",
+    )
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f}%"
+
+
+def _verdict(one: JudgedRun) -> str:
+    """The fastest row that nothing is wrong with, in one sentence."""
+    usable = [row for row in one.rows if not row.row.timing.wrong and row.reachable and row.row.size]
+    if not usable:
+        return "no row tells a rate"
+    top = max(usable, key=lambda row: row.rate)
+    found = top.reachable
+    assert found is not None
+    first = (
+        f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s (busbw {top.rate * found.factor:.4g})"
+    )
+    if top.of_best is None:
+        return first
+    rest = f"{_percent(top.of_best)} of what any schedule can"
+    if top.of_nccl is not None:
+        rest = f"{_percent(top.of_nccl)} of NCCL's best ({found.nccl[0][0]}), {rest}"
+    why = "; latency binds at this size, so larger ones are faster" if top.bound_by == LATENCY else ""
+    return f"{first}, {rest}{why}"
+
+
+def _nic_sentences(one: JudgedRun) -> list[tuple[JudgedRow, str]]:
+    return [(row, words) for row in one.rows for words in [nic_words(row)] if words]
