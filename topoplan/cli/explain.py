@@ -7,6 +7,7 @@ import csv
 import io
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -17,8 +18,10 @@ from topoplan.cli.output import counted, print_json, print_notes, printable, tab
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.compare.measured import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.compare.nccl_run import NcclRun, choice_lines, judge_nccl
 from topoplan.compare.reachable import LATENCY, Reachable, reachable
 from topoplan.errors import UsageError
+from topoplan.formats.nccl_logs.debug_log import parse_nccl_log, via_kind
 from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
 from topoplan.formats.nccl_logs.perf_runs import PerfRun
 from topoplan.hosts.notes import warning
@@ -57,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("stdin is read once; give LOG and --machine a file each, but for one")
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
-    runs = parse_perf_runs(text)
+    runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
     where = "stdin" if options.log == "-" else options.log
-    if not runs:
+    if not runs and spoken is None:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give what they printed"
@@ -67,13 +70,15 @@ def run(options: argparse.Namespace) -> int:
     machine = read_machine(options)
     with progress_line("explaining") as progress:
         judged = judge_runs(runs, machine, options, collective, progress)
+        gpus = machine.allocation(options.gpus)
+        nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
     if options.json:
-        print_json(_object(judged, machine))
+        print_json(_object(judged, nccl, machine))
     elif options.csv:
         sys.stdout.write(_csv(judged))
     else:
-        for number, one in enumerate(judged):
-            print("\n".join((["" for _ in range(min(number, 1))]) + _lines(one, machine)))
+        parts = [_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
+        print("\n\n".join("\n".join(lines) for lines in parts))
         print_notes(*machine.whole.notes)
     return 0
 
@@ -98,7 +103,7 @@ def judge_runs(
     return [judge(run, whole, reach, gpus=named, collective=collective) for run in runs]
 
 
-def _object(judged: Sequence[JudgedRun], machine: Machine) -> dict[str, object]:
+def _object(judged: Sequence[JudgedRun], nccl: NcclRun | None, machine: Machine) -> dict[str, object]:
     return {
         "machine": machine.whole.name,
         "rows": [row.to_object() for one in judged for row in one.rows],
@@ -114,6 +119,7 @@ def _object(judged: Sequence[JudgedRun], machine: Machine) -> dict[str, object]:
             }
             for one in judged
         ],
+        "nccl": None if nccl is None else nccl.to_object(),
         "notes": list(machine.whole.notes),
     }
 
@@ -155,6 +161,35 @@ def _lines(one: JudgedRun, machine: Machine) -> list[str]:
     lines += [words for _, words in _nic_sentences(one)][-1:]
     lines += [printable(warning(words)) for words in one.warnings]
     lines += [printable(f"note: {words}") for words in one.notes]
+    return [line for long in lines for line in _wrapped(long)]
+
+
+def _nccl_lines(nccl: NcclRun) -> list[str]:
+    """What NCCL set up, for a person."""
+    one = nccl.main
+    lines = [f"NCCL {nccl.log.version or 'of a version that its log does not say'}"]
+    if one is not None:
+        gpus = f", on GPUs {format_gpu_list(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
+        shown = counted(one.channels or len(one.rings), "channel")
+        nvls = f", {one.nvls_channels} for NVLS" if one.nvls_channels else ""
+        lines[0] += f": {counted(one.size, 'rank')}{gpus}, {shown}{nvls}"
+        if nccl.rings is not None:
+            rings = counted(len(one.rings), "ring")
+            most = f"; the best do {nccl.best_rings:.4g}" if nccl.best_rings else ""
+            lines.append(f"rings  {rings}, {nccl.rings:.4g} GB/s of bus bandwidth on these wires{most}")
+        if nccl.trees is not None:
+            lines.append(f"trees  chains, {nccl.trees:.4g} GB/s of algorithm bandwidth on these wires")
+        ways = Counter(via_kind(joined.via) for joined, _ in one.joined())
+        if ways:
+            told = ", ".join(f"{way} for {counted(count, 'pair')}" for way, count in sorted(ways.items()))
+            lines.append(f"ways   {told}")
+        lines += [f"chose  {line}" for line in choice_lines(one)]
+    for finding in nccl.findings:
+        where = f"line {finding.line}: " if finding.line else ""
+        lines.append(printable(warning(f"{where}{finding.text}")))
+    if not nccl.findings:
+        lines.append("nothing in it misfits the machine")
+    lines += [f"note: {note}" for note in nccl.notes]
     return [line for long in lines for line in _wrapped(long)]
 
 

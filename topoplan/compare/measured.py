@@ -1,23 +1,22 @@
 """What was measured beside what the wires allow: the runs of a log on the GPUs of a machine, row by row.
 
-Ranks are found on the machine by bus id where both sides state it, else by the number of the device on its host: hosts
-are the servers of the machine in the order in which their first ranks are listed. Figures stand as they were printed;
+Figures stand as they were printed;
 parts of what is reachable are those of size over time, which small sizes print with more digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from topoplan.compare.logged_ranks import run_gpus
 from topoplan.compare.reachable import BANDWIDTH, Reachable
 from topoplan.errors import UsageError
-from topoplan.formats.nccl_logs.perf_runs import LoggedRank, LoggedRow, PerfRun, Timing
-from topoplan.hosts.host import plain_bus_id
+from topoplan.formats.nccl_logs.perf_runs import LoggedRow, PerfRun, Timing
 from topoplan.plans.plan import EVERY
 from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
-from topoplan.units import format_gpu_list, format_size
+from topoplan.units import format_size
 
 ABOVE = 1.02
 """Over what no schedule exceeds, a measurement says that the machine is another than was stated."""
@@ -166,7 +165,7 @@ def judge(
             "its wires"
         )
     ranks = [rank for rank in run.ranks if rank.group == min(side)] if side else []
-    chosen, of_rank = _allocation(run, ranks, machine, gpus, notes)
+    chosen, of_rank = run_gpus(run, ranks, machine, gpus, notes)
     known = run.collective or (collective or "" if not run.program else "")
     if run.rows and not known and not run.program:
         known = _guessed(run, len(chosen), notes)
@@ -258,91 +257,6 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
                     "the machine has more than was stated, or these GPUs are not the ones that ran",
                 )
     return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, words in told.values()]
-
-
-def _allocation(
-    run: PerfRun,
-    ranks: Sequence[LoggedRank],
-    machine: Topology,
-    gpus: Sequence[int] | None,
-    notes: list[str],
-) -> tuple[tuple[int, ...], Mapping[int, int]]:
-    """The GPUs of a run, ascending, and the GPU of every rank."""
-    count = len(ranks) or run.stated
-    if gpus is not None:
-        chosen = machine.select(gpus)
-        if count is not None and count != len(chosen):
-            raise UsageError(
-                f"the log from line {run.line} is of {count} ranks, and --gpus names {len(chosen)}; "
-                "name the GPUs that ran"
-            )
-        return chosen, dict(enumerate(chosen))
-    everything = machine.select(None)
-    if not ranks:
-        if count is None:
-            notes.append(
-                f"the log does not list its ranks; taken as all {len(everything)} GPUs of {machine.name}"
-            )
-        elif count != len(everything):
-            raise UsageError(
-                f"the log is of {count} ranks and does not say on which GPUs, and {machine.name} has "
-                f"{len(everything)}; name them with --gpus"
-            )
-        return everything, dict(enumerate(everything))
-    found = _by_name(ranks, machine) or _by_bus_id(ranks, machine) or _by_device(ranks, machine)
-    twice = next((gpu for gpu in found.values() if list(found.values()).count(gpu) > 1), None)
-    if twice is not None:
-        on = [rank for rank, gpu in found.items() if gpu == twice]
-        raise UsageError(
-            f"ranks {format_gpu_list(on)} of the log share GPU {twice}, which no plan does; run one rank on each GPU"
-        )
-    return tuple(sorted(found.values())), found
-
-
-def _by_name(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By the device that ``topoplan bench`` names; empty where the log is none of ours."""
-    if not any(rank.name for rank in ranks):
-        return {}
-    number = {name: place for place, name in enumerate(machine.gpus)}
-    missing = next((rank.name for rank in ranks if rank.name not in number), None)
-    if missing is not None:
-        raise UsageError(
-            f"the log ran on {missing}, which {machine.name} does not have; give the machine of its plan"
-        )
-    return {rank.rank: number[rank.name] for rank in ranks}
-
-
-def _by_bus_id(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By bus id; empty where the machine or a rank states none, or the machine has several servers."""
-    stated = {plain_bus_id(machine.device(name).busid): place for place, name in enumerate(machine.gpus)}
-    hosts = {rank.host for rank in ranks}
-    if len(stated) < len(machine.gpus) or len(hosts) > 1 or any(rank.busid not in stated for rank in ranks):
-        return {}
-    return {rank.rank: stated[rank.busid] for rank in ranks}
-
-
-def _by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By the number of the device on its host."""
-    hosts = list(dict.fromkeys(rank.host for rank in ranks))
-    servers: dict[str, list[int]] = {}
-    for place, name in enumerate(machine.gpus):
-        servers.setdefault(machine.device(name).server, []).append(place)
-    if len(hosts) > len(servers):
-        raise UsageError(
-            f"the log's {len(ranks)} ranks ran on {len(hosts)} hosts ({', '.join(hosts[:4])}), and {machine.name} is "
-            f"{len(servers)} server{'s' if len(servers) > 1 else ''}; add --servers {len(hosts)} and --nic-gbps"
-        )
-    of_host = dict(zip(hosts, servers.values(), strict=False))
-    found = {}
-    for rank in ranks:
-        here = of_host[rank.host]
-        if rank.device is None or rank.device >= len(here):
-            raise UsageError(
-                f"rank {rank.rank} of the log ran on device {rank.device} of {rank.host}, and {machine.name} has "
-                f"{len(here)} GPUs on a server; give the machine that ran it, or its GPUs with --gpus"
-            )
-        found[rank.rank] = here[rank.device]
-    return found
 
 
 def nic_words(row: JudgedRow) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
+from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
 
 TWO = (("node1", range(8)), ("node2", range(8)))
@@ -145,3 +146,30 @@ def test_a_damaged_log_keeps_what_it_has(run: Run, log: Path) -> None:
     assert "1MB: 5 wrong elements" in out
     assert "the row of 1GB is cut" in out
     assert "ends without its summary" in out
+
+
+def test_a_log_of_nccl_is_explained_beside_the_rows(run: Run, tmp_path: Path) -> None:
+    """Both in one file, as NCCL_DEBUG=INFO leaves them: rows, rings and findings."""
+    path = tmp_path / "run.log"
+    rates = PerfLog(gpu="Tesla V100-SXM2-32GB", rate=10, sizes=[1 << 20, 1 << 28]).text()
+    path.write_text(without_peers().text() + rates)
+    status, out, _ = run("explain", str(path), "--machine", "dgx-1v")
+    assert status == 0
+    assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-1v" in out
+    assert "NCCL 2.21.5+cuda12.4: 8 ranks, on GPUs 0-7, 2 channels" in out
+    assert "rings  2 rings, 25 GB/s of bus bandwidth on these wires; the best do 150" in out
+    assert "warning: NCCL_P2P_DISABLE=1 switches NVLink and PCIe between GPUs off" in out
+    found = json.loads(run("explain", str(path), "--machine", "dgx-1v", "--json")[1])
+    assert found["nccl"]["version"] == "2.21.5+cuda12.4"
+    assert {one["kind"] for one in found["nccl"]["findings"]} >= {"setting", "shm", "few channels"}
+    assert len(found["rows"]) == 2
+
+
+def test_a_log_of_nccl_alone_has_no_rows(run: Run) -> None:
+    """And its choices stand by size."""
+    text = over_sockets().text()
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    status, out, _ = run("explain", "-", *cluster, stdin=text)
+    assert status == 0
+    assert "chose  AllReduce: tree/ll 1KB to 64KB, ring/simple 64MB" in out
+    assert json.loads(run("explain", "-", *cluster, "--json", stdin=text)[1])["rows"] == []
