@@ -17,6 +17,7 @@ from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.output import counted, print_json, print_notes, printable, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_log, read_machine
+from topoplan.cli.tuner_logs import tune
 from topoplan.compare.measured import JudgedRow, JudgedRun, judge, nic_words
 from topoplan.compare.nccl_run import NcclRun, choice_lines, judge_nccl
 from topoplan.compare.reachable import LATENCY, Reachable, reachable
@@ -37,6 +38,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``explain``."""
     parser.add_argument(
         "log",
+        nargs="?",
         metavar="LOG",
         help="what nccl-tests, topoplan bench or NCCL_DEBUG=INFO printed, several runs in one file too; - for stdin",
     )
@@ -45,6 +47,20 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser, default=None)
     arguments.add_json(parser)
     parser.add_argument("--csv", action="store_true", help="print the rows as comma-separated values")
+    tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
+    tuning.add_argument(
+        "--tune",
+        metavar="ALGORITHM=LOG,…",
+        help="write what was fastest by size, from a log of nccl-tests for each algorithm, or algorithm and protocol, "
+        "such as ring=A.log,tree/ll=B.log,nvls=C.log",
+    )
+    tuning.add_argument("-o", dest="output", metavar="F.csv", help="with --tune: the file (default: stdout)")
+    tuning.add_argument(
+        "--nccl-channels",
+        type=arguments.whole(1, 64, "number of channels from 1 to 64"),
+        metavar="N",
+        help="with --tune: channels that NCCL has (default: what the logs or the machine say)",
+    )
     add_cluster(parser)
     add_in_network(parser)
     add_damage(parser)
@@ -52,6 +68,16 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
+    if options.tune is not None:
+        given = arguments.first_given(options, {"json": False, "csv": False})
+        if options.log is not None or given:
+            raise UsageError(f"--tune writes a file of its own logs; leave {given or 'LOG'} out")
+        return tune(options)
+    given = arguments.first_given(options, {"output": None, "nccl_channels": None})
+    if given:
+        raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
+    if options.log is None:
+        raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
     if options.json and options.csv:
         raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
     if options.topo is None:

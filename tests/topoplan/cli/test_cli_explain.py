@@ -13,6 +13,7 @@ import topoplan
 from tests.support.checkout import Run
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
+from tests.support.tuner_plugin import chosen, read
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
@@ -173,3 +174,72 @@ def test_a_log_of_nccl_alone_has_no_rows(run: Run) -> None:
     assert status == 0
     assert "chose  AllReduce: tree/ll 1KB to 64KB, ring/simple 64MB" in out
     assert json.loads(run("explain", "-", *cluster, "--json", stdin=text)[1])["rows"] == []
+
+
+@pytest.fixture
+def rivals(tmp_path: Path) -> str:
+    """Logs of a ring that starts late, a tree that starts early, and NVLS that is fastest of large ones."""
+    for name, start, rate in (("ring", 90e-6, 205), ("tree", 30e-6, 150), ("nvls_tree", 110e-6, 260)):
+        (tmp_path / f"{name}.log").write_text(PerfLog(hosts=TWO, start=start, rate=rate).text())
+    return f"ring={tmp_path}/ring.log,tree={tmp_path}/tree.log,nvls_tree={tmp_path}/nvls_tree.log"
+
+
+def test_logs_of_rivals_become_a_file_for_the_tuner(run: Run, rivals: str, tmp_path: Path) -> None:
+    """By the plugin's rules: the tree for small buffers, NVLS for large ones, the model where none was measured."""
+    target = tmp_path / "tuner.csv"
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    status, out, err = run("explain", "--tune", rivals, *cluster, "-o", str(target))
+    assert (status, err) == (0, "")
+    assert out.startswith(f"written: {target}")
+    lines = read(target.read_text())
+    assert chosen(lines, "allreduce", 1 << 10, nodes=2, ranks=16) == ("tree", "ll", 1)
+    assert chosen(lines, "allreduce", 1 << 29, nodes=2, ranks=16) == ("nvls_tree", "simple", 16)
+    assert chosen(lines, "reducescatter", 1 << 29, nodes=2, ranks=16)[0] == "ring"
+
+
+def test_without_a_machine_labels_name_protocols(run: Run, rivals: str) -> None:
+    """Or are refused in one line; channels are what the caller says."""
+    status, out, err = run("explain", "--tune", rivals)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "leaves open which protocol ran at 8B" in err
+    full = rivals.replace("ring=", "ring/simple=", 1).replace(",tree=", ",tree/ll128=")
+    status, out, err = run("explain", "--tune", full, "--nccl-channels", "12")
+    assert status == 0
+    assert chosen(read(out), "allreduce", 1 << 20, nodes=2, ranks=16) == ("tree", "ll128", 12)
+    assert "no lines for allgather" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tune", "ring"), "names no log"),
+        (("--tune", "rings=x.log"), "is no algorithm of NCCL"),
+        (("--tune", "ring/ll=/nowhere.log"), "/nowhere.log cannot be read"),
+        (("x.log", "--tune", "ring/ll=y.log"), "leave LOG out"),
+        (("x.log", "--machine", "dgx-1v", "-o", "f.csv"), "-o goes with --tune"),
+        (("--machine", "dgx-1v"), "no LOG is given"),
+    ],
+)
+def test_bad_use_of_tune_is_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
+    """Exit status 2."""
+    status, out, err = run("explain", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_logs_of_two_communicators_are_not_mixed(run: Run, tmp_path: Path) -> None:
+    """Each needs a file of its own."""
+    (tmp_path / "a.log").write_text(PerfLog().text())
+    (tmp_path / "b.log").write_text(PerfLog(hosts=TWO).text())
+    status, _, err = run("explain", "--tune", f"ring/ll={tmp_path}/a.log,tree/ll={tmp_path}/b.log")
+    assert status == 2
+    assert "8 ranks on 1 hosts" in err
+
+
+def test_what_nccl_does_not_have_is_left_out_of_the_file(run: Run, tmp_path: Path) -> None:
+    """A tree does no allgather: NCCL ran something else, and the log says nothing of trees."""
+    (tmp_path / "t.log").write_text(PerfLog("all_gather").text() + PerfLog().text())
+    status, out, err = run("explain", "--tune", f"tree/ll={tmp_path}/t.log", "--nccl-channels", "8")
+    assert status == 0
+    assert {line.collective for line in read(out)} == {"allreduce"}
+    assert "NCCL has no tree for allgather; 14 rows left out" in err
