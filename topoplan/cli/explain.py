@@ -33,6 +33,15 @@ from topoplan.units import format_gpu_list, format_size
 WIDTH = 118
 """Columns of the longest line of a sentence."""
 
+HEAD = (
+    *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
+    *("model", "(us)", "of it"),
+)
+
+MODEL = (
+    "model: what NCCL's own model of time chooses at this size, and its time over the time that was measured"
+)
+
 
 def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``explain``."""
@@ -164,13 +173,18 @@ def _reference(found: Reachable) -> dict[str, object]:
 def _csv(judged: Sequence[JudgedRun]) -> str:
     rows = [row.to_object() for one in judged for row in one.rows]
     text = io.StringIO()
-    names = [name for name in rows[0] if name != "in_place"] if rows else ["collective"]
+    nested = ("in_place", "nccl_expects")
+    names = [name for name in rows[0] if name not in nested] if rows else ["collective"]
     inside = ("time", "algbw", "busbw", "wrong")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*names, *(f"in_place_{name}" for name in inside)])
+    model = ("algorithm", "protocol", "time")
+    writer.writerow(
+        [*names, *(f"in_place_{name}" for name in inside), *(f"expected_{name}" for name in model)]
+    )
     for row in rows:
-        placed = row["in_place"]
+        placed, expected = row["in_place"], row["nccl_expects"]
         more = [placed[name] for name in inside] if isinstance(placed, dict) else [None] * len(inside)
+        more += [expected[name] for name in model] if isinstance(expected, dict) else [None] * len(model)
         writer.writerow(["" if value is None else value for value in (*(row[name] for name in names), *more)])
     return text.getvalue()
 
@@ -181,8 +195,8 @@ def _lines(one: JudgedRun, machine: Machine) -> list[str]:
     for found in one.references:
         lines += _reference_lines(found)
     if one.rows:
-        head = ("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by")
-        lines += ["", table(head, [_cells(row) for row in one.rows]), ""]
+        lines += ["", table(HEAD, [_cells(row) for row in one.rows])]
+        lines += [MODEL, ""] if any(row.expected for row in one.rows) else [""]
     lines += [_verdict(one)] if one.references else []
     lines += [words for _, words in _nic_sentences(one)][-1:]
     lines += [printable(warning(words)) for words in one.warnings]
@@ -254,7 +268,7 @@ def _reference_lines(found: Reachable) -> list[str]:
 
 
 def _cells(row: JudgedRow) -> tuple[str, ...]:
-    inside = row.row.in_place if row.row.out_of_place else None
+    inside, expected = row.row.in_place if row.row.out_of_place else None, row.expected
     return (
         format_size(row.row.size),
         f"{row.row.timing.seconds * 1e6:.6g}",
@@ -264,6 +278,9 @@ def _cells(row: JudgedRow) -> tuple[str, ...]:
         _percent(row.of_nccl),
         _percent(row.of_best),
         row.bound_by or "-",
+        f"{expected.algorithm}/{expected.protocol}" if expected else "-",
+        f"{expected.seconds(row.row.size) * 1e6:.6g}" if expected else "-",
+        _percent(row.of_model),
     )
 
 

@@ -14,6 +14,7 @@ from topoplan.compare.reachable import BANDWIDTH, Reachable
 from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.perf_runs import LoggedRow, PerfRun, Timing
 from topoplan.plans.plan import EVERY
+from topoplan.schedules.nccl.tuning import Expectation
 from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
 from topoplan.units import format_size
@@ -57,13 +58,24 @@ class JudgedRow:
         return self.rate / best if best and best < float("inf") else None
 
     @property
+    def expected(self) -> Expectation | None:
+        """What NCCL's own model would choose for this size."""
+        return self.reachable.expected(self.row.size) if self.reachable else None
+
+    @property
+    def of_model(self) -> float | None:
+        """Time that NCCL's model expects over the time that was measured."""
+        expected = self.expected
+        return expected.seconds(self.row.size) / self.row.timing.seconds if expected else None
+
+    @property
     def bound_by(self) -> str | None:
         """What binds this size."""
         return self.reachable.bound_by(self.row.size) if self.reachable else None
 
     def to_object(self) -> dict[str, object]:
         """A JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm bandwidth."""
-        found, row = self.reachable, self.row
+        found, row, model = self.reachable, self.row, self.expected
         return {
             "collective": self.collective,
             "size": row.size,
@@ -76,6 +88,14 @@ class JudgedRow:
             "of_nccl": self.of_nccl,
             "of_best": self.of_best,
             "nccl_is": found.nccl[0][0] if found and found.nccl else None,
+            "nccl_expects": None
+            if model is None
+            else {
+                "algorithm": model.algorithm,
+                "protocol": model.protocol,
+                "time": float(f"{model.seconds(row.size) * 1e6:.6g}"),
+            },
+            "of_model": self.of_model,
             "links": found.links if found and self.bound_by == BANDWIDTH else None,
             "type": row.type,
             "redop": row.redop,

@@ -208,7 +208,9 @@ def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
         # these two say nothing where they leave the default
         if name in LIMITING and not (name.endswith("_DISABLE") and value == "0"):
             yield Finding("setting", f"{name}={value} {LIMITING[name]}")
-    nics = [device.name for device in machine.devices if device.kind == "nic"]
+    hosts = {rank.host for one in log.communicators for rank in one.ranks.values()}
+    # one server needs no network
+    nics = [device.name for device in machine.devices if device.kind == "nic" and len(hosts) != 1]
     able = [device for device in fully_used(machine).devices if device.kind == "nvswitch"]
     for told in log.told:
         if told.kind == "no ib device" and nics:

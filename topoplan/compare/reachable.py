@@ -26,11 +26,13 @@ import numpy as np
 
 from topoplan.bounds.upper_bound import bound
 from topoplan.compare.comparison import nccl_rivals
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.planner import plan
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.plan import EVERY, Plan, root_rank
+from topoplan.schedules.nccl.tuning import COLLECTIVES, Expectation, expectations, setting_of
 from topoplan.schedules.registry import MOST_RANKS
 from topoplan.simulation.model import bus_factor
 from topoplan.simulation.time_bound import TimeBound, time_bound
@@ -93,6 +95,8 @@ class Reachable:
         The least time of every schedule, by size.
     nics : Nics or None
         None within one server.
+    model : tuple of Expectation
+        What NCCL itself expects of each algorithm and protocol; empty where it has no model.
     """
 
     collective: str
@@ -104,11 +108,16 @@ class Reachable:
     factor: float
     time: TimeBound
     nics: Nics | None
+    model: tuple[Expectation, ...] = ()
 
     @property
     def nccl_best(self) -> float | None:
         """The best of NCCL; None where it has nothing."""
         return self.nccl[0][1] if self.nccl else None
+
+    def expected(self, nbytes: int) -> Expectation | None:
+        """What NCCL would choose, by its own model; None where it has none."""
+        return min(self.model, key=lambda one: one.seconds(nbytes), default=None)
 
     def bound_by(self, nbytes: int) -> str:
         """`LATENCY` or `BANDWIDTH`: start-ups and bytes add up to the least time."""
@@ -145,6 +154,9 @@ def reachable(
     ([('nvlink ring', 171.4), ('nccl tree', 171.4)], 171.4)
     >>> found.bound_by(64 << 10), found.bound_by(1 << 30)
     ('latency', 'bandwidth')
+    >>> small = found.expected(64 << 10)
+    >>> small.algorithm, small.protocol, round(small.seconds(64 << 10) * 1e6)
+    ('ring', 'll', 16)
     """
     chosen = topology.select(gpus)
     # beyond so many ranks the bound without a plan is as good, and does not take minutes
@@ -170,7 +182,18 @@ def reachable(
         bus_factor(proved.collective, len(chosen)),
         time_bound(fabric, proved.collective, rank, (), limit),
         _nics(fabric, proved.collective),
+        _model(proved.topology, proved.collective),
     )
+
+
+def _model(allocation: Topology, collective: str) -> tuple[Expectation, ...]:
+    """What NCCL expects; nothing where it does not choose, or does not know the machine."""
+    if collective not in COLLECTIVES:
+        return ()
+    try:
+        return expectations(setting_of(allocation), collective)
+    except (UsageError, InfeasibleError):
+        return ()
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:

@@ -98,6 +98,15 @@ def test_machines_plans_and_clusters_are_exported_alike() -> None:
     assert {line.ranks for line in read(export_plan(spread, "nccl-tuner").text)} == {2}
 
 
+def test_a_plan_whose_switches_forward_says_why_it_has_no_nvls() -> None:
+    """A plan file states what its switches did; with in-network ones NVLS stands in the lines."""
+    plain, able = (topoplan.plan(machine) for machine in ("dgx-h100", fully_used(topoplan.load("dgx-h100"))))
+    assert "NVLS stands in no line" in export_plan(plain, "nccl-tuner").notes[-1]
+    made = export_plan(able, "nccl-tuner")
+    assert "nvls" in {line.algorithm for line in read(made.text)}
+    assert not any("NVLS" in note for note in made.notes)
+
+
 def measured(times: dict[tuple[str, str], dict[int, float]], most: int | None = 16) -> list[Line]:
     made = measured_tuner({"allreduce": times}, servers=1, ranks=8, channels=lambda _: most, source="a test")
     return read(made.text)

@@ -29,6 +29,7 @@ from topoplan.in_network import fully_used
 from topoplan.schedules.nccl.tuning import (
     ALGORITHMS,
     COLLECTIVES,
+    HOPPER,
     NVLS,
     NVLS_TREE,
     PROTOCOLS,
@@ -101,8 +102,17 @@ def model_tuner(topology: Topology) -> Exported:
     here = setting_of(fully_used(topology))
     ranges = model_ranges({collective: expectations(here, collective) for collective in COLLECTIVES})
     most = 2 * here.channels
-    source = f"NCCL's own model of {topology.name}"
-    return _exported(ranges, here.servers, here.ranks, lambda _: most, source)
+    exported = _exported(
+        ranges, here.servers, here.ranks, lambda _: most, f"NCCL's own model of {topology.name}"
+    )
+    switched = any(device.kind == "nvswitch" for device in topology.devices)
+    if here.generation < HOPPER or here.multicast or not switched:
+        return exported
+    note = (
+        "NVSwitches are taken to forward alone, so NVLS stands in no line: export the machine, or a plan with "
+        "--in-network nvswitch, where they add"
+    )
+    return replace(exported, notes=(*exported.notes, note))
 
 
 def model_ranges(known: Mapping[str, Sequence[Expectation]]) -> list[Range]:

@@ -86,6 +86,9 @@ _HOP: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
 _GENERATIONS = (0, 80, 90, 100)
 """Compute capability from which each row of the tables below holds: Volta and older, Ampere, Hopper, Blackwell."""
 
+HOPPER = 2
+"""The first row whose switches add."""
+
 _LL_MOST = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 """GB/s that LL does: on one server by generation, else in the row of the CPU: Intel's the first, AMD's the second."""
 
