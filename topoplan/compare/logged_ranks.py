@@ -23,7 +23,16 @@ def run_gpus(
     notes: list[str],
 ) -> tuple[tuple[int, ...], Mapping[int, int]]:
     """The GPUs of a run, ascending, and the GPU of every rank."""
-    count = len(ranks) or run.stated
+    listed = sorted({rank.rank for rank in ranks})
+    whole = len({rank.group for rank in run.ranks}) > 1 or listed == list(range(len(listed)))
+    count = len(listed) or run.stated
+    if not whole:
+        count = listed[-1] + 1
+        if gpus is None:
+            raise UsageError(
+                f"the log from line {run.line} lists ranks {format_gpu_list(listed)} of {count}, so lines of it are "
+                "missing; name the GPUs that ran with --gpus"
+            )
     if gpus is not None:
         chosen = machine.select(gpus)
         if count is not None and count != len(chosen):

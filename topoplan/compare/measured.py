@@ -186,6 +186,10 @@ def judge(
         )
     ranks = [rank for rank in run.ranks if rank.group == min(side)] if side else []
     chosen, of_rank = run_gpus(run, ranks, machine, gpus, notes)
+    if len(chosen) == 1 and run.rows:
+        warnings.append(
+            "a single rank moves nothing: where mpirun started several processes, nccl-tests was built without MPI=1"
+        )
     known = run.collective or (collective or "" if not run.program else "")
     if run.rows and not known and not run.program:
         known = _guessed(run, len(chosen), notes)
