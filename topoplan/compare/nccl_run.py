@@ -226,7 +226,9 @@ def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
                 told.line,
             )
         elif told.kind in ("p2p disabled", "p2p failed"):
-            yield Finding("p2p", told.text.partition(". ")[0], told.line)
+            checked = told.text.startswith("Check P2P")
+            text = "not all GPUs of a server reach each other's memory (intraNodeP2pSupport 0)"
+            yield Finding("p2p", text if checked else told.text.partition(". ")[0], told.line)
         elif told.kind == "no gdr":
             yield Finding("no gdr", told.text.partition(": ")[2] or told.text, told.line)
         elif told.kind == "no nvls" and any(device.multicast and device.reduce for device in able):

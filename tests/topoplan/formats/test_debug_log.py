@@ -84,6 +84,8 @@ def test_settings_choices_and_what_fell_back() -> None:
 @pytest.mark.parametrize(
     ("line", "via"),
     [
+        ("n:1:2 [0] NCCL INFO Ring 00 : 0[0] -> 1[1] via P2P/IPC", "P2P"),
+        ("n:1:2 [0] NCCL INFO Ring 00 : 0 -> 1 [send] via NET/Socket/0", "NET/Socket"),
         ("n:1:2 [0] NCCL INFO Channel 00 : 0[7000] -> 1[f000] via P2P/IPC", "P2P"),
         ("n:1:2 [0] NCCL INFO Channel 01 : 0[7000] -> 1[f000] via direct shared memory", "SHM"),
         ("n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/direct pointer/read", "P2P"),
@@ -100,7 +102,7 @@ def test_settings_choices_and_what_fell_back() -> None:
     ],
 )
 def test_ways_of_many_releases(line: str, via: str) -> None:
-    """From 2.10 on, with what launchers and NCCL put before a line."""
+    """From 2.4 on, with what launchers and NCCL put before a line."""
     ((joined, count),) = read(line).communicators[0].joined()
     assert (joined.source, joined.target, via_kind(joined.via), count) == (0, 1, via, 1)
 

@@ -1,7 +1,8 @@
 """What NCCL says of a communicator under NCCL_DEBUG=INFO: ranks, rings, trees, transports, settings, what fell back.
 
 Lines are ``host:pid:tid [device] NCCL INFO …`` of all ranks together, in any order. A rank's lines belong to the
-communicator that its process last began on that device. The forms are those of NCCL 2.10 to 2.30:
+communicator that its process last began on that device. The forms are those of NCCL 2.10 to 2.30; of older ones the
+ways between ranks are read:
 
     ncclCommInitRank comm 0x… rank 0 nranks 8 cudaDev 0 nvmlDev 0 busId 7000 commId 0x… - Init START
     Channel 00/24 :    0   1   2   3                    a ring, from rank 0 on; printed by rank 0, cut at 128 columns
@@ -32,13 +33,14 @@ _LINE = re.compile(r"(\S+?):(\d+):\d+(?: \[(\d+)\])?(?: \S+:\d+)?(?: \(\w+\))? N
 _VERSION = re.compile(r"\bNCCL version (\d+\.\d+\.\d+\S*)")
 _RANK = re.compile(
     r"comm (0x[0-9a-f]+) (?:localRank \d+ )?rank (\d+) nranks (\d+) cudaDev (\d+)(?: nvmlDev (\d+))?"
-    r" busId ([0-9a-f]+)(?:.*?commId (0x[0-9a-f]+))?"
+    r"(?: busId ([0-9a-f]+))?(?:.*?commId (0x[0-9a-f]+))?"
 )
 _RING = re.compile(r"^Channel (\d+)/(\d+) :((?: +\d+)+)( *\.*)\s*$")
 _NEIGHBOURS = re.compile(r"^Ring (\d+) : (\d+) -> (\d+) -> (\d+)")
 _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(-?\d+)->(-?\d+)")
 _EDGE = re.compile(
-    r"^Channel (\d+)(?:/\d+)? : (\d+)\[([0-9a-f]+)\] -> (\d+)\[([0-9a-f]+)\](?: \[(send|receive)\])? via (.+?)\s*$"
+    r"^(?:Channel|Ring) (\d+)(?:/\d+)? : (\d+)(?:\[[0-9a-f]+\])? -> (\d+)(?:\[[0-9a-f]+\])?"
+    r"(?: \[(?:send|receive)\])? via (.+?)\s*$"
 )
 _CHANNELS = re.compile(r"(\d+) coll channels(?:, \d+ collnet channels)?(?:, (\d+) nvls channels)?")
 _SETTING = re.compile(r"(NCCL_\w+) set (?:by environment )?to (\S+?)\.?$")
@@ -47,6 +49,7 @@ _TOLD = (
     ("no ib device", re.compile(r"NET/IB ?: No device found")),
     ("p2p disabled", re.compile(r"P2P is disabled between")),
     ("p2p failed", re.compile(r"Could not enable P2P between|peer query failed between")),
+    ("p2p failed", re.compile(r"Check P2P Type intraNodeP2pSupport 0")),
     ("no gdr", re.compile(r"GPU Direct RDMA Disabled for HCA (\d+)")),
     ("nvls", re.compile(r"NVLS multicast support is available")),
     ("no nvls", re.compile(r"NVLS multicast support is not available")),
@@ -246,8 +249,8 @@ def parse_nccl_log(text: str) -> NcclLog | None:
 
 def _add_rank(one: Communicator, host: str, found: re.Match[str]) -> None:
     rank = int(found[2])
-    digits = f"{int(found[6], 16):09x}"
-    busid = plain_bus_id(f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}")
+    digits = f"{int(found[6] or '0', 16):09x}"
+    busid = plain_bus_id(f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}") if found[6] else ""
     one.ranks.setdefault(rank, LoggedRank(rank, 0, host, int(found[5] or found[4]), busid))
 
 
@@ -255,7 +258,7 @@ def _add_words(one: Communicator, number: int, words: str) -> None:
     """Take a line of one communicator."""
     edge = _EDGE.match(words)
     if edge:
-        channel, source, target, via = int(edge[1]), int(edge[2]), int(edge[4]), edge[7]
+        channel, source, target, via = int(edge[1]), int(edge[2]), int(edge[3]), edge[4]
         _, channels = one.connections.setdefault((source, target, via), (number, set()))
         channels.add(channel)
         return

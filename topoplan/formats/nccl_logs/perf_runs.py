@@ -32,7 +32,7 @@ PROGRAMS = {
 OTHER_PROGRAMS = ("alltoallv", "sendrecv", "gather", "scatter", "hypercube")
 """Tests of nccl-tests whose traffic is no collective of a plan."""
 
-_LABEL = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\s*\d+:\s)")
+_LABEL = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:\s?|\[\d+\] |\s*\d+:\s)")
 PROGRAM = re.compile(rf"\b({'|'.join(sorted((*PROGRAMS, *OTHER_PROGRAMS), key=len, reverse=True))})_perf")
 _RANK = re.compile(
     r"^#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+(\d+)\s+\[([0-9a-fA-Fx:.]+)\]\s*(.*)$"
