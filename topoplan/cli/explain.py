@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,7 +10,7 @@ from functools import cache
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import counted, print_json, print_notes, printable, table
+from topoplan.cli.output import counted, print_csv, print_json, print_notes, printable, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.cli.tuner_logs import tune
@@ -28,10 +24,8 @@ from topoplan.formats.nccl_logs.perf_runs import PerfRun
 from topoplan.hosts.notes import warning
 from topoplan.in_network import fully_used
 from topoplan.plans.plan import check_collective
-from topoplan.units import format_gpu_list, format_size
-
-WIDTH = 118
-"""Columns of the longest line of a sentence."""
+from topoplan.topology import Topology
+from topoplan.units import format_size, number_ranges
 
 HEAD = (
     *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
@@ -41,6 +35,8 @@ HEAD = (
 MODEL = (
     "model: what NCCL's own model of time chooses at this size, and its time over the time that was measured"
 )
+
+ADDING = "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -55,7 +51,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_allocation(parser)
     arguments.add_collective(parser, default=None)
     arguments.add_json(parser)
-    parser.add_argument("--csv", action="store_true", help="print the rows as comma-separated values")
+    arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
     tuning.add_argument(
         "--tune",
@@ -104,29 +100,31 @@ def run(options: argparse.Namespace) -> int:
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:
-        judged = judge_runs(runs, machine, options, collective, progress)
+        whole = machine.whole if options.in_network is not None else fully_used(machine.whole)
+        judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
     if options.json:
         print_json(_object(judged, nccl, machine))
     elif options.csv:
-        sys.stdout.write(_csv(judged))
+        print_csv([_flat(row.to_object()) for one in judged for row in one.rows])
     else:
         parts = [_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
         print("\n\n".join("\n".join(lines) for lines in parts))
-        print_notes(*machine.whole.notes)
+        adding = [] if whole == machine.whole else [ADDING]
+        print_notes(*adding, *machine.whole.notes)
     return 0
 
 
 def judge_runs(
     runs: Sequence[PerfRun],
     machine: Machine,
-    options: argparse.Namespace,
+    whole: Topology,
+    gpus: tuple[int, ...] | None,
     collective: str | None,
     progress: Callable[[str], None] | None,
 ) -> list[JudgedRun]:
     """Every run beside what its GPUs can reach; each collective on each allocation is worked out once."""
-    whole = machine.whole if options.in_network is not None else fully_used(machine.whole)
 
     @cache
     def reach(known: str, gpus: tuple[int, ...], root: int | None) -> Reachable:
@@ -134,7 +132,7 @@ def judge_runs(
             progress(f"{known} on {counted(len(gpus), 'GPU')} …")
         return reachable(whole, known, gpus=machine.allocation(gpus), root=root)
 
-    named = machine.allocation(options.gpus)
+    named = machine.allocation(gpus)
     return [judge(run, whole, reach, gpus=named, collective=collective) for run in runs]
 
 
@@ -170,23 +168,17 @@ def _reference(found: Reachable) -> dict[str, object]:
     }
 
 
-def _csv(judged: Sequence[JudgedRun]) -> str:
-    rows = [row.to_object() for one in judged for row in one.rows]
-    text = io.StringIO()
-    nested = ("in_place", "nccl_expects")
-    names = [name for name in rows[0] if name not in nested] if rows else ["collective"]
-    inside = ("time", "algbw", "busbw", "wrong")
-    writer = csv.writer(text, lineterminator="\n")
-    model = ("algorithm", "protocol", "time")
-    writer.writerow(
-        [*names, *(f"in_place_{name}" for name in inside), *(f"expected_{name}" for name in model)]
-    )
-    for row in rows:
-        placed, expected = row["in_place"], row["nccl_expects"]
-        more = [placed[name] for name in inside] if isinstance(placed, dict) else [None] * len(inside)
-        more += [expected[name] for name in model] if isinstance(expected, dict) else [None] * len(model)
-        writer.writerow(["" if value is None else value for value in (*(row[name] for name in names), *more)])
-    return text.getvalue()
+def _flat(row: dict[str, object]) -> dict[str, object]:
+    """A row without objects in it: their keys stand beside the others, behind the name of the object."""
+    empty = {
+        "in_place": ("time", "algbw", "busbw", "wrong"),
+        "nccl_expects": ("algorithm", "protocol", "time"),
+    }
+    flat = {key: value for key, value in row.items() if key not in empty}
+    for key, names in empty.items():
+        inner = row[key]
+        flat |= {f"{key}_{name}": inner[name] if isinstance(inner, dict) else None for name in names}
+    return flat
 
 
 def _lines(one: JudgedRun, machine: Machine) -> list[str]:
@@ -201,7 +193,7 @@ def _lines(one: JudgedRun, machine: Machine) -> list[str]:
     lines += [words for _, words in _nic_sentences(one)][-1:]
     lines += [printable(warning(words)) for words in one.warnings]
     lines += [printable(f"note: {words}") for words in one.notes]
-    return [line for long in lines for line in _wrapped(long)]
+    return lines
 
 
 def _nccl_lines(nccl: NcclRun) -> list[str]:
@@ -209,7 +201,7 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
     one = nccl.main
     lines = [f"NCCL {nccl.log.version or 'of a version that its log does not say'}"]
     if one is not None:
-        gpus = f", on GPUs {format_gpu_list(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
+        gpus = f", on GPUs {number_ranges(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
         shown = counted(one.channels or len(one.rings), "channel")
         nvls = f", {one.nvls_channels} for NVLS" if one.nvls_channels else ""
         lines[0] += f": {counted(one.size, 'rank')}{gpus}, {shown}{nvls}"
@@ -230,16 +222,7 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
     if not nccl.findings:
         lines.append("nothing in it misfits the machine")
     lines += [f"note: {note}" for note in nccl.notes]
-    return [line for long in lines for line in _wrapped(long)]
-
-
-def _wrapped(line: str) -> list[str]:
-    """A sentence in lines of `WIDTH`; a table stays as it is."""
-    if "\n" in line or len(line) <= WIDTH:
-        return [line]
-    return textwrap.wrap(
-        line, WIDTH, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
-    )
+    return lines
 
 
 def _title(one: JudgedRun, machine: Machine) -> str:
@@ -248,7 +231,7 @@ def _title(one: JudgedRun, machine: Machine) -> str:
     ran = f", {one.run.schedule}" if one.run.schedule else ""
     if not one.gpus:
         return f"{what} by {by}{ran}"
-    where = f"GPUs {format_gpu_list(one.gpus)} of {machine.whole.name}"
+    where = f"GPUs {number_ranges(one.gpus)} of {machine.whole.name}"
     return f"{what} of {counted(len(one.gpus), 'rank')} by {by}{ran}, on {where}"
 
 

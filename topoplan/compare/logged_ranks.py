@@ -12,7 +12,7 @@ from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.perf_runs import LoggedRank, PerfRun
 from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Topology
-from topoplan.units import format_gpu_list
+from topoplan.units import number_ranges
 
 
 def run_gpus(
@@ -30,7 +30,7 @@ def run_gpus(
         count = listed[-1] + 1
         if gpus is None:
             raise UsageError(
-                f"the log from line {run.line} lists ranks {format_gpu_list(listed)} of {count}, so lines of it are "
+                f"the log from line {run.line} lists ranks {number_ranges(listed)} of {count}, so lines of it are "
                 "missing; name the GPUs that ran with --gpus"
             )
     if gpus is not None:
@@ -70,7 +70,7 @@ def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
     if twice is not None:
         on = [rank for rank, gpu in found.items() if gpu == twice]
         raise UsageError(
-            f"ranks {format_gpu_list(on)} of the log share GPU {twice}, which no plan does; run one rank on each GPU"
+            f"ranks {number_ranges(on)} of the log share GPU {twice}, which no plan does; run one rank on each GPU"
         )
     return found
 

@@ -1,7 +1,7 @@
 """What was measured beside what the wires allow: the runs of a log on the GPUs of a machine, row by row.
 
-Figures stand as they were printed;
-parts of what is reachable are those of size over time, which small sizes print with more digits.
+Figures stand as they were printed; parts of what is reachable are those of size over time, which is printed with more
+digits where sizes are small.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.perf_runs import LoggedRow, PerfRun, Timing
 from topoplan.plans.plan import EVERY
 from topoplan.schedules.nccl.tuning import Expectation
-from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
-from topoplan.units import format_size
+from topoplan.units import bus_factor, format_size
 
 ABOVE = 1.02
 """Over what no schedule exceeds, a measurement says that the machine is another than was stated."""

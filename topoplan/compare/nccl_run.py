@@ -19,9 +19,8 @@ from topoplan.in_network import fully_used
 from topoplan.schedules.nccl.channels import Order, chain_rate, ring_bandwidth
 from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.schedules.registry import nccl_ring
-from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
-from topoplan.units import format_gpu_list, format_size, nearest_float
+from topoplan.units import bus_factor, format_size, nearest_float, number_ranges
 
 LIMITING = {
     "NCCL_P2P_DISABLE": "switches NVLink and PCIe between GPUs off",
@@ -189,9 +188,7 @@ def _gpus(
     if one.ranks:
         placed = gpus_of([one.ranks[rank] for rank in sorted(one.ranks)], machine)
         if len(placed) < one.size:
-            notes.append(
-                f"the log is of ranks {format_gpu_list(sorted(placed))}, {len(placed)} of {one.size}"
-            )
+            notes.append(f"the log is of ranks {number_ranges(sorted(placed))}, {len(placed)} of {one.size}")
         return placed
     if one.size > len(machine.gpus):
         raise UsageError(

@@ -34,10 +34,9 @@ from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.plan import EVERY, Plan, root_rank
 from topoplan.schedules.nccl.tuning import COLLECTIVES, Expectation, expectations, setting_of
 from topoplan.schedules.registry import MOST_RANKS
-from topoplan.simulation.model import bus_factor
 from topoplan.simulation.time_bound import TimeBound, time_bound
 from topoplan.topology import Topology
-from topoplan.units import exact, nearest_float
+from topoplan.units import bus_factor, exact, nearest_float
 
 LATENCY, BANDWIDTH = "latency", "bandwidth"
 """What can bind a size."""

@@ -46,10 +46,9 @@ def test_json_has_a_row_for_every_size_with_the_promised_keys(run: Run, log: Pat
 
 
 def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path) -> None:
-    """In lines of 120 columns at most."""
+    """Before the rows, in algorithm and bus bandwidth."""
     status, out, err = run("explain", str(log), "--machine", "dgx-a100")
     assert (status, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 120
     assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-a100" in out
     assert "NCCL   nvlink ring 171.4 GB/s (busbw 300), nccl tree 171.4 GB/s (busbw 300)" in out
     assert "more than any schedule can over these wires" in out

@@ -93,7 +93,7 @@ def model_tuner(topology: Topology) -> Exported:
     Examples
     --------
     >>> import topoplan
-    >>> for line in model_tuner(topoplan.load("dgx-a100")).text.splitlines()[3:6]:
+    >>> for line in model_tuner(topoplan.load("dgx-a100")).text.splitlines()[4:7]:
     ...     print(line)
     allreduce,0,65535,ring,ll,1,1,8,-1,-1
     allreduce,65536,131071,ring,ll,2,1,8,-1,-1
@@ -206,7 +206,8 @@ def _exported(
                     f"{servers},{ranks},-1,-1"
                 )
     head = [
-        f"# NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin, from {source[:160]}",
+        "# NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin",
+        f"# from {source[:110]}",
         f"# for communicators of {ranks} ranks on {servers} server{'s' if servers > 1 else ''}",
         HEAD,
     ]

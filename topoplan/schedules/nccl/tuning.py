@@ -30,9 +30,8 @@ from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.schedules.nccl.server_channels import ServerChannels
 from topoplan.schedules.nccl.tree import nccl_tree, nvls, nvls_tree
 from topoplan.schedules.rings.ring import ring
-from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
-from topoplan.units import nearest_float
+from topoplan.units import bus_factor, nearest_float
 
 LL, LL128, SIMPLE = PROTOCOLS = ("ll", "ll128", "simple")
 RING, TREE, NVLS, NVLS_TREE, PAT = ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
