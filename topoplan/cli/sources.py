@@ -165,6 +165,23 @@ def read_plan_text(path: str) -> str:
         raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
 
 
+def read_log(path: str) -> str:
+    """The text of a log, or of stdin for ``-``.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, is empty, or is no text.
+    """
+    try:
+        text = read_text(path, "give what the test printed")
+    except TopologyError:
+        raise UsageError(f"{_where(path)} is binary, not text; give what the test printed") from None
+    if not text.strip():
+        raise UsageError(f"{_where(path)} is empty; give what the test printed")
+    return text
+
+
 def read_demand(path: str) -> list[list[float]]:
     """The matrix of bytes in a file of a demand, ``{"bytes": [[...], ...]}``, where row sends to column.
 

@@ -21,6 +21,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
+from topoplan.plans.certificates.certificate import Proved
 from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.schedules.one_hop import direct_sends
@@ -80,22 +81,15 @@ def compare(
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     topology, collective, chosen = asked.machine, asked.collective, asked.gpus
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
-    rivals: dict[str, Plan] = {}
-    missing = []
-    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
-    for schedule in (*columns(), *nccl_only):
-        if schedule.fits(trees):
+    rivals, missing = nccl_rivals(topology, collective, chosen, root, trees)
+    for schedule in columns():
+        if schedule.name not in NCCL_COLUMNS and schedule.fits(trees):
             try:
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
             except InfeasibleError as error:
-                if schedule not in nccl_only:
-                    missing.append(f"{schedule.words}: {error}")
-    if collective == ALL_TO_ALL and len(chosen) > 1:
-        sent = direct_sends(topology, gpus=chosen)
-        if sent is None:
-            missing.append("direct sends: some GPUs are joined through others only")
-        else:
-            rivals[DIRECT] = replace(sent, schedule=DIRECT)
+                missing.append(f"{schedule.words}: {error}")
+    ordered = dict.fromkeys((*(one.name for one in columns()), *rivals))
+    rivals = {name: rivals[name] for name in ordered if name in rivals}
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
@@ -141,6 +135,36 @@ def compare(
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
         in_network=helped,
     )
+
+
+def nccl_rivals(
+    topology: Topology, collective: str, gpus: Sequence[int], root: int | None, proved: Proved
+) -> tuple[dict[str, Plan], list[str]]:
+    """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
+
+    Parameters
+    ----------
+    topology, collective, gpus, root
+        As for `compare`.
+    proved : Plan or Bound
+        Of the same request: schedules that do not go with its channels are left out.
+    """
+    rivals: dict[str, Plan] = {}
+    missing = []
+    for schedule in (SCHEDULES[name] for name in NCCL_COLUMNS):
+        if schedule.fits(proved):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=gpus, root=root)
+            except InfeasibleError as error:
+                if schedule.name in OWN_COLUMNS:
+                    missing.append(f"{schedule.words}: {error}")
+    if collective == ALL_TO_ALL and len(gpus) > 1:
+        sent = direct_sends(topology, gpus=gpus)
+        if sent is None:
+            missing.append("direct sends: some GPUs are joined through others only")
+        else:
+            rivals[DIRECT] = replace(sent, schedule=DIRECT)
+    return rivals, missing
 
 
 def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from topoplan.errors import UsageError
 from topoplan.export.chakra import chakra_traces
 from topoplan.export.dot import plan_dot
-from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.export.exported import DEFAULT, Choices, Exported, one_server
 from topoplan.export.msccl.emit import msccl_algorithm
 from topoplan.export.mscclpp.emit import execution_plan, execution_plans
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
+from topoplan.export.nccl.tuner import model_tuner
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology, TopologyLike, as_topology
 
@@ -33,6 +34,8 @@ class Format:
         Those that it heeds.
     of_ranges : function of Plans and Choices, or None
         What makes a file for each range of sizes; None where one plan is all that it holds.
+    many_servers : bool
+        Whether a machine's format holds several servers.
     """
 
     line: str
@@ -40,6 +43,7 @@ class Format:
     of_plan: Callable[[Plan, Choices], Exported]
     choices: tuple[str, ...] = ()
     of_ranges: Callable[[Plans, Choices], Exported] | None = None
+    many_servers: bool = False
 
 
 FORMATS = {
@@ -53,6 +57,15 @@ FORMATS = {
         "NCCL_TOPO_FILE: the machine, as NCCL (or RCCL) reads it",
         lambda machine, server: nccl_topo_xml(machine, server=server),
         lambda plan, _: nccl_topo_xml(plan.topology),
+    ),
+    "nccl-tuner": Format(
+        "NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin (CSV): which algorithm, protocol and channels for which "
+        "size, as NCCL's own model finds them fastest on the machine",
+        lambda machine, server: model_tuner(
+            machine if server is None else one_server(machine, server, "the file")
+        ),
+        lambda plan, _: model_tuner(plan.topology),
+        many_servers=True,
     ),
     "mscclpp": Format(
         "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
@@ -163,7 +176,7 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
             )
         return found.of_ranges(plan, choices)
     servers = {plan.topology.device(name).server for name in plan.ranks}
-    if len(servers) > 1 and found.of_machine is not None:
+    if len(servers) > 1 and found.of_machine is not None and not found.many_servers:
         raise UsageError(
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"
