@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, as_cluster
-from topoplan.cli.output import counted, print_json, print_notes, table
+from topoplan.cli.output import counted, grouped, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import printable_machine
 from topoplan.compare.differences import COLLECTIVES, Difference, Differences, differences
@@ -146,6 +146,10 @@ def _changed(found: Differences, row: Difference) -> list[str]:
 
 
 def _named(row: Difference) -> str:
+    if not any("-" in name or ">" in name or " " in name for name in row.names):
+        short = grouped(row.names)
+        if len(short) <= LONGEST_NAMES:
+            return short
     kept: list[str] = []
     for name in row.names[:MOST_NAMED]:
         if kept and len(", ".join([*kept, name])) > LONGEST_NAMES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -69,6 +70,27 @@ def counted(number: int, noun: str) -> str:
     ('1 GPU', '8 GPUs')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Names that end in numbers as ranges, the others as they are.
+
+    Examples
+    --------
+    >>> grouped(["s0", "s1", "s2", "s5", "spare"])
+    's0-2, s5, spare'
+    """
+    parts: list[list[str]] = []
+    for name in names:
+        last = re.fullmatch(r"(.*?)([0-9]+)", parts[-1][-1]) if parts else None
+        if last and name == f"{last[1]}{int(last[2]) + 1}":
+            parts[-1].append(name)
+        else:
+            parts.append([name])
+    ends = [re.sub(r".*?([0-9]*)$", r"\1", part[-1]) for part in parts]
+    return ", ".join(
+        part[0] if len(part) == 1 else f"{part[0]}-{end}" for part, end in zip(parts, ends, strict=True)
+    )
 
 
 def verdict(channels: Sequence[str], gap: float) -> str:
