@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(differences_to_object(found, size))
     else:
-        _print(found, size)
+        _print(found, size, ["stdin" if one == "-" else one for one in (options.topo, options.other)])
     return 1 if found.rows else 0
 
 
@@ -99,20 +99,17 @@ def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, 
     }
 
 
-def _print(found: Differences, size: Sequence[int]) -> None:
+def _print(found: Differences, size: Sequence[int], names: Sequence[str]) -> None:
     changing = sum(map(found.changes, found.rows))
     summary = "no difference"
     if found.rows:
-        by_itself = "changes the bound by itself" if changing == 1 else "change the bound by themselves"
+        by_itself = "changes the bound by itself" if changing < 2 else "change the bound by themselves"
         summary = f"{counted(len(found.rows), 'difference')}, {changing or 'none'} of which {by_itself}"
     print(summary)
     print()
     sides = [
-        (name, machine.name, str(gpus), *_both(bounds, gpus))
-        for name, machine, gpus, bounds in (
-            ("A", found.a, size[0], found.bounds_a),
-            ("B", found.b, size[1], found.bounds_b),
-        )
+        (side, name, str(gpus), *_both(bounds, gpus))
+        for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
     heads = [head for collective in COLLECTIVES for head in (collective, "bus")]
     print(table(("", "machine", "GPUs", *heads), sides))

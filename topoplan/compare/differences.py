@@ -154,6 +154,8 @@ def _changes(a: Topology, b: Topology) -> list[_Change]:
     only_a = [device for device in a.devices if device.name not in taken]
     only_b = [replace(device, name=named[device.name]) for device in b.devices if device.name not in found]
     settled: set[_Ends] = set()
+    twin = {device.name: device for device in a.devices}
+    kinds = {name: device.kind for name, device in twin.items()}
     changes = []
     for alone, own, beyond, out in ((only_a, mine, other, True), (only_b, other, mine, False)):
         for part, around in _parts(alone, own):
@@ -162,12 +164,13 @@ def _changes(a: Topology, b: Topology) -> list[_Change]:
                 key for key in beyond if key not in own and key not in settled and {key[0], key[1]} <= around
             ]
             settled.update(straight)
-            changes.append(_of_part(part, own, {key: beyond[key] for key in straight}, out=out))
-    twin = {device.name: device for device in a.devices}
+            alike, ways = _as_wide(part, own, {key: beyond[key] for key in straight})
+            as_there = {} if out else _all_set(ways, own, beyond, kinds)
+            changes.append(_of_part(part, {**own, **as_there}, alike, out=out))
+            changes += _of_ways(ways, own, {key: beyond[key] for key in ways}, kinds, out=out)
     for device in b.devices:
         if device.name in found:
             changes += _of_device(twin[found[device.name]], device)
-    kinds = {name: device.kind for name, device in twin.items()}
     there = [
         {key: link for key, link in links.items() if {key[0], key[1]} <= taken and key not in settled}
         for links in (mine, other)
@@ -225,6 +228,88 @@ def _of_part(
     name = shown[0] if len(shown) == 1 else f"{shown[0]} with {', '.join(shown[1:])}"
     texts = ("there", ABSENT) if out else (ABSENT, "there")
     return _Change(f"device {kinds}", name, *texts, apply)
+
+
+def _as_wide(
+    part: Sequence[Device], own: Mapping[_Ends, Link], straight: Mapping[_Ends, Link]
+) -> tuple[dict[_Ends, Link], dict[_Ends, tuple[_Ends, ...]]]:
+    """Straight links as wide as the ways through a part that they stand for, and the ways that are of another width."""
+    names = {device.name for device in part}
+    alike, ways = {}, {}
+    for key, link in straight.items():
+        reached: dict[str, tuple[_Ends, ...]] = {key[0]: ()}
+        frontier = [key[0]]
+        for at in frontier:
+            for one in own:
+                if one[0] == at and one[1] not in reached and (one[1] in names or one[1] == key[1]):
+                    reached[one[1]] = (*reached[at], one)
+                    frontier += [one[1]] if one[1] in names else []
+        way = reached.get(key[1], ())
+        width = min((own[one].bandwidth for one in way), default=link.bandwidth)
+        alike[key] = link
+        if abs(width - link.bandwidth) > TOLERANCE * width:
+            alike[key] = replace(link, bandwidth=width)
+            ways[key] = way
+    return alike, ways
+
+
+def _of_ways(
+    ways: Mapping[_Ends, tuple[_Ends, ...]],
+    own: Mapping[_Ends, Link],
+    straight: Mapping[_Ends, Link],
+    kinds: Mapping[str, str],
+    *,
+    out: bool,
+) -> list[_Change]:
+    """Ways through devices that only one side has, where the straight links of the other are wider or narrower."""
+    width = {key: min(own[one].bandwidth for one in way) for key, way in ways.items()}
+    changes = []
+    for key, link in straight.items():
+        back = (key[1], key[0], key[2])
+        same = back in straight and (width[back], straight[back].bandwidth) == (width[key], link.bandwidth)
+        if same and key > back:
+            continue
+        keys = [key, back] if same else [key]
+        new: dict[_Ends, Link] = {}
+        for one in keys:
+            if out:
+                new |= _set_to(ways[one], own, straight[one].bandwidth, kinds)
+            else:
+                new[one] = replace(straight[one], bandwidth=width[one])
+        texts = (f"{width[key]:g} GB/s", f"{link.bandwidth:g} GB/s")
+        ends = "-".join(sorted((kinds[key[0]], kinds[key[1]])))
+        name = f"{key[0]}-{key[1]}" if same else f"{key[0]}>{key[1]}"
+        changes.append(
+            _Change(f"{key[2]} {ends}", name, *(texts if out else texts[::-1]), _rewired(list(new), new))
+        )
+    return changes
+
+
+_AT_THE_END = ("gpu", "nic")
+
+
+def _set_to(
+    way: Sequence[_Ends], own: Mapping[_Ends, Link], wide: float, kinds: Mapping[str, str]
+) -> dict[_Ends, Link]:
+    """The links of a way that are other ones where it is so wide."""
+    if wide < min(own[one].bandwidth for one in way):
+        # The narrower wire is that of the device at the end, which no other way crosses.
+        last = next((one for one in way if kinds.get(one[0]) in _AT_THE_END), way[-1])
+        return {last: replace(own[last], bandwidth=wide)}
+    return {one: replace(own[one], bandwidth=wide) for one in way if own[one].bandwidth < wide}
+
+
+def _all_set(
+    ways: Mapping[_Ends, tuple[_Ends, ...]],
+    own: Mapping[_Ends, Link],
+    beyond: Mapping[_Ends, Link],
+    kinds: Mapping[str, str],
+) -> dict[_Ends, Link]:
+    """As `_set_to`, for all ways and as wide as the links that stand for them."""
+    links: dict[_Ends, Link] = {}
+    for key, way in ways.items():
+        links |= _set_to(way, own, beyond[key].bandwidth, kinds)
+    return links
 
 
 def _of_device(mine: Device, other: Device) -> list[_Change]:

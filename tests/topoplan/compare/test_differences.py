@@ -107,25 +107,44 @@ def test_what_is_missing_is_told_and_bounded(
 
 def test_a_switch_that_one_side_does_not_know_is_one_difference() -> None:
     """What hangs on it hangs on the CPU there: a virtual machine's view of the same wires."""
-    flat = replace(
-        BOX,
-        devices=tuple(one for one in BOX.devices if one.kind != "pcie"),
-        links=tuple(
-            replace(link, src=up.get(link.src, link.src), dst=up.get(link.dst, link.dst))
-            for up in [{f"pcie{n}": f"cpu{n // 2}" for n in range(4)}]
-            for link in BOX.links
-            if not (
-                {link.src[:4], link.dst[:3]} == {"pcie", "cpu"}
-                or {link.src[:3], link.dst[:4]} == {"cpu", "pcie"}
-            )
-        ),
-    )
+    flat = flattened(BOX)
     for one, other in ((BOX, flat), (flat, BOX)):
         found = differences(one, other)
         assert [(row.what, row.names) for row in found.rows] == [
             ("device pcie", tuple(f"pcie{n}" for n in range(4)))
         ]
         assert found.rows[0].bounds == found.bounds_b
+
+
+def flattened(machine: Topology) -> Topology:
+    """A DGX-1V whose PCIe switches nobody knows of: what hangs on them hangs on the CPU."""
+    up = {f"pcie{n}": f"cpu{n // 2}" for n in range(4)}
+    ends = [(up.get(link.src, link.src), up.get(link.dst, link.dst)) for link in machine.links]
+    return replace(
+        machine,
+        devices=tuple(one for one in machine.devices if one.kind != "pcie"),
+        links=tuple(
+            replace(link, src=src, dst=dst)
+            for link, (src, dst) in zip(machine.links, ends, strict=True)
+            if src != dst
+        ),
+    )
+
+
+def test_a_slot_of_another_width_is_told_beside_the_switch_that_is_missing() -> None:
+    """Two differences, of which the slot alone changes the rate between two servers, in either direction."""
+
+    def two(machine: Topology) -> Topology:
+        return topoplan.cluster([topoplan.Server(machine, count=2)], nic_gbps=100)
+
+    flat = flattened(BOX)
+    slow = topoplan.slow_links(flat, {"nic1-cpu0": 3})
+    for one, other, texts in ((BOX, slow, ("12 GB/s", "3 GB/s")), (slow, BOX, ("3 GB/s", "12 GB/s"))):
+        found = differences(one, other, placed=two)
+        assert [row.what for row in found.rows] == ["device pcie", "pcie cpu-nic"]
+        assert (found.rows[1].a, found.rows[1].b) == texts
+        assert [found.changes(row) for row in found.rows] == [False, True]
+        assert found.rows[1].bounds == bounds(two(other))
 
 
 def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
