@@ -150,10 +150,12 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
         for row in found.rows
     ]
     print(table(("servers", "GPUs", "GB/s", "bus", "of all"), rows))
+    least = found.rows[-1].rate
+    fewer = f"; without any other {least:.4g}" if least > found.whole.rate else ""
     for row in found.slow:
         print(
             f"{row.servers[0]} holds the others back: they do {row.rate:.4g} GB/s of algorithm bandwidth without it, "
-            f"{found.whole.rate:.4g} with it"
+            f"{found.whole.rate:.4g} with it{fewer if len(found.rows) == 2 else ''}"
         )
     if not found.slow:
         print("no server by itself holds the others back")

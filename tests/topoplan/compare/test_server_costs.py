@@ -52,6 +52,13 @@ def test_of_two_equally_slow_servers_neither_costs_by_itself() -> None:
     assert found.whole.rate == 5.0
 
 
+def test_what_any_server_fewer_gains_is_no_fault_of_one() -> None:
+    """Alike servers: five do less than four because of the ranks, and none is blamed."""
+    found = without_each_server(hosts([100] * 5))
+    assert found.gain(found.rows[0]) > 1
+    assert found.slow == ()
+
+
 def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
     """A chain of three hosts without its middle."""
     ends = [(f"gpu{n}", f"gpu{n + 1}") for n in range(2)]
