@@ -37,6 +37,8 @@ COMMANDS = {
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",
+    "diff": "what differs between two descriptions of a machine, and which difference changes its bound",
+    "pairs": "which GPUs to test with which, and from the results which link is slow",
     COMPLETION: "what makes a shell complete these commands",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
