@@ -212,7 +212,7 @@ def test_bus_bandwidth_above_the_nics_is_explained() -> None:
     assert small is None
     assert "above the 50 GB/s of one NIC: a server has 8 of them" in str(middle)
     assert "above the 400 GB/s of a server's 8 NICs" in str(large)
-    assert "1.875 bytes for each byte of the buffer, and only 1 must leave a server" in str(large)
+    assert "1.875 bytes for a byte of the buffer, and only 1 must leave a server" in str(large)
     assert judged(PerfLog(), topoplan.load("dgx-a100")).references[0].nics is None
 
 
