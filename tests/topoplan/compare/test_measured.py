@@ -9,6 +9,7 @@ import pytest
 
 import topoplan
 from tests.support.perf_logs import PerfLog
+from topoplan.compare.logged_ranks import gpus_of
 from topoplan.compare.measured import JudgedRun, judge, nic_words
 from topoplan.compare.reachable import Reachable, reachable
 from topoplan.errors import UsageError
@@ -93,6 +94,17 @@ def test_hosts_are_servers_in_the_order_of_their_ranks() -> None:
     """GPUs 2 and 3 of the first, 0 of the second."""
     log = PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20)
     assert judged(log, pair()).gpus == (2, 3, 8)
+
+
+def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
+    """Eighteen hosts of four GPUs are one NVL72; half of them its first half."""
+    machine = topoplan.load("gb200-nvl72")
+    hosts = [(f"tray{number}", range(4)) for number in range(18)]
+    for count in (9, 18):
+        found = gpus_of(parse_perf_runs(PerfLog(hosts=hosts[:count]).text())[0].ranks, machine)
+        assert list(found.values()) == list(range(4 * count))
+    with pytest.raises(UsageError, match="ran on 19 hosts"):
+        gpus_of(parse_perf_runs(PerfLog(hosts=[*hosts, ("more", [0])]).text())[0].ranks, machine)
 
 
 @pytest.mark.parametrize(
