@@ -190,7 +190,7 @@ def _lines(one: JudgedRun, machine: Machine) -> list[str]:
         lines += ["", table(HEAD, [_cells(row) for row in one.rows])]
         lines += [MODEL, ""] if any(row.expected for row in one.rows) else [""]
     lines += [_verdict(one)] if one.references else []
-    lines += [words for _, words in _nic_sentences(one)][-1:]
+    lines += [words.replace(": ", ":\n       ", 1) for _, words in _nic_sentences(one)][-1:]
     lines += [printable(warning(words)) for words in one.warnings]
     lines += [printable(f"note: {words}") for words in one.notes]
     return lines

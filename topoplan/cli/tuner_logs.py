@@ -6,8 +6,10 @@ import argparse
 import sys
 from dataclasses import dataclass
 
+from topoplan.cli.damage_options import Machine
 from topoplan.cli.output import check_target, print_notes, write_whole
 from topoplan.cli.sources import read_log, read_machine
+from topoplan.compare.logged_ranks import gpus_of
 from topoplan.errors import UsageError
 from topoplan.export.nccl.tuner import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.formats.nccl_logs.debug_log import NcclLog, parse_nccl_log
@@ -48,18 +50,19 @@ def tune(options: argparse.Namespace) -> int:
     """Write what was fastest for each range of sizes, as NCCL's example tuner plugin reads it."""
     check_target(options.output, "-o")
     logs = [_read(part) for part in options.tune.split(",")]
-    expected = _model(options) if options.topo is not None else {}
+    machine = None if options.topo is None else read_machine(options)
+    expected = {} if machine is None else _model(options, machine)
     notes: list[str] = []
     times: Times = {}
     shapes: dict[tuple[int, int], str] = {}
     for log in logs:
         for run in log.runs:
-            shapes.setdefault(_shape(run, log), log.path)
+            shapes.setdefault(_shape(run, log, machine), log.path)
             _collect(times, log, run, options, expected, notes)
     if len(shapes) > 1:
         (one, first), (other, second), *_ = shapes.items()
         raise UsageError(
-            f"{first} is of {one[1]} ranks on {one[0]} hosts, {second} of {other[1]} on {other[0]}; tune one "
+            f"{first} is of {one[1]} ranks on {one[0]} servers, {second} of {other[1]} on {other[0]}; tune one "
             "communicator at a time"
         )
     if not shapes:
@@ -101,22 +104,25 @@ def _read(part: str) -> Labelled:
     return Labelled(label.strip(), path, algorithm, protocol, runs, parse_nccl_log(text))
 
 
-def _model(options: argparse.Namespace) -> dict[str, tuple[Expectation, ...]]:
+def _model(options: argparse.Namespace, machine: Machine) -> dict[str, tuple[Expectation, ...]]:
     """What NCCL's model expects on the machine, which names the protocols that labels leave open."""
-    machine = read_machine(options)
     allocation = machine.whole.subset(machine.allocation(options.gpus))
     here = setting_of(fully_used(allocation) if options.in_network is None else allocation)
     return {collective: expectations(here, collective) for collective in COLLECTIVES}
 
 
-def _shape(run: PerfRun, log: Labelled) -> tuple[int, int]:
-    """Hosts and ranks of a run."""
+def _shape(run: PerfRun, log: Labelled, machine: Machine | None) -> tuple[int, int]:
+    """Servers and ranks of a run; without a machine every host is a server, which NVLink between hosts changes."""
     ranks = [rank for rank in run.ranks if rank.group == run.ranks[0].group]
     if not ranks:
         raise UsageError(
             f"{log.path}: the run from line {run.line} does not list its ranks; give the whole log"
         )
-    return len({rank.host for rank in ranks}), len(ranks)
+    if machine is None:
+        return len({rank.host for rank in ranks}), len(ranks)
+    names = machine.whole.gpus
+    on = {machine.whole.device(names[gpu]).server for gpu in gpus_of(ranks, machine.whole).values()}
+    return len(on), len(ranks)
 
 
 def _collect(

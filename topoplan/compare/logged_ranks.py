@@ -1,7 +1,8 @@
 """The ranks of a log on the GPUs of a machine.
 
 By bus id where both sides state it, else by the number of the device on its host: hosts are the servers of the machine
-in the order in which their first ranks are listed. Logs of ``topoplan bench`` name the devices of their plan.
+in the order in which their first ranks are listed; of an NVLink domain that several hosts share, such as an NVL72, as
+many GPUs as a tray has go to each. Logs of ``topoplan bench`` name the devices of their plan.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from topoplan.formats.nccl_logs.perf_runs import LoggedRank, PerfRun
 from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Topology
 from topoplan.units import number_ranges
+
+LARGEST_HOST = 16
+"""GPUs that a host has at the most: a larger server is an NVLink domain of several hosts."""
+
+TRAYS = (4, 8)
+"""GPUs of a host in such a domain."""
 
 
 def run_gpus(
@@ -100,9 +107,13 @@ def _by_bus_id(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]
 def _by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
     """By the number of the device on its host."""
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
-    servers: dict[str, list[int]] = {}
+    servers: dict[str, Sequence[int]] = {}
     for place, name in enumerate(machine.gpus):
-        servers.setdefault(machine.device(name).server, []).append(place)
+        server = machine.device(name).server
+        servers[server] = [*servers.get(server, ()), place]
+    if len(hosts) > len(servers):
+        trays = _trays(list(servers.values()), max((rank.device or 0) for rank in ranks))
+        servers = {str(number): tray for number, tray in enumerate(trays)} or servers
     if len(hosts) > len(servers):
         raise UsageError(
             f"the log's {len(ranks)} ranks ran on {len(hosts)} hosts ({', '.join(hosts[:4])}), and {machine.name} is "
@@ -119,3 +130,11 @@ def _by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]
             )
         found[rank.rank] = here[rank.device]
     return found
+
+
+def _trays(servers: Sequence[Sequence[int]], last: int) -> list[Sequence[int]]:
+    """The GPUs of each host of domains that are larger than any host; none where one is not."""
+    size = next((size for size in TRAYS if last < size), 0)
+    if not size or any(len(gpus) <= LARGEST_HOST or len(gpus) % size for gpus in servers):
+        return []
+    return [gpus[start : start + size] for gpus in servers for start in range(0, len(gpus), size)]

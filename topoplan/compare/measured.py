@@ -297,14 +297,13 @@ def nic_words(row: JudgedRow) -> str | None:
         if row.collective == "alltoall"
         else f"a server's {nics.count} NICs"
         if nics.count > 1
-        else "a server's NIC"
+        else "the NIC of a server"
     )
     if busbw > whole * 1.001 and nics.leaving:
         return (
-            f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above {of}: its factor counts "
-            f"{nics.factor:.4g} bytes for each byte of the buffer, and "
-            f"{_leaving_words(row.collective, nics.leaving)}: the rest stays inside servers, and these NICs are "
-            f"full at a bus bandwidth of {nics.most:.4g}"
+            f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above {of}, which are full at "
+            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and "
+            f"{_leaving_words(row.collective, nics.leaving)}, the rest stays inside servers"
         )
     if nics.count > 1 and busbw > nics.one * 1.001:
         return (

@@ -232,7 +232,7 @@ def test_logs_of_two_communicators_are_not_mixed(run: Run, tmp_path: Path) -> No
     (tmp_path / "b.log").write_text(PerfLog(hosts=TWO).text())
     status, _, err = run("explain", "--tune", f"ring/ll={tmp_path}/a.log,tree/ll={tmp_path}/b.log")
     assert status == 2
-    assert "8 ranks on 1 hosts" in err
+    assert "8 ranks on 1 servers" in err
 
 
 def test_what_nccl_does_not_have_is_left_out_of_the_file(run: Run, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import topoplan
 from tests.support.perf_logs import PerfLog
+from topoplan.compare.logged_ranks import gpus_of
 from topoplan.compare.measured import JudgedRun, judge, nic_words
 from topoplan.compare.reachable import Reachable, reachable
 from topoplan.errors import UsageError
@@ -93,6 +94,17 @@ def test_hosts_are_servers_in_the_order_of_their_ranks() -> None:
     """GPUs 2 and 3 of the first, 0 of the second."""
     log = PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20)
     assert judged(log, pair()).gpus == (2, 3, 8)
+
+
+def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
+    """Eighteen hosts of four GPUs are one NVL72; half of them its first half."""
+    machine = topoplan.load("gb200-nvl72")
+    hosts = [(f"tray{number}", range(4)) for number in range(18)]
+    for count in (9, 18):
+        found = gpus_of(parse_perf_runs(PerfLog(hosts=hosts[:count]).text())[0].ranks, machine)
+        assert list(found.values()) == list(range(4 * count))
+    with pytest.raises(UsageError, match="ran on 19 hosts"):
+        gpus_of(parse_perf_runs(PerfLog(hosts=[*hosts, ("more", [0])]).text())[0].ranks, machine)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +224,7 @@ def test_bus_bandwidth_above_the_nics_is_explained() -> None:
     assert small is None
     assert "above the 50 GB/s of one NIC: a server has 8 of them" in str(middle)
     assert "above the 400 GB/s of a server's 8 NICs" in str(large)
-    assert "1.875 bytes for each byte of the buffer, and only 1 must leave a server" in str(large)
+    assert "1.875 bytes for a byte of the buffer, and only 1 must leave a server" in str(large)
     assert judged(PerfLog(), topoplan.load("dgx-a100")).references[0].nics is None
 
 
