@@ -12,13 +12,13 @@ of the least number: each link must be crossed so often, and the ends behind a l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
 from topoplan.calibration.links import Key
 from topoplan.calibration.pair_tests import PairTest, PairTests, link_classes, wire_names
-from topoplan.topology import Topology
 from topoplan.units import TOLERANCE
 
 TIMES = 3
@@ -81,7 +81,7 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES) -> Rounds:
         for key in test.links:
             crossing[key] = crossing.get(key, 0) + 1
     wanted = {key: min(times, number) for key, number in crossing.items()}
-    room = _Room(possible.topology)
+    room = _Room(possible)
     fewest, why = fewest_rounds(possible, wanted, room)
     finest = len(link_classes(possible.tests))
     best: tuple[int, int] = (len(possible.tests) + 1, 0)
@@ -108,10 +108,32 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES) -> Rounds:
 class _Room:
     """What links have room for beside each other."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, possible: PairTests) -> None:
+        topology = possible.topology
         switches = {device.name for device in topology.devices if device.kind == "switch"}
         self.bandwidth = {(link.src, link.dst, link.channel): link.bandwidth for link in topology.links}
         self.unshared = {key for key in self.bandwidth if key[0] in switches and key[1] in switches}
+        self.scarce = self._scarce(possible.tests)
+
+    def _scarce(self, tests: Sequence[PairTest]) -> set[Key]:
+        """Links that one test of a round crosses, of several ends that are tested without it too."""
+        sending: dict[Key, dict[str, int]] = {}
+        number: dict[str, int] = {}
+        least: dict[Key, float] = {}
+        for test in tests:
+            for end, links in ((test.src, test.out), (test.dst, test.back)):
+                number[end] = number.get(end, 0) + bool(links)
+                for key in links:
+                    ends = sending.setdefault(key, {})
+                    ends[end] = ends.get(end, 0) + 1
+                    least[key] = min(least.get(key, math.inf), test.load(key))
+        return {
+            key
+            for key, ends in sending.items()
+            if len(ends) > 1
+            and self.side_by_side(key, least[key]) == 1
+            and any(number[end] > times for end, times in ends.items())
+        }
 
     def fits(self, test: PairTest, taken: dict[Key, float]) -> bool:
         """True where the links have room for a test beside what is taken of them."""
@@ -133,7 +155,7 @@ def _filled(possible: PairTests, wanted: dict[Key, int], room: _Room, turn: int)
     left = dict(wanted)
     used: dict[int, int] = {}
     met: set[frozenset[Key]] = set()
-    scarce = [frozenset(key for key in test.links if key in room.unshared) for test in possible.tests]
+    scarce = [frozenset(key for key in test.links if key in room.scarce) for test in possible.tests]
     order = [(number * _STRIDES[turn]) % _PRIME for number in range(len(possible.tests))]
     rounds: list[list[PairTest]] = []
     while any(left.values()):
@@ -204,8 +226,8 @@ class _Round:
             test = self.tests[number]
             other = test.dst if test.src == end else test.src
             given = self.busy.get(other)
-            # Wires between switches are scarce: who is tested across one stays so.
-            if given is None or any(key in self.room.unshared for key in self.tests[given].links):
+            # Who is tested across a scarce link stays so.
+            if given is None or any(key in self.room.scarce for key in self.tests[given].links):
                 continue
             leaving = self.tests[given]
             partner = leaving.dst if leaving.src == other else leaving.src
@@ -227,7 +249,8 @@ def fewest_rounds(possible: PairTests, wanted: dict[Key, int], room: _Room) -> t
     2. An end takes part in one test of a round, for each of its own links by turns, and of an odd number of ends one
        stays over.
     3. Ends of which a link is crossed only together with another link take turns at that one.
-    4. Of an even number of ends behind a wire between switches one stays over whenever one of them is tested across it.
+    4. Of an even number of ends behind a link that two tests cannot share one stays over whenever one of them is tested
+       across it.
     """
     crossing: dict[Key, set[int]] = {}
     own: dict[tuple[str, bool], set[frozenset[Key]]] = {}
@@ -289,9 +312,10 @@ def _behind(
     found = []
     tests = [possible.tests[number] for number in crossing[key]]
     at_once = room.side_by_side(key, _least(possible, crossing[key], key))
+    near = dict.fromkeys(end for test in tests for end in (test.src, test.dst))
     for way in (True, False):
         turns = {}
-        for end in possible.ends:
+        for end in near:
             links = {one for links in own.get((end, way), ()) for one in links}
             under = [wanted[one] for one in links if one != key and crossing[one] <= crossing[key]]
             if under:
@@ -304,7 +328,7 @@ def _behind(
             found.append((ceil(sum(turns.values()) / (together * at_once)), what))
     side = {test.src for test in tests if key in test.out} | {test.dst for test in tests if key in test.back}
     joined = any({test.src, test.dst} <= side for test in tests)
-    if key in room.unshared and not possible.one_way and not joined and side and len(side) % 2 == 0:
+    if at_once == 1 and not possible.one_way and not joined and side and len(side) % 2 == 0:
         needed = sum(_turns(own.get((end, True), set()), wanted) for end in side) + wanted[key]
         what = (
             f"whenever one of the {len(side)} ends behind {_named(key)} is tested across it, {wanted[key]} times, "
