@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -158,8 +159,8 @@ def named(devices: Sequence[str]) -> str:
     """
     runs: list[tuple[str, int, int]] = []
     for device in devices:
-        head = device.rstrip("0123456789")
-        number = int(device[len(head) :] or -1)
+        digits = re.findall(r"[0-9]{0,9}\Z", device)[0]
+        head, number = device[: len(device) - len(digits)], int(digits or -1)
         if runs and runs[-1][0] == head and runs[-1][2] == number - 1 and number > 0:
             runs[-1] = (head, runs[-1][1], number)
         else:
