@@ -170,6 +170,25 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def format_gpu_list(numbers: Iterable[int]) -> str:
+    """GPU numbers as `parse_gpu_list` reads them, ascending, three or more in a row as a range.
+
+    Examples
+    --------
+    >>> format_gpu_list([6, 0, 1, 2, 3]), format_gpu_list([1, 4, 5, 7])
+    ('0-3,6', '1,4,5,7')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run) for run in runs
+    )
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "probe": "this machine, through its driver and Linux",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
+    "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",
