@@ -18,9 +18,10 @@ from typing import cast
 import topoplan
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.entry_points import COMMANDS as GROUP
-from topoplan.cli.entry_points import Command, offered
+from topoplan.cli.entry_points import Command
 from topoplan.cli.output import print_error
 from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.offers import offered
 
 COMMANDS = {
     "list": "the machines of the library",

@@ -22,9 +22,9 @@ from collectives.benchmark import count_wrong
 from tests.support.checkout import ROOT
 from tests.support.listings import EACH_MATRIX
 from topoplan.cli.entry_points import COMMANDS as GROUP
-from topoplan.cli.entry_points import offered
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
+from topoplan.offers import offered
 from topoplan.plans.plan import COLLECTIVES
 
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
