@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
+from topoplan.units import format_gpu_list
 
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
@@ -125,6 +127,40 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return cell in ("", "-")
     return True
+
+
+MOST_SETS = 70
+"""Sets of GPUs that a line of text lists: all that have equal wires on machines of 8 GPUs."""
+
+
+def listed_sets(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
+    """Sets of GPUs in lines under a head; of many the first.
+
+    Parameters
+    ----------
+    head : str
+    sets : sequence of sequence of int
+        Those that are known, which may be fewer than there are.
+    number : int
+        How many there are.
+    width : int
+        Columns.
+
+    Examples
+    --------
+    >>> listed_sets("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
+    'class 1: 0-3  4-7'
+    """
+    texts = [format_gpu_list(gpus) for gpus in sets[:MOST_SETS]]
+    if number > len(texts):
+        texts.append(f"… and {number - len(texts):,} more (--json, --csv)")
+    return textwrap.fill(
+        "  ".join(texts),
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+    )
 
 
 def check_target(path: str | None, what: str) -> None:

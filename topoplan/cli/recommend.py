@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import counted, print_csv, print_json, print_notes, table
+from topoplan.cli.output import counted, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare.recommendation import GpuSet, recommend
@@ -19,12 +18,6 @@ from topoplan.fabric.fabric import channel_words
 from topoplan.plans.plan import check_collective
 from topoplan.simulation.model import bus_factor
 from topoplan.units import format_gpu_list
-
-MOST_SHOWN = 70
-"""Sets of a class that the text lists: all of classes of 8 GPUs or fewer."""
-
-WIDTH = 116
-"""Columns of the text."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -151,7 +144,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
     print(table(heads, rows))
     print()
     for group in classes:
-        print(_members(group))
+        print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
     print(
@@ -163,21 +156,6 @@ def _span(rates: Sequence[float]) -> str:
     """A rate, or the least and the largest."""
     least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
     return least if least == most else f"{least}-{most}"
-
-
-def _members(group: Sequence[GpuSet]) -> str:
-    """The sets of a class; of very many the first."""
-    texts = [format_gpu_list(one.gpus) for one in group[:MOST_SHOWN]]
-    if len(group) > MOST_SHOWN:
-        texts.append(f"… and {len(group) - MOST_SHOWN:,} more: --json and --csv list all")
-    head = f"class {group[0].number}: "
-    return textwrap.fill(
-        "  ".join(texts),
-        WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_on_hyphens=False,
-    )
 
 
 def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:

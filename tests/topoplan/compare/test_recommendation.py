@@ -154,7 +154,7 @@ class TestCommand:
 
     def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
         out = run("recommend", "dgx-2", "--count", "8")[1]
-        assert "… and 12,800 more: --json and --csv list all" in out
+        assert "… and 12,800 more (--json, --csv)" in out
         assert max(len(line) for line in out.splitlines()) <= 120
 
     @pytest.mark.parametrize(
