@@ -12,9 +12,11 @@ from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.output import counted, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
+from topoplan.compare.jobs import Division, JobSet, divide
 from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
+from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
 from topoplan.simulation.model import bus_factor
 from topoplan.units import format_gpu_list
@@ -25,6 +27,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     parser.add_argument(
         "--count", type=arguments.whole(1, 999_999, "number of GPUs"), metavar="K", help="GPUs of the job"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_sizes,
+        metavar="LIST",
+        help="GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them",
     )
     parser.add_argument(
         "--free",
@@ -41,11 +49,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List all sets of so many GPUs, best first, with what the best leave for the next job."""
+    """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
     collective = check_collective(options.collective)
     arguments.check_csv(options)
-    if options.count is None:
-        raise UsageError("say how many GPUs the job has with --count, such as --count 4")
+    if (options.count is None) == (options.jobs is None):
+        raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")
+    if options.jobs is not None:
+        return _run_jobs(options, collective)
     machine = read_machine(options)
     free = _free(options, machine)
     with progress_line("comparing") as progress:
@@ -75,6 +85,108 @@ def run(options: argparse.Namespace) -> int:
         _print_sets(machine, collective, sets, factor)
         print_notes(*machine.whole.notes)
     return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """GPUs of each job.
+
+    Examples
+    --------
+    >>> _sizes("4,2,2")
+    (4, 2, 2)
+    """
+    one = arguments.whole(1, 999_999, "list of numbers of GPUs such as 4,2,2")
+    try:
+        return tuple(one(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no list of numbers of GPUs such as 4,2,2"
+        ) from None
+
+
+def _run_jobs(options: argparse.Namespace, collective: str) -> int:
+    machine = read_machine(options)
+    free = _free(options, machine)
+    with progress_line("dividing") as progress:
+        found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
+    rows = [_job_object(job, collective) for job in found.jobs]
+    if options.json:
+        print_json(
+            {
+                "machine": machine.whole.name,
+                "collective": collective,
+                "free": list(free),
+                "ways": found.ways,
+                "proved": found.proved,
+                "complete": found.complete,
+                "least": found.least,
+                "jobs": rows,
+                "notes": list(machine.whole.notes),
+            }
+        )
+    elif options.csv:
+        lists = (format_gpu_list(job.gpus) for job in found.jobs)
+        print_csv(
+            tuple(rows[0]), ([gpus, *list(row.values())[1:]] for gpus, row in zip(lists, rows, strict=True))
+        )
+    else:
+        _print_jobs(machine, collective, found)
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def _job_object(job: JobSet, collective: str) -> dict[str, object]:
+    """A job for JSON; null where nothing moves."""
+    return {
+        "gpus": list(job.gpus),
+        "rate": finite(job.rate),
+        "busbw": finite(job.rate * bus_factor(collective, len(job.gpus))) if len(job.gpus) > 1 else None,
+        "alone": finite(job.alone),
+        "best": finite(job.best),
+        "part": job.part,
+        "shares_links": job.shares_links,
+    }
+
+
+def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
+    """A row for each job, and what is the best about it."""
+    sizes = " and ".join(str(len(job.gpus)) for job in found.jobs)
+    best = "the best" if found.proved else "a good one"
+    print(
+        f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
+    )
+    print()
+    rows = []
+    for number, job in enumerate(found.jobs):
+        moves = len(job.gpus) > 1
+        told = (
+            [job.rate, job.rate * bus_factor(collective, len(job.gpus)), job.alone, job.best] if moves else []
+        )
+        rows.append(
+            (
+                str(number),
+                format_gpu_list(job.gpus),
+                *(f"{rate:.6g}" for rate in told),
+                *("-" for _ in range(4 - len(told))),
+                f"{job.part:.4g}",
+                "yes" if job.shares_links else "no",
+            )
+        )
+    print(table(("job", "GPUs", "GB/s", "busbw", "alone", "best set", "part", "shares links"), rows))
+    print()
+    print(
+        "GB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
+    )
+    print(
+        "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
+    )
+    if any(job.shares_links for job in found.jobs):
+        print(
+            "shares links: its wires meet those of another job, and the trees of both are planned side by side"
+        )
+    if not found.complete:
+        better = "in the sum of the parts" if found.proved else "in the least part"
+        print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")
 
 
 def _free(options: argparse.Namespace, machine: Machine) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class RankedSets:
     ) -> None:
         self.topology, self.collective, self.free = topology, collective, free
         self._part = topology.subset(free)
-        self._progress = progress
+        self.progress = progress
         self._classes: dict[int, dict[tuple[int, ...], AllocationClass]] = {}
         self._rates: dict[tuple[int, ...], float] = {}
 
@@ -141,8 +141,8 @@ class RankedSets:
         return self._rates[one.gpus]
 
     def _say(self, what: str, gpus: Sequence[int]) -> None:
-        if self._progress:
-            self._progress(f"{what}: GPUs {', '.join(str(gpu) for gpu in gpus)}")
+        if self.progress:
+            self.progress(f"{what}: GPUs {', '.join(str(gpu) for gpu in gpus)}")
 
 
 def recommend(
