@@ -234,7 +234,9 @@ class _Divider:
 
     def _largest_least(self) -> float:
         """The largest least part that jobs alone can have, which is one of the parts of sets."""
-        levels = sorted({part for size in self._best for part in self._parts[size].tolist()} or {1.0})
+        levels: list[float] = sorted(
+            {part for size in self._best for part in self._parts[size].tolist()} or {1.0}
+        )
         low, high = 0, len(levels) - 1
         while low < high:
             middle = (low + high + 1) // 2
