@@ -280,5 +280,6 @@ def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
     if best.following is not None:
         told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
     if best.left is not None and len(rest) != len(best.gpus):
-        told.append(f"{best.left:.6g} for one of all {len(rest)}")
+        unit = "" if told[1:] else " GB/s"
+        told.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
     return f"{told[0]}: {', '.join(told[1:])}" if told[1:] else f"{told[0]}, no pair"
