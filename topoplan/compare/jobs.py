@@ -185,7 +185,9 @@ class _Divider:
         self._order = sorted(range(len(sizes)), key=lambda job: -sizes[job])
         self._descending = tuple(sizes[job] for job in self._order)
         moving = sorted({size for size in sizes if size > 1})
-        self._best = {size: max(ranked.rate(gpus) for gpus in ranked.classes(size)) for size in moving}
+        self._best = {
+            size: max(ranked.rate(one.gpus) for one in ranked.planned_classes(size)) for size in moving
+        }
         for size, rate in self._best.items():
             if not rate:
                 raise UsageError(f"no path joins any {size} GPUs; ask for smaller jobs")

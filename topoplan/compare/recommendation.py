@@ -28,6 +28,9 @@ from topoplan.topology import Topology, TopologyLike, as_topology
 MOST_SETS = 20_000
 """Sets that are listed; 8 of 16 GPUs are 12,870."""
 
+MOST_CLASSES = 400
+"""Classes that are planned: minutes on 16 GPUs with several kinds of wires; machines of 8 GPUs have up to 70."""
+
 Progress = Callable[[str], None]
 
 
@@ -119,14 +122,30 @@ class RankedSets:
         """A class whose representative has the machine's GPU numbers."""
         return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
 
+    def planned_classes(self, count: int) -> list[AllocationClass]:
+        """The classes of sets of so many GPUs, by their representatives.
+
+        Raises
+        ------
+        UsageError
+            There are more than `MOST_CLASSES`, too many to plan each; as `classes`.
+        """
+        found = {one.gpus: one for one in self.classes(count).values()}
+        if len(found) > MOST_CLASSES:
+            raise UsageError(
+                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} different kinds of wires between "
+                f"them, and at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
+            )
+        return [found[gpus] for gpus in sorted(found)]
+
     def compared(self, count: int) -> dict[tuple[int, ...], Comparison]:
-        """The comparison of each class of so many GPUs, by its representative."""
-        classes = sorted({one.gpus: one for one in self.classes(count).values()}.items())
+        """The comparison of each class of so many GPUs, by its representative; errors as `planned_classes`."""
+        classes = self.planned_classes(count)
         made = {}
-        for number, (gpus, one) in enumerate(classes):
-            self._say(f"class {number + 1} of {len(classes)}", gpus)
-            made[gpus] = compare_class(self.topology, self.collective, one)
-            self._rates[gpus] = made[gpus].trees
+        for number, one in enumerate(classes):
+            self._say(f"class {number + 1} of {len(classes)}", one.gpus)
+            made[one.gpus] = compare_class(self.topology, self.collective, one)
+            self._rates[one.gpus] = made[one.gpus].trees
         return made
 
     def rate(self, gpus: tuple[int, ...]) -> float:

@@ -128,6 +128,14 @@ def test_too_many_sets_are_refused_before_any_is_planned() -> None:
         recommend(topoplan.nvswitch_cluster(4), 8)
 
 
+def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topoplan.compare.recommendation.MOST_CLASSES", 2)
+    with pytest.raises(
+        UsageError, match=r"28 sets of 2 GPUs have 3 different kinds of wires .* at most 2 are planned"
+    ):
+        recommend("dgx-1v", 2)
+
+
 class TestCommand:
     def test_json_lists_every_set_best_first(self, run: Run) -> None:
         """With the four keys that others rely on, under the machine's own numbers where a GPU is gone."""
