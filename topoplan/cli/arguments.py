@@ -298,6 +298,12 @@ def add_csv(parser: OneLineParser, what: str) -> None:
     parser.add_argument("--csv", action="store_true", help=f"print {what} as comma-separated values")
 
 
+def check_csv(options: argparse.Namespace) -> None:
+    """Refuse two forms of one answer."""
+    if options.json and options.csv:
+        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+
+
 def add_plot(parser: OneLineParser, what: str) -> None:
     """A figure."""
     parser.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")

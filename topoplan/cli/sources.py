@@ -206,6 +206,38 @@ def read_demand(path: str) -> list[list[float]]:
     return cast("list[list[float]]", rows)
 
 
+TREES_FORMAT = "topoplan.trees/1"
+
+
+def read_trees(path: str) -> list[object]:
+    """The trees in a file of them, ``{"format": "topoplan.trees/1", "trees": [...]}`` or the list alone.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or holds no such list; what the trees are is for `topoplan.plan_from_trees` to say.
+    """
+    text = read_plan_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_where(path)} is no JSON: {error}") from None
+    if isinstance(value, dict):
+        unknown = [key for key in value if key not in ("format", "trees")]
+        if unknown:
+            raise UsageError(
+                f"{_where(path)}: key {unknown[0][:40]!r} is unknown; known are format and trees"
+            )
+        if value.get("format", TREES_FORMAT) != TREES_FORMAT:
+            raise UsageError(f"{_where(path)}: format {value['format']!r} is not {TREES_FORMAT!r}"[:200])
+        value = value.get("trees")
+    if not isinstance(value, list):
+        raise UsageError(
+            f'{_where(path)} holds no trees; give {{"trees": [[[0, 1], [1, 2]]]}}, of each its edges [parent, child]'
+        )
+    return value
+
+
 def printable_machine(topology: Topology) -> Topology:
     """The same under a name that can be printed: a file name may hold bytes that are no character."""
     name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)

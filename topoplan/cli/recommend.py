@@ -1,0 +1,277 @@
+"""``topoplan recommend``: which GPUs to take, for one job or for several side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster, add_in_network
+from topoplan.cli.damage_options import Machine, add_damage
+from topoplan.cli.output import counted, listed_sets, print_csv, print_json, print_notes, table
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_machine
+from topoplan.compare.jobs import Division, JobSet, divide
+from topoplan.compare.recommendation import GpuSet, recommend
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
+from topoplan.plans.json_values import finite
+from topoplan.plans.plan import check_collective
+from topoplan.units import bus_factor, number_ranges
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``recommend``."""
+    arguments.add_machine(parser)
+    parser.add_argument(
+        "--count", type=arguments.whole(1, 999_999, "number of GPUs"), metavar="K", help="GPUs of the job"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_sizes,
+        metavar="LIST",
+        help="GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them",
+    )
+    parser.add_argument(
+        "--free",
+        type=arguments.gpu_list,
+        metavar="LIST",
+        help="GPUs to choose from, such as 0,1,4-7 (default: all)",
+    )
+    arguments.add_collective(parser)
+    arguments.add_json(parser)
+    arguments.add_csv(parser, "the rows")
+    add_cluster(parser)
+    add_in_network(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
+    collective = check_collective(options.collective)
+    arguments.check_csv(options)
+    if (options.count is None) == (options.jobs is None):
+        raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")
+    if options.jobs is not None:
+        return _run_jobs(options, collective)
+    machine = read_machine(options)
+    free = _free(options, machine)
+    with progress_line("comparing") as progress:
+        sets = recommend(machine.whole, options.count, collective, free=free, progress=progress)
+    factor = bus_factor(collective, options.count)
+    if options.json:
+        print_json(
+            {
+                "machine": machine.whole.name,
+                "collective": collective,
+                "count": options.count,
+                "free": list(free),
+                "sets": [_object(one, factor) for one in sets],
+                "notes": list(machine.whole.notes),
+            }
+        )
+    elif options.csv:
+        rows = [_object(one, factor) for one in sets]
+        print_csv([{**row, "gpus": number_ranges(one.gpus)} for one, row in zip(sets, rows, strict=True)])
+    else:
+        _print_sets(machine, collective, sets, factor)
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """GPUs of each job.
+
+    Examples
+    --------
+    >>> _sizes("4,2,2")
+    (4, 2, 2)
+    """
+    one = arguments.whole(1, 999_999, "list of numbers of GPUs such as 4,2,2")
+    try:
+        return tuple(one(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no list of numbers of GPUs such as 4,2,2"
+        ) from None
+
+
+def _run_jobs(options: argparse.Namespace, collective: str) -> int:
+    machine = read_machine(options)
+    free = _free(options, machine)
+    with progress_line("dividing") as progress:
+        found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
+    rows = [_job_object(job, collective) for job in found.jobs]
+    if options.json:
+        print_json(
+            {
+                "machine": machine.whole.name,
+                "collective": collective,
+                "free": list(free),
+                "ways": found.ways,
+                "proved": found.proved,
+                "complete": found.complete,
+                "least": found.least,
+                "jobs": rows,
+                "notes": list(machine.whole.notes),
+            }
+        )
+    elif options.csv:
+        print_csv(
+            [{**row, "gpus": number_ranges(job.gpus)} for job, row in zip(found.jobs, rows, strict=True)]
+        )
+    else:
+        _print_jobs(machine, collective, found)
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def _job_object(job: JobSet, collective: str) -> dict[str, object]:
+    """A job for JSON; null where nothing moves."""
+    return {
+        "gpus": list(job.gpus),
+        "rate": finite(job.rate),
+        "busbw": finite(job.rate * bus_factor(collective, len(job.gpus))) if len(job.gpus) > 1 else None,
+        "alone": finite(job.alone),
+        "best": finite(job.best),
+        "part": job.part,
+        "shares_links": job.shares_links,
+    }
+
+
+def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
+    """A row for each job, and what is the best about it."""
+    sizes = " and ".join(str(len(job.gpus)) for job in found.jobs)
+    best = "the best" if found.proved else "a good one"
+    print(
+        f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
+    )
+    print()
+    rows = []
+    for number, job in enumerate(found.jobs):
+        moves = len(job.gpus) > 1
+        told = (
+            [job.rate, job.rate * bus_factor(collective, len(job.gpus)), job.alone, job.best] if moves else []
+        )
+        rows.append(
+            (
+                str(number),
+                number_ranges(job.gpus),
+                *(f"{rate:.6g}" for rate in told),
+                *("-" for _ in range(4 - len(told))),
+                f"{job.part:.4g}",
+                "yes" if job.shares_links else "no",
+            )
+        )
+    print(table(("job", "GPUs", "GB/s", "busbw", "alone", "best set", "part", "shares links"), rows))
+    print()
+    print(
+        "GB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
+    )
+    print(
+        "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
+    )
+    if any(job.shares_links for job in found.jobs):
+        print(
+            "shares links: its wires meet those of another job, and the trees of both are planned side by side"
+        )
+    if not found.complete:
+        better = "in the sum of the parts" if found.proved else "in the least part"
+        print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")
+
+
+def _free(options: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
+    """The GPUs to choose from, ascending."""
+    if options.free is None:
+        return machine.left
+    chosen = machine.whole.select(options.free)
+    gone = [gpu for gpu in chosen if gpu not in machine.left]
+    if gone:
+        raise UsageError(
+            f"GPU {gone[0]} is named by --free and by --without-gpu; leave it out of one of them"
+        )
+    return tuple(sorted(chosen))
+
+
+def _object(one: GpuSet, factor: float) -> dict[str, object]:
+    """A set for JSON."""
+    return {
+        "gpus": list(one.gpus),
+        "rate": one.rate,
+        "ring": one.ring,
+        "bound": one.bound,
+        "busbw": one.rate * factor,
+        "ring_kind": one.ring_kind,
+        "nccl": one.nccl,
+        "nccl_kind": one.nccl_kind,
+        "channel": one.channel,
+        "class": one.number,
+        "following": one.following,
+        "left": one.left,
+    }
+
+
+def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
+    """Classes best first, each with its sets, and what the best set leaves."""
+    best = sets[0]
+    classes = [
+        list(group)
+        for _, group in groupby(sorted(sets, key=lambda one: one.number), key=lambda one: one.number)
+    ]
+    print(
+        f"{collective} on {machine.whole.name}: {counted(len(sets), 'set')} of {len(best.gpus)} GPUs, "
+        f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
+    )
+    over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
+    print(
+        f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
+    )
+    print(f"leaves {_leaves(best, sets)}")
+    print()
+    rows = [
+        (
+            str(group[0].number),
+            f"{group[0].rate:.6g}",
+            f"{group[0].rate * factor:.6g}",
+            f"{group[0].bound:.6g}",
+            _span([one.ring for one in group]),
+            group[0].ring_kind,
+            f"{group[0].nccl:.6g}",
+            group[0].nccl_kind,
+            group[0].channel or "none",
+            str(len(group)),
+        )
+        for group in classes
+    ]
+    heads = ("class", "GB/s", "busbw", "bound", "ring", "ring is", "NCCL", "NCCL is", "over", "sets")
+    print(table(heads, rows))
+    print()
+    for group in classes:
+        print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
+    print()
+    print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
+    print(
+        "ring: NCCL's before 2.8; NCCL: the best of its rings, tree and NVLS; sets of a class have equal wires"
+    )
+
+
+def _span(rates: Sequence[float]) -> str:
+    """A rate, or the least and the largest."""
+    least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
+    return least if least == most else f"{least}-{most}"
+
+
+def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
+    """What the best set leaves for the next job."""
+    free = sorted({gpu for one in sets for gpu in one.gpus})
+    rest = [gpu for gpu in free if gpu not in best.gpus]
+    if not rest:
+        return "no GPU"
+    told = [number_ranges(rest)]
+    if best.following is not None:
+        told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
+    if best.left is not None and len(rest) != len(best.gpus):
+        unit = "" if told[1:] else " GB/s"
+        told.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
+    return f"{told[0]}: {', '.join(told[1:])}" if told[1:] else f"{told[0]}, no pair"
