@@ -186,7 +186,7 @@ WRONG: list[tuple[object, str]] = [
     ([[(0, 1), (2, 1), (0, 3)]], "tree 0: rank 1 has two parents, 0 and 2"),
     ([[(0, 1), (1, 1)]], "tree 0: an edge joins rank 1 with itself"),
     ([[(0, 1, 2, 3)]], r"tree 0: \(0, 1, 2, 3\) is no edge"),
-    ([[(0, 9)]], "tree 0: 9 is no rank; ranks are 0 to 3, which are gpu0 to gpu3"),
+    ([[(0, 9)]], "tree 0: 9 is no rank; ranks are 0 to 3, which are gpu0, gpu1, gpu2, gpu3"),
     ([[0, 1, 2, True]], "tree 0: True is no rank"),
     ([{"chain": [0, 1, "gpu9", 3]}], "tree 0: 'gpu9' is no rank"),
     ([{"ring": [0, 1, 2, 1]}], "tree 0: rank 1 stands twice in the ring"),
