@@ -150,7 +150,7 @@ def _job_object(job: JobSet, collective: str) -> dict[str, object]:
 
 def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
     """A row for each job, and what is the best about it."""
-    sizes = " and ".join(str(len(job.gpus)) for job in found.jobs)
+    sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
     print(
         f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
