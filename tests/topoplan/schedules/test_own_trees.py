@@ -291,6 +291,11 @@ class TestCommand:
         status, out, err = run("plan", "v100x4", "--schedule-file", str(trees))
         assert (status, out, err.count("\n"), told in err) == (2, "", 1, True)
 
+    def test_a_file_that_is_not_there_is_one_line(self, run: Run) -> None:
+        status, _, err = run("plan", "v100x4", "--schedule-file", "nowhere.json")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "nowhere.json cannot be read: No such file or directory; give a file of trees" in err
+
     @pytest.mark.parametrize(
         ("options", "told"),
         [
