@@ -70,8 +70,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--schedule",
         default=TREES,
         metavar="NAME",
-        help="a schedule in place of packed trees, such as ring, one-hop or double-tree; a name that is unknown is "
-        f"answered with all (default: {TREES})",
+        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or what an installed package "
+        f"registers; a name that is unknown is answered with all (default: {TREES})",
     )
     parser.add_argument(
         "--schedule-file",

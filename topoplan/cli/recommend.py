@@ -142,7 +142,7 @@ def _job_object(job: JobSet, collective: str) -> dict[str, object]:
 
 def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
     """A row for each job, and what is the best about it."""
-    sizes = " and ".join(str(len(job.gpus)) for job in found.jobs)
+    sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
     print(
         f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
@@ -173,9 +173,7 @@ def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
         "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
     )
     if any(job.shares_links for job in found.jobs):
-        print(
-            "shares links: its wires meet those of another job, and the trees of both are planned side by side"
-        )
+        print("shares links: its wires meet those of another job; GB/s holds while both run")
     if not found.complete:
         better = "in the sum of the parts" if found.proved else "in the least part"
         print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")

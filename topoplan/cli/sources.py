@@ -155,11 +155,11 @@ def _where(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-def read_plan_text(path: str) -> str:
+def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
     """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
     try:
         return read_text(
-            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else _REMEDY
+            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else remedy
         )
     except TopologyError:
         raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
@@ -217,7 +217,7 @@ def read_trees(path: str) -> list[object]:
     UsageError
         The file cannot be read, or holds no such list; what the trees are is for `topoplan.plan_from_trees` to say.
     """
-    text = read_plan_text(path)
+    text = read_plan_text(path, "give a file of trees, as docs/file-formats.md has it")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -5,8 +5,9 @@ would have if it came first and alone. The best way has the largest least part, 
 
 Where the links of two jobs meet (PCIe, NICs) their rates are those of running at once: if their own plans do not fit on
 the wires together, all their trees are packed together (`topoplan.packing.mesh.rate_together`), each job in proportion
-to the rate of its best set, so that their parts are equal and as large as can be. Ways are looked at in the order of
-what their jobs do alone, which no packing together exceeds, until none that is left can be better.
+to the rate of its best set, so that their parts are equal and as large as can be; or in proportion to its rate alone,
+where that leaves the least part as it is and gives more to the others (not the most that there may be). Ways are looked
+at in the order of what their jobs do alone, which no packing together exceeds, until none that is left can be better.
 
 Ways that only swap GPUs which are twins are one (`topoplan.compare.allocations`).
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
 from math import factorial, prod
 
 import numpy as np
@@ -451,14 +451,24 @@ def _number_of_ways(room: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     >>> _number_of_ways((1,) * 8, (2, 2, 2, 2)), _number_of_ways((2, 2, 2, 2), (4, 4)), _number_of_ways((16,), (8, 8))
     (105, 10, 1)
     """
-    left = {sizes: 1}
+    # Jobs that still want as many GPUs are alike, so what they want is kept in order.
+    left = {tuple(sorted(sizes)): 1}
     for group in room:
         following: dict[tuple[int, ...], int] = {}
         for wanted, number in left.items():
-            for taken in product(*(range(min(group, size) + 1) for size in wanted)):
-                if sum(taken) <= group:
-                    rest = tuple(a - b for a, b in zip(wanted, taken, strict=True))
-                    following[rest] = following.get(rest, 0) + number
+            for rest in _after(group, wanted):
+                key = tuple(sorted(rest))
+                following[key] = following.get(key, 0) + number
         left = following
     ordered = left.get((0,) * len(sizes), 0)
     return -(-ordered // prod(factorial(sizes.count(size)) for size in set(sizes)))
+
+
+def _after(group: int, wanted: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """What jobs still want after up to so many GPUs are given to them."""
+    if not wanted:
+        yield ()
+        return
+    for taken in range(min(group, wanted[0]) + 1):
+        for rest in _after(group - taken, wanted[1:]):
+            yield (wanted[0] - taken, *rest)

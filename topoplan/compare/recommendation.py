@@ -133,8 +133,8 @@ class RankedSets:
         found = {one.gpus: one for one in self.classes(count).values()}
         if len(found) > MOST_CLASSES:
             raise UsageError(
-                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} kinds of wires between "
-                f"them, and at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
+                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} different kinds of wires, and "
+                f"at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
             )
         return [found[gpus] for gpus in sorted(found)]
 
@@ -212,9 +212,10 @@ def recommend(
         topology, check_collective(collective), tuple(sorted(topology.select(free))), progress
     )
     if not 2 <= count <= len(ranked.free):
-        raise UsageError(
-            f"no set of {count} GPUs can be chosen from {len(ranked.free)}; ask for 2 to {len(ranked.free)}"
+        remedy = (
+            f"ask for 2 to {len(ranked.free)}" if len(ranked.free) > 1 else "name two or more to choose from"
         )
+        raise UsageError(f"no set of {count} GPUs can be chosen from {len(ranked.free)}; {remedy}")
     rows = ranked.compared(count)
     rings = _own_rings(ranked, rows)
     fastest = max(row.trees for row in rows.values())

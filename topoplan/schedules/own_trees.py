@@ -47,6 +47,9 @@ FORMS = (
     '{"chain": […]} or {"ring": […]}'
 )
 
+MOST_NAMED = 8
+"""Devices up to which an error names all."""
+
 Share = Fraction | int | float | str
 
 
@@ -226,10 +229,8 @@ def _rank(item: object, names: Sequence[str], where: str) -> int:
         return names.index(item)
     if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < len(names):
         return item
-    last = len(names) - 1
-    raise UsageError(
-        f"{where}: {_short(item)} is no rank; ranks are 0 to {last}, which are {names[0]} to {names[last]}"
-    )
+    told = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]}"
+    raise UsageError(f"{where}: {_short(item)} is no rank; ranks are 0 to {len(names) - 1}, which are {told}")
 
 
 def _edge(item: object, names: Sequence[str], where: str) -> tuple[int, int, tuple[str, ...]]:

@@ -116,6 +116,7 @@ def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
         (1, None, "no set of 1 GPUs"),
         (3, (0, 1), "no set of 3 GPUs can be chosen from 2"),
         (2, (0, 11), "GPU 11"),
+        (2, (5,), "no set of 2 GPUs can be chosen from 1; name two or more"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None, told: str) -> None:
@@ -131,7 +132,7 @@ def test_too_many_sets_are_refused_before_any_is_planned() -> None:
 def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topoplan.compare.recommendation.MOST_CLASSES", 2)
     with pytest.raises(
-        UsageError, match=r"28 sets of 2 GPUs have 3 kinds of wires .* at most 2 are planned"
+        UsageError, match=r"28 sets of 2 GPUs have 3 different kinds of wires, and at most 2 are planned"
     ):
         recommend("dgx-1v", 2)
 

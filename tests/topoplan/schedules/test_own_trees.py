@@ -186,7 +186,7 @@ WRONG: list[tuple[object, str]] = [
     ([[(0, 1), (2, 1), (0, 3)]], "tree 0: rank 1 has two parents, 0 and 2"),
     ([[(0, 1), (1, 1)]], "tree 0: an edge joins rank 1 with itself"),
     ([[(0, 1, 2, 3)]], r"tree 0: \(0, 1, 2, 3\) is no edge"),
-    ([[(0, 9)]], "tree 0: 9 is no rank; ranks are 0 to 3, which are gpu0 to gpu3"),
+    ([[(0, 9)]], "tree 0: 9 is no rank; ranks are 0 to 3, which are gpu0, gpu1, gpu2, gpu3"),
     ([[0, 1, 2, True]], "tree 0: True is no rank"),
     ([{"chain": [0, 1, "gpu9", 3]}], "tree 0: 'gpu9' is no rank"),
     ([{"ring": [0, 1, 2, 1]}], "tree 0: rank 1 stands twice in the ring"),
@@ -290,6 +290,11 @@ class TestCommand:
         trees.write_text(text)
         status, out, err = run("plan", "v100x4", "--schedule-file", str(trees))
         assert (status, out, err.count("\n"), told in err) == (2, "", 1, True)
+
+    def test_a_file_that_is_not_there_is_one_line(self, run: Run) -> None:
+        status, _, err = run("plan", "v100x4", "--schedule-file", "nowhere.json")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "nowhere.json cannot be read: No such file or directory; give a file of trees" in err
 
     @pytest.mark.parametrize(
         ("options", "told"),

@@ -113,6 +113,7 @@ ABSENT = {
     ("three-phase", "dgx-1v"),
     ("three-phase", "pcie-x8"),
     ("one-hop", "dgx-1v"),
+    ("mesh", "dgx-1v"),
     ("relay-ring", "pcie-x8"),
     ("parameter-server", "dgx-1v"),
     *(
