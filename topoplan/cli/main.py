@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",
+    "order": "which rank on which GPU and node, for rings, trees and meshes",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",
 }

@@ -1,0 +1,431 @@
+"""``topoplan order``: which rank goes on which GPU and node, so that rings, trees or the axes of a mesh are fast."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from topoplan.cli import arguments
+from topoplan.cli.arguments import first_given
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import Machine, add_damage, damaged, overlaid
+from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
+from topoplan.cli.plan_mesh import add_options as add_mesh
+from topoplan.cli.sources import read_machine
+from topoplan.clusters.domains import domain
+from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
+from topoplan.errors import TopologyError, UsageError
+from topoplan.fabric.fabric import channel_words, usable_fabric
+from topoplan.formats.load import load, load_network, read_text
+from topoplan.formats.slurm.hostlist import expand, folded
+from topoplan.ordering.hop_loads import OrderRates
+from topoplan.ordering.launch_files import LAUNCH_FILES, Seat, seats, usage
+from topoplan.ordering.mesh_axes import MeshOrder, Placement, best_mesh
+from topoplan.ordering.search import ENUMERATED, RankOrder, best_order
+from topoplan.plans.plan import check_collective
+from topoplan.simulation.model import bus_factor
+
+FORMATS = (*LAUNCH_FILES, "json")
+
+NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpers", "merge"))
+"""Options that say what a description of Slurm says itself."""
+
+MOST_PLACEMENTS = 12
+"""Placements that are listed."""
+
+WIDEST = 110
+"""Characters of a list that are shown."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``order``."""
+    arguments.add_machine(parser)
+    parser.add_argument(
+        "--server",
+        metavar="TOPO",
+        help="where TOPO is Slurm's topology.conf or topology.yaml: what each node is, such as dgx-h100",
+    )
+    parser.add_argument(
+        "--slurm-topology",
+        metavar="NAME",
+        help="of several in a topology.yaml this one (default: the cluster's)",
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="LIST|F",
+        help="hosts of the job in the order as it is, node[01-08,12] or a file with a host on each line: of TOPO's "
+        "nodes these (default: all, as Slurm lists them), or else names for the hosts of TOPO",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=arguments.gpu_list,
+        metavar="LIST",
+        help="GPU numbers of the ranks in the order as it is, such as 0,2,1,3 (default: all, by number)",
+    )
+    arguments.add_collective(parser)
+    add_mesh(parser)
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help=f"{', '.join(FORMATS)}: a file of Open MPI or Slurm in place of a table",
+    )
+    parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
+    arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The ranks that are there, and who sits where, as given and as found."""
+
+    machine: Machine
+    gpus: tuple[int, ...]
+    given: tuple[Seat, ...]
+    found: tuple[Seat, ...]
+    order: tuple[int, ...]
+    collective: str
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(dict.fromkeys(seat.host for seat in self.found))
+
+
+def run(options: argparse.Namespace) -> int:
+    """The order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
+    as_json = options.json or options.format == "json"
+    if options.json and options.format not in (None, "json"):
+        raise UsageError(f"--json goes with no --format {options.format}; leave one of them out")
+    if options.output and not options.format:
+        raise UsageError(f"-o needs a --format: one of {', '.join(FORMATS)}")
+    if options.axes is not None and options.mesh is None:
+        raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
+    check_target(options.output, "-o")
+    collective = check_collective(options.collective)
+    machine, names, notes = _machine(options)
+    gpus = machine.allocation(options.gpus)
+    given = tuple(range(len(machine.whole.gpus))) if gpus is None else gpus
+    chosen = machine.whole.select(given)
+    place = {gpu: number for number, gpu in enumerate(chosen)}
+    part = machine.whole.subset(chosen)
+    now = [place[gpu] for gpu in given]
+    ranked: RankOrder | MeshOrder
+    if options.mesh is None:
+        ranked = best_order(part, given=now)
+        best: tuple[int, ...] = ranked.ranks
+    else:
+        ranked = best_mesh(part, options.mesh, collective, axes=options.axes, given=now)
+        best = ranked.best.ranks
+    order = tuple(chosen[rank] for rank in best)
+    answer = _Answer(
+        machine,
+        chosen,
+        seats(machine.whole, given, names),
+        seats(machine.whole, order, names),
+        order,
+        collective,
+    )
+    if as_json:
+        found = _object(answer, ranked, given)
+        if options.output and options.output != "-":
+            from json import dumps
+
+            write_whole(options.output, dumps(found, allow_nan=False, indent=1) + "\n")
+        else:
+            print_json(found)
+        return 0
+    if options.format:
+        text = LAUNCH_FILES[options.format](answer.found)
+        to_file = bool(options.output) and options.output != "-"
+        if to_file:
+            write_whole(options.output, text)
+            print(f"written: {options.output}")
+        else:
+            print(text, end="")
+        print_notes(
+            *usage(options.format, answer.found, options.output if to_file else "F"),
+            file=sys.stdout if to_file else sys.stderr,
+        )
+        return 0
+    if isinstance(ranked, MeshOrder):
+        _print_mesh(answer, ranked)
+    else:
+        _print_order(answer, ranked)
+    print_notes(*dict.fromkeys((*notes, *machine.whole.notes)))
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], tuple[str, ...]]:
+    """The machine, names for its hosts where it has none, and what to say of the network."""
+    if options.server is None:
+        if options.slurm_topology is not None:
+            raise UsageError("--slurm-topology belongs to --server, which says what a node is; add it")
+        return read_machine(options), () if options.hosts is None else _hosts(options.hosts), ()
+    network = load_network(options.topo, which=options.slurm_topology or "")
+    if network is None:
+        raise UsageError(
+            f"--server says what the nodes of Slurm's topology.conf or topology.yaml are, and {options.topo[:60]} is "
+            "neither; leave --server out"
+        )
+    refused = first_given(options, NOT_OF_TREES)
+    if refused:
+        raise UsageError(
+            f"{refused} does not go with a description of Slurm, which says how nodes are joined"
+        )
+    return _of_nodes(options, network), (), network.notes
+
+
+def _of_nodes(options: argparse.Namespace, network: NodeNetwork) -> Machine:
+    rates = {name: getattr(options, name) for name in ("nvlink_gbps", "pcie_gbps", "socket_gbps")}
+    server = overlaid(options, load(options.server, **rates))
+    if options.domain is not None:
+        server = domain(server, options.domain)
+    stated = any(device.fact("gigabits") for device in server.devices if device.kind == "nic")
+    if options.nic_gbps is None and not stated:
+        raise UsageError("a network needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 400")
+    nodes = None if options.hosts is None else _hosts(options.hosts)
+    whole = cluster_of_nodes(
+        network,
+        {node: server for node, _ in network.nodes},
+        nodes=nodes,
+        nic_gbps=options.nic_gbps,
+        nics=options.nics,
+        oversubscription=options.oversubscription,
+        nic_access=options.nic_access or "pcie",
+        transport=options.transport,
+    )
+    return damaged(options, whole)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    """Names from a list, or from a file whose lines begin with one; a host of several ranks counts once."""
+    if not os.path.isfile(text):
+        try:
+            return expand(text)
+        except TopologyError as error:
+            raise UsageError(f"--hosts: no such file, and {error}") from None
+    lines = [line.split("#")[0].split() for line in read_text(text).splitlines()]
+    found = tuple(dict.fromkeys(name for line in lines if line for name in expand(line[0])))
+    if not found:
+        raise UsageError(f"{text} names no host; write one on each line")
+    return found
+
+
+def _print_order(answer: _Answer, ranked: RankOrder) -> None:
+    channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
+    print(
+        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
+        f"{answer.collective} on {answer.machine.whole.name}, over {channel_words(channels)}"
+    )
+    print()
+    rows = []
+    for name, before, after in _rates(answer, ranked):
+        gain = f"{after[0] / before[0]:.2f}x" if before[0] else "-"
+        rows.append((name, *(f"{rate:.6g}" if rate else "-" for rate in (*before, *after)), gain))
+    print(table(("", "algbw as given", "busbw", "algbw in this order", "busbw", "gain"), rows))
+    print()
+    bound = float(ranked.bound)
+    if ranked.proof == ENUMERATED:
+        print("ring    optimal among all orders: every one was tried")
+    elif ranked.proof:
+        print(
+            f"ring    optimal among all orders: no ring of any order exceeds {bound:.6g} GB/s of bus bandwidth, proved"
+        )
+    else:
+        gap = float(1 - ranked.after.ring / ranked.bound)
+        print(
+            f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
+        )
+    crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
+    if any(crossed):
+        print(
+            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times in "
+            "this order"
+        )
+    if ranked.ranks == ranked.given:
+        print("order   as given: none that was tried is better")
+    _print_seats(answer)
+
+
+Rates = tuple[float, float]
+"""Algorithm and bus bandwidth in GB/s."""
+
+
+def _rates(answer: _Answer, ranked: RankOrder) -> list[tuple[str, Rates, Rates]]:
+    """What ring and tree do as given and as found."""
+    factor = bus_factor(answer.collective, len(answer.order))
+    buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
+    rings: list[Rates] = [(bus / factor if factor else 0.0, bus) for bus in buses]
+    rows = [("ring", rings[0], rings[1])]
+    if answer.collective == "allreduce" and ranked.after.tree is not None:
+        algorithms = [float(rates.tree or 0) for rates in (ranked.before, ranked.after)]
+        trees: list[Rates] = [(rate, rate * factor) for rate in algorithms]
+        rows.append(("tree", trees[0], trees[1]))
+    return rows
+
+
+def _print_seats(answer: _Answer) -> None:
+    hosts = folded(answer.hosts)
+    print(f"hosts   {hosts if len(hosts) <= WIDEST else hosts[:WIDEST] + '…'}")
+    taken: dict[str, list[int]] = {}
+    for seat in answer.found:
+        taken.setdefault(seat.host, []).append(seat.slot)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for host, slots in taken.items():
+        alike.setdefault(tuple(slots), []).append(host)
+    for places, names in list(alike.items())[:4]:
+        where = "every host" if len(alike) == 1 else folded(names)[:40]
+        if len(alike) > 1 or list(places) != list(range(len(places))):
+            told = " ".join(map(str, places))
+            print(f"GPUs    {told if len(told) <= 60 else told[:60] + '…'} on {where}")
+    if len(alike) > 4:
+        print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
+
+
+def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
+    axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
+    told = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
+    print(
+        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
+        f"{answer.collective} on {answer.machine.whole.name}; wanted rates in proportion: {told}"
+    )
+    words = _level_words(ranked.levels)
+    print("levels  " + ", ".join(f"{size} {word}" for size, word in zip(ranked.levels, words, strict=True)))
+    print()
+    header = (
+        "ranks",
+        *(f"{name} lies" for name, _ in ranked.axes),
+        *(f"{name} alone" for name, _ in ranked.weights),
+        "rings together",
+        "trees together",
+    )
+    rows = [_placement_row("as given", ranked, ranked.given, words)]
+    for number, one in enumerate(ranked.placements[:MOST_PLACEMENTS], 1):
+        rows.append(_placement_row(f"{number}", ranked, one, words))
+    print(table(header, rows))
+    if len(ranked.placements) > MOST_PLACEMENTS:
+        print(f"and {len(ranked.placements) - MOST_PLACEMENTS} slower ones; --json has all")
+    print()
+    print("GB/s of algorithm bandwidth in every group; together: of an axis of weight 1, all axes at once")
+    best = ranked.best
+    if best.ranks == ranked.given.ranks:
+        print("order   as given: no placement that was tried is faster")
+    for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
+        if extent > 1:
+            print(f"{name:<7} {_lies(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}")
+    if best.packed is not None:
+        proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
+        print(f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})")
+    _print_seats(answer)
+
+
+def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) -> str:
+    for (axis, weight), alone in zip(ranked.weights, best.alone, strict=True):
+        if axis == name:
+            factor = bus_factor(collective, dict(ranked.axes)[axis])
+            rates = [float(alone), float(best.together * weight)]
+            return ": ring " + ", ".join(
+                f"{word} {rate:.6g} GB/s (busbw {rate * factor:.6g})"
+                for word, rate in zip(("alone", "with the others"), rates, strict=True)
+            )
+    return ""
+
+
+def _level_words(levels: Sequence[int]) -> list[str]:
+    """What levels are called.
+
+    Examples
+    --------
+    >>> _level_words((8,)), _level_words((8, 4, 2))
+    (['in a server'], ['in a server', 'on a switch', 'across'])
+    """
+    between = ["on a switch", "in a pod", "in a larger pod"]
+    outer = [*between[: max(0, len(levels) - 2)], "across"]
+    while len(outer) < len(levels) - 1:
+        outer.insert(-1, "in a still larger pod")
+    return ["in a server", *outer][: len(levels)]
+
+
+def _lies(parts: Sequence[int], words: Sequence[str]) -> str:
+    """Where an axis lies.
+
+    Examples
+    --------
+    >>> _lies((2, 4), ["in a server", "across"]), _lies((1, 4), ["in a server", "across"])
+    ('2 in a server x 4 across', '4 across')
+    """
+    told = [f"{part} {word}" for part, word in zip(parts, words, strict=True) if part > 1]
+    return " x ".join(told) or "-"
+
+
+def _placement_row(name: str, ranked: MeshOrder, one: Placement, words: Sequence[str]) -> tuple[str, ...]:
+    lies = [_lies(parts, words) for parts in one.factors] if one.factors else ["-"] * len(ranked.axes)
+    rates = [*one.alone, one.together]
+    return (
+        name,
+        *lies,
+        *(f"{float(rate):.6g}" if rate else "-" for rate in rates),
+        "-" if one.packed is None else f"{one.packed:.6g}",
+    )
+
+
+def _object(answer: _Answer, ranked: RankOrder | MeshOrder, given: Sequence[int]) -> dict[str, object]:
+    """The answer as a JSON object."""
+    names = answer.machine.whole.gpus
+    found: dict[str, object] = {
+        "collective": answer.collective,
+        "order": list(answer.order),
+        "gpus": [names[gpu] for gpu in answer.order],
+        "nodes": answer.hosts,
+        "ranks": [{"host": seat.host, "slot": seat.slot} for seat in answer.found],
+        "given": {"order": list(given), "nodes": list(dict.fromkeys(seat.host for seat in answer.given))},
+    }
+    if isinstance(ranked, MeshOrder):
+        found["mesh"] = dict(ranked.axes)
+        found["weights"] = {name: str(weight) for name, weight in ranked.weights}
+        found["levels"] = list(ranked.levels)
+        found["before"] = _placement_object(ranked, ranked.given, answer.collective)
+        found["after"] = _placement_object(ranked, ranked.best, answer.collective)
+        found["placements"] = [_placement_object(ranked, one, answer.collective) for one in ranked.placements]
+        return found
+    factor = bus_factor(answer.collective, len(answer.order))
+    rows = _rates(answer, ranked)
+    for key, side, rates in (("before", 1, ranked.before), ("after", 2, ranked.after)):
+        found[key] = _rates_object(rows, side, rates)
+    bound = float(ranked.bound)
+    found["bound"] = {"algbw": bound / factor if factor else 0.0, "busbw": bound}
+    found["optimal"] = bool(ranked.proof)
+    found["proof"] = ranked.proof
+    return found
+
+
+def _rates_object(
+    rows: Sequence[tuple[str, Rates, Rates]], side: int, rates: OrderRates
+) -> dict[str, object]:
+    found: dict[str, object] = {"ring": None, "tree": None}
+    for row in rows:
+        algbw, busbw = row[1] if side == 1 else row[2]
+        found[row[0]] = {"algbw": algbw, "busbw": busbw}
+    found["between_switches"] = float(rates.between_switches)
+    return found
+
+
+def _placement_object(ranked: MeshOrder, one: Placement, collective: str) -> dict[str, object]:
+    def rate(algbw: Fraction, axis: str) -> dict[str, float]:
+        factor = bus_factor(collective, dict(ranked.axes)[axis])
+        return {"algbw": float(algbw), "busbw": float(algbw) * factor}
+
+    return {
+        "lies": {name: list(parts) for (name, _), parts in zip(ranked.axes, one.factors, strict=False)},
+        "alone": {
+            name: rate(alone, name) for (name, _), alone in zip(ranked.weights, one.alone, strict=True)
+        },
+        "together": {name: rate(one.together * weight, name) for name, weight in ranked.weights},
+        "trees_together": one.packed,
+        "trees_optimal": one.proved,
+    }

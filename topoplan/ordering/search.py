@@ -1,0 +1,430 @@
+"""The best order of ranks: every order for a few, the hierarchy of the network and local search for many.
+
+Orders are compared by the ring's rate, then by the tree's, then by how often the ring passes between switches; among
+equals the one nearest to the order as given is taken, the given one first. Up to `LARGEST_LISTED` ranks all orders are
+tried. Beyond, the ranks of a server stay together. Servers near each other (on one leaf, in one pod) go side by side:
+on a tree of switches such an order crosses every link at most once in each direction, which no ring can beat. Of up to
+`LARGEST_LISTED` servers all orders are tried, and of up to `LARGEST_SEARCHED` neighbouring orders, as long as one is
+better. What is proved is said: `RankOrder.proof`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.ordering.hop_loads import HopLoads, Loads, OrderRates, summed, tree_edges
+from topoplan.ordering.ring_bound import ring_bound
+from topoplan.schedules.rings.hamiltonian_cycles import all_cycles
+from topoplan.topology import Topology
+
+LARGEST_LISTED = 8
+"""Most ranks or servers of which all orders are tried."""
+
+LARGEST_SEARCHED = 64
+"""Most servers, or GPUs of a server, whose neighbouring orders are tried."""
+
+MOST_STEPS = 20_000
+"""Most orders that a local search looks at."""
+
+ENUMERATED, MEETS_BOUND = "enumerated", "bound"
+
+_DIGITS = 9
+"""Rates are compared after rounding, so that the last bits of a sum decide nothing."""
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Order = tuple[int, ...]
+Levels = tuple[tuple[Order, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """An order of the ranks of a machine, beside the order as given.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        The best order: places of the GPUs in the machine.
+    given : tuple of int
+    before, after : OrderRates
+        What the order as given and the best one give.
+    bound : Fraction
+        GB/s of bus bandwidth that the ring in no order exceeds.
+    proof : str
+        ``enumerated``: all orders were tried; ``bound``: the ring meets the bound; empty where nothing is proved.
+    levels : tuple of tuples of tuples of int
+        Servers in groups that are near each other, from single servers up: numbers of servers.
+    """
+
+    ranks: Order
+    given: Order
+    before: OrderRates
+    after: OrderRates
+    bound: Fraction
+    proof: str
+    levels: Levels
+
+
+def best_order(
+    topology: Topology, *, given: Sequence[int] | None = None, channels: str = "auto"
+) -> RankOrder:
+    """The order of ranks that makes the ring, and then the tree, fastest.
+
+    Parameters
+    ----------
+    topology : Topology
+        All its GPUs are ranks.
+    given : sequence of int or None
+        The order as it is now; that of the machine for None.
+    channels : str
+        As for `topoplan.plan`.
+
+    Raises
+    ------
+    UsageError
+        ``given`` is no order of the GPUs.
+    InfeasibleError
+        The GPUs are not joined, or no order has a way for every hop.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> found = best_order(topoplan.load("dgx-1v"))
+    >>> found.ranks, float(found.before.ring), float(found.after.ring), found.proof
+    ((0, 3, 2, 1, 5, 6, 7, 4), 25.0, 50.0, 'enumerated')
+    """
+    hops = HopLoads(topology, channels)
+    now = tuple(range(hops.size)) if given is None else tuple(given)
+    if sorted(now) != list(range(hops.size)):
+        raise UsageError(f"the order as given is none of {hops.size} ranks; name each once")
+    levels = near_servers(hops)
+    limit = ring_bound(hops, [group for level in levels for group in level])
+    before = hops.rates(now)
+    if hops.size <= LARGEST_LISTED:
+        found, proof = _all_ranks(hops, now), ENUMERATED
+    else:
+        found, proof = _composed(hops, now, levels, limit), ""
+    after = hops.rates(found)
+    if after.merit <= before.merit:
+        found, after = now, before
+    if not after.ring:
+        raise InfeasibleError(
+            "no order was found in which every rank has a way to the next that passes no other; name other GPUs, or "
+            "look at topoplan plan, whose trees relay"
+        )
+    if after.ring == limit and not proof:
+        proof = MEETS_BOUND
+    return RankOrder(found, now, before, after, limit, proof, levels)
+
+
+def near_servers(hops: HopLoads) -> Levels:
+    """Groups of servers within a number of links of each other, level by level from single servers to all.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> near_servers(HopLoads(topoplan.load("fat-tree:2")))
+    (((0,), (1,)), ((0, 1),))
+    """
+    count = len(hops.servers)
+    levels: list[tuple[Order, ...]] = [tuple((server,) for server in range(count))]
+    if count == 1:
+        return tuple(levels)
+    kinds: dict[object, list[int]] = {}
+    for server in range(count):
+        kinds.setdefault(hops.plugs(server), []).append(server)
+    shown = [servers[0] for servers in kinds.values()]
+    apart = {
+        (a, b): max(_length(hops.between(x, y)), _length(hops.between(y, x)))
+        for a, x in enumerate(shown)
+        for b, y in enumerate(shown)
+        if a < b
+    }
+    inside = [
+        max(_length(hops.between(servers[0], servers[1])), _length(hops.between(servers[1], servers[0])))
+        if len(servers) > 1
+        else Fraction(0)
+        for servers in kinds.values()
+    ]
+    members = list(kinds.values())
+    for reach in sorted({*apart.values(), *inside} - {Fraction(0)}):
+        root = list(range(len(members)))
+        for (a, b), length in apart.items():
+            if length <= reach:
+                first, second = sorted((_root(root, a), _root(root, b)))
+                root[second] = first
+        groups: dict[object, list[int]] = {}
+        for kind, servers in enumerate(members):
+            joined = inside[kind] <= reach
+            for server in servers:
+                # Servers on one switch that is farther away than this reach stand alone.
+                groups.setdefault(_root(root, kind) if joined else (kind, server), []).append(server)
+        level = tuple(sorted(tuple(sorted(group)) for group in groups.values()))
+        if level != levels[-1]:
+            levels.append(level)
+    return tuple(levels)
+
+
+def _root(root: list[int], kind: int) -> int:
+    while root[kind] != kind:
+        kind = root[kind]
+    return kind
+
+
+def _length(loads: Loads | None) -> Fraction:
+    """Links on a hop's way; many where there is none."""
+    return Fraction(1 << 20) if loads is None else sum(loads.values(), Fraction(0))
+
+
+class _Table:
+    """Hops between some places, over the links that differ: what a byte costs on each, in seconds per GB.
+
+    Parameters
+    ----------
+    rows : N x N loads
+        Of the hop from place i to place j; the diagonal is not looked at.
+    homes : sequence of int
+        Server of every place.
+    extra : loads or None
+        What is on the links besides.
+    """
+
+    def __init__(
+        self,
+        hops: HopLoads,
+        rows: Sequence[Sequence[Loads | None]],
+        homes: Sequence[int],
+        extra: Loads | None = None,
+    ) -> None:
+        size = len(rows)
+        self.homes = np.array(homes, dtype=np.int64)
+        self.missing: Floats = np.eye(size)
+        self.switched: Floats = np.zeros((size, size))
+        used = sorted({n for row in rows for loads in row if loads for n in loads} | set(extra or {}))
+        column = {number: place for place, number in enumerate(used)}
+        table = np.zeros((size * size + 1, len(used)))
+        for tail, head in permutations(range(size), 2):
+            loads = rows[tail][head]
+            self.missing[tail, head] = loads is None
+            for number, part in (loads or {}).items():
+                table[tail * size + head, column[number]] = float(part / hops.capacity[number])
+                self.switched[tail, head] += float(part) * (number in hops.between_switches)
+        for number, part in (extra or {}).items():
+            table[-1, column[number]] = float(part / hops.capacity[number])
+        distinct: Floats = np.unique(table, axis=1)
+        self.seconds: Floats = distinct[:-1].reshape(size, size, distinct.shape[1])
+        self.extra: Floats = distinct[-1]
+
+    @property
+    def content(self) -> bytes:
+        """What orders of the places are judged by."""
+        return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
+
+    def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
+        """(orders, 5): missing hops, the ring's fullest link, the tree's, crossings of switches, squares of all loads.
+
+        Of an open ring the hop from the last place to the first is left out.
+        """
+        count, size = orders.shape
+        total = np.tile(self.extra, (count, 1))
+        missing, switched = np.zeros(count), np.zeros(count)
+        for place in range(size if closed else size - 1):
+            hop = orders[:, place], orders[:, (place + 1) % size]
+            total += self.seconds[hop]
+            missing += self.missing[hop]
+            switched += self.switched[hop]
+        worst = total.max(axis=1, initial=0.0)
+        trees = self._trees(orders) if tree else np.zeros(count)
+        return np.stack(
+            [missing, _rounded(worst), trees, _rounded(switched), _rounded((total**2).sum(axis=1))], axis=1
+        )
+
+    def _trees(self, orders: Places) -> Floats:
+        """Seconds per GB on the fullest link of the double binary tree, servers in the order of their first places."""
+        count = len(orders)
+        homes = self.homes[orders]
+        total = np.zeros((count, self.seconds.shape[2]))
+        first = []
+        for server in sorted(set(self.homes.tolist())):
+            here = homes == server
+            first.append(here.argmax(axis=1))
+            inside = orders[here].reshape(count, -1)
+            ranks = inside.shape[1]
+            for place in range(ranks if ranks > 1 else 0):
+                tail, head = inside[:, place], inside[:, (place + 1) % ranks]
+                total += (self.seconds[tail, head] + self.seconds[head, tail]) * (ranks - 1) / ranks
+        doors = np.take_along_axis(orders, np.sort(np.stack(first, axis=1), axis=1), axis=1)
+        for one, other in tree_edges(doors.shape[1]):
+            tail, head = doors[:, one], doors[:, other]
+            total += (self.seconds[tail, head] + self.seconds[head, tail]) / 2
+        return _rounded(total.max(axis=1, initial=0.0))
+
+
+def _rounded(values: Floats) -> Floats:
+    """To some digits, whatever the size of the numbers: the last bits of a sum decide nothing."""
+    scale = 10.0 ** np.floor(np.log10(np.where(values > 0, values, 1.0)))
+    return np.asarray(np.round(values / scale, _DIGITS) * scale, dtype=np.float64)
+
+
+def _least(scores: Floats, orders: Places) -> int:
+    """The best score, among equals the first order in the order of places."""
+    keys = (*orders.T[::-1], *scores.T[::-1])
+    return int(np.lexsort(keys)[0])
+
+
+def _listed(table: _Table, size: int, *, tree: bool, closed: bool = True) -> Order:
+    """The best of all orders of the places; a closed ring without a tree begins at the first."""
+    if closed:
+        orders = np.array([(0, *rest) for rest in permutations(range(1, size))], dtype=np.int64)
+    else:
+        orders = np.array(list(permutations(range(size))), dtype=np.int64)
+    scores = table.scores(orders, closed=closed)
+    if tree:
+        fullest = scores[:, :2]
+        least = fullest[np.lexsort(fullest.T[::-1])[0]]
+        ties = orders[(fullest == least).all(axis=1)]
+        orders = np.concatenate([np.roll(ties, turn, axis=1) for turn in range(size)])
+        scores = table.scores(orders, tree=True)
+    return tuple(orders[_least(scores, orders)].tolist())
+
+
+def _all_ranks(hops: HopLoads, now: Order) -> Order:
+    """The best of all orders of a few ranks."""
+    rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
+    table = _Table(hops, rows, [hops.server_of[rank] for rank in now])
+    return tuple(now[place] for place in _listed(table, len(now), tree=len(hops.servers) > 1))
+
+
+def _composed(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:
+    """Servers in their best order, and the ranks of each in theirs."""
+    members: dict[int, list[int]] = {}
+    for rank in now:
+        members.setdefault(hops.server_of[rank], []).append(rank)
+    servers = _server_order(hops, tuple(members), levels, limit) if len(members) > 1 else tuple(members)
+    known: dict[bytes, Order] = {}
+    found: list[int] = []
+    for place, server in enumerate(servers):
+        following = servers[(place + 1) % len(servers)]
+        found += _inside(hops, tuple(members[server]), server, following, limit, known)
+    return tuple(found)
+
+
+def _inside(
+    hops: HopLoads, ranks: Order, server: int, following: int, limit: Fraction, known: dict[bytes, Order]
+) -> Order:
+    """The ranks of a server in the order that is fastest; as given where that is no slower than any ring can be."""
+    if len(ranks) == 1:
+        return ranks
+    closed = server == following
+    through = () if closed else (hops.between(server, following), hops.between(following, server))
+    extra = summed((loads, Fraction(1)) for loads in through if loads)
+    ends = zip(ranks, (*ranks[1:], ranks[0]) if closed else ranks[1:], strict=False)
+    walk = [hops.hop(*pair) for pair in ends]
+    if None not in walk:
+        loads = summed([(extra, Fraction(1)), *((hop, Fraction(1)) for hop in walk if hop)])
+        if hops.rate(loads) >= limit:
+            return ranks
+    if len(ranks) > LARGEST_SEARCHED:
+        return ranks
+    rows = [[None if u == v else hops.hop(u, v) for v in ranks] for u in ranks]
+    table = _Table(hops, rows, [server] * len(ranks), extra)
+    if table.content not in known:
+        if len(ranks) <= LARGEST_LISTED:
+            known[table.content] = _listed(table, len(ranks), tree=False, closed=closed)
+        else:
+            start = tuple(range(len(ranks)))
+            known[table.content] = _descended(table, start, _reversals, closed=closed, tree=False)
+    return tuple(ranks[place] for place in known[table.content])
+
+
+def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:
+    near = _side_by_side(now, levels)
+    if len(now) > LARGEST_SEARCHED:
+        return near
+    rows = [[None if a == b else hops.between(a, b) for b in now] for a in now]
+    table = _Table(hops, rows, now)
+    if len(now) <= LARGEST_LISTED:
+        return tuple(now[place] for place in _listed(table, len(now), tree=True))
+    place = {server: number for number, server in enumerate(now)}
+    cycles, _ = all_cycles((1 - table.missing).astype(int).tolist(), cycle_limit=1)
+    starts = np.array([range(len(now)), [place[server] for server in near], *cycles], dtype=np.int64)
+    scores = table.scores(starts, tree=True)
+    start = tuple(starts[_least(scores, starts)].tolist())
+    score = table.scores(np.array([start], dtype=np.int64))[0]
+    if score[0] or (limit and score[1] * float(limit) > 1 + 10.0**-_DIGITS):
+        start = _descended(table, start, _reversals, closed=True, tree=True)
+    groups = [[place[server] for server in group] for level in levels for group in level]
+    best = _descended(table, start, lambda order: _siblings(order, groups), closed=True, tree=True)
+    return tuple(now[number] for number in best)
+
+
+def _side_by_side(now: Order, levels: Levels) -> Order:
+    """Servers group by group on every level, groups in the order in which the first of them is given."""
+    place = {server: number for number, server in enumerate(now)}
+    keys: dict[int, list[int]] = {server: [] for server in now}
+    for level in reversed(levels):
+        for group in level:
+            first = min(place[server] for server in group)
+            for server in group:
+                keys[server].append(first)
+    return tuple(sorted(now, key=lambda server: keys[server]))
+
+
+def _descended(
+    table: _Table, start: Order, neighbours: Callable[[Order], list[Order]], *, closed: bool, tree: bool
+) -> Order:
+    """From an order to the best of its neighbours, as long as that is better."""
+    order = start
+    score = table.scores(np.array([order], dtype=np.int64), closed=closed, tree=tree)[0]
+    steps = 0
+    while steps < MOST_STEPS:
+        others = np.array(neighbours(order), dtype=np.int64)
+        if not len(others):
+            break
+        steps += len(others)
+        scores = table.scores(others, closed=closed, tree=tree)
+        best = _least(scores, others)
+        if tuple(scores[best].tolist()) >= tuple(score.tolist()):
+            break
+        order, score = tuple(others[best].tolist()), scores[best]
+    return order
+
+
+def _reversals(order: Order) -> list[Order]:
+    """Every stretch of an order turned round, and every place moved elsewhere."""
+    size = len(order)
+    turned = [
+        (*order[:i], *order[i : j + 1][::-1], *order[j + 1 :])
+        for i in range(size)
+        for j in range(i + 1, size)
+    ]
+    moved = []
+    for i in range(size):
+        rest = (*order[:i], *order[i + 1 :])
+        moved += [(*rest[:j], order[i], *rest[j:]) for j in range(size) if j not in (i, i - 1)]
+    return list(dict.fromkeys([*turned, *moved]))
+
+
+def _siblings(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]:
+    """The order begun elsewhere, turned round, and with two groups of equal size that lie whole in it exchanged."""
+    place = {server: number for number, server in enumerate(order)}
+    found = [order[turn:] + order[:turn] for turn in range(1, len(order))] + [order[::-1]]
+    stretches: dict[int, set[int]] = {}
+    for group in groups:
+        first = min(place[server] for server in group)
+        if max(place[server] for server in group) - first == len(group) - 1 and len(group) < len(order):
+            stretches.setdefault(len(group), set()).add(first)
+    for size, starts in stretches.items():
+        for first, second in combinations(sorted(starts), 2):
+            if second >= first + size:
+                a, b = order[first : first + size], order[second : second + size]
+                middle = order[first + size : second]
+                found.append((*order[:first], *b, *middle, *a, *order[second + size :]))
+    return list(dict.fromkeys(found))
