@@ -244,8 +244,8 @@ def _print_order(answer: _Answer, ranked: RankOrder) -> None:
     crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
     if any(crossed):
         print(
-            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times in "
-            "this order"
+            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times "
+            "in this order"
         )
     if ranked.ranks == ranked.given:
         print("order   as given: none that was tried is better")
@@ -294,8 +294,8 @@ def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
         f"{answer.collective} on {answer.machine.whole.name}; wanted rates in proportion: {told}"
     )
-    words = _level_words(ranked.levels)
-    print("levels  " + ", ".join(f"{size} {word}" for size, word in zip(ranked.levels, words, strict=True)))
+    words = [word for word, _ in ranked.levels]
+    print("levels  " + ", ".join(f"{size} {word}" for word, size in ranked.levels))
     print()
     header = (
         "ranks",
@@ -336,21 +336,6 @@ def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) 
     return ""
 
 
-def _level_words(levels: Sequence[int]) -> list[str]:
-    """What levels are called.
-
-    Examples
-    --------
-    >>> _level_words((8,)), _level_words((8, 4, 2))
-    (['in a server'], ['in a server', 'on a switch', 'across'])
-    """
-    between = ["on a switch", "in a pod", "in a larger pod"]
-    outer = [*between[: max(0, len(levels) - 2)], "across"]
-    while len(outer) < len(levels) - 1:
-        outer.insert(-1, "in a still larger pod")
-    return ["in a server", *outer][: len(levels)]
-
-
 def _lies(parts: Sequence[int], words: Sequence[str]) -> str:
     """Where an axis lies.
 
@@ -388,7 +373,7 @@ def _object(answer: _Answer, ranked: RankOrder | MeshOrder, given: Sequence[int]
     if isinstance(ranked, MeshOrder):
         found["mesh"] = dict(ranked.axes)
         found["weights"] = {name: str(weight) for name, weight in ranked.weights}
-        found["levels"] = list(ranked.levels)
+        found["levels"] = [[word, size] for word, size in ranked.levels]
         found["before"] = _placement_object(ranked, ranked.given, answer.collective)
         found["after"] = _placement_object(ranked, ranked.best, answer.collective)
         found["placements"] = [_placement_object(ranked, one, answer.collective) for one in ranked.placements]
@@ -411,6 +396,7 @@ def _rates_object(
     for row in rows:
         algbw, busbw = row[1] if side == 1 else row[2]
         found[row[0]] = {"algbw": algbw, "busbw": busbw}
+    found["between_servers"] = rates.between_servers
     found["between_switches"] = float(rates.between_switches)
     return found
 

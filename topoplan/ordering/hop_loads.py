@@ -13,6 +13,7 @@ chooses the order of the GPUs inside a server by itself and gathers the ranks of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,18 +43,22 @@ class OrderRates:
         Bus bandwidth of the ring that follows the ranks.
     tree : Fraction or None
         Algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
+    between_servers : int
+        Hops of the ring from one server to another.
     between_switches : Fraction
         How often the ring crosses a link between two switches of the network.
     """
 
     ring: Fraction
     tree: Fraction | None
+    between_servers: int
     between_switches: Fraction
 
     @property
-    def merit(self) -> tuple[Fraction, Fraction, Fraction]:
+    def merit(self) -> tuple[Fraction, ...]:
         """By what orders are compared, the larger the better: the ring, then the tree, then short ways."""
-        return (self.ring, self.tree or Fraction(0), -self.between_switches)
+        tree = self.tree or Fraction(0)
+        return (self.ring, tree, Fraction(-self.between_servers), -self.between_switches)
 
 
 class HopLoads:
@@ -99,6 +104,21 @@ class HopLoads:
         self._doors: dict[tuple[int, int, bool], tuple[Path, ...]] = {}
         self._distance: dict[str, dict[str, int]] = {}
 
+    @cached_property
+    def alike_inside(self) -> bool:
+        """True where GPUs of a server reach each other over NVSwitches alone, all alike: inside, no order is better."""
+        kind = {device.name: device.kind for device in self.topology.devices}
+        ports: dict[str, list[tuple[str, str, Fraction]]] = {name: [] for name in self.fabric.ranks}
+        for link, capacity in zip(self.links, self.capacity, strict=True):
+            for rank, other, way in ((link.src, link.dst, "out"), (link.dst, link.src, "in")):
+                if rank in ports and link.channel == "nvlink":
+                    if kind[other] != "nvswitch":
+                        return False
+                    ports[rank].append((other, way, capacity))
+        names = self.fabric.ranks
+        alike = [{tuple(sorted(ports[names[rank]])) for rank in ranks} for ranks in self.servers]
+        return all(len(kinds) == 1 and any(kinds) for kinds in alike)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -124,8 +144,10 @@ class HopLoads:
         if (first, second) not in self._between:
             ways = [self._way(first, second, channel) for channel in range(self._channels.count)]
             joined = [way for way in ways if way]
+            part = Fraction(1, max(len(joined), 1))
+            whole = summed((way, Fraction(1)) for way in joined)
             self._between[first, second] = (
-                summed((way, Fraction(1, len(joined))) for way in joined) if joined else None
+                {number: part * load for number, load in whole.items()} if joined else None
             )
         return self._between[first, second]
 
@@ -136,31 +158,43 @@ class HopLoads:
             for channel in range(self._channels.count)
         )
 
-    def ring_loads(self, order: Sequence[int]) -> Loads | None:
-        """Loads of the ring over ranks in an order; None where a hop is missing."""
-        hops = [self.hop(tail, head) for tail, head in zip(order, (*order[1:], order[0]), strict=True)]
-        known = [hop for hop in hops if hop is not None]
-        return summed((hop, Fraction(1)) for hop in known) if len(known) == len(hops) else None
+    def ring_loads(self, *orders: Sequence[int]) -> Loads | None:
+        """Loads of a ring over ranks in an order, or of several together; None where a hop is missing."""
+        hops = Counter(hop for order in orders for hop in zip(order, (*order[1:], order[0]), strict=True))
+        return self._together((hop, Fraction(times)) for hop, times in hops.items())
+
+    def _together(self, hops: Iterable[tuple[tuple[int, int], Fraction]]) -> Loads | None:
+        """Loads of hops from rank to rank, each so many times."""
+        times: dict[tuple[int, int, bool], Fraction] = {}
+        for (tail, head), part in hops:
+            first, second = self.server_of[tail], self.server_of[head]
+            key = (tail, head, True) if first == second else (first, second, False)
+            times[key] = times.get(key, Fraction(0)) + part
+        parts = [
+            (self.hop(tail, head) if inside else self.between(tail, head), part)
+            for (tail, head, inside), part in times.items()
+        ]
+        known = [(loads, part) for loads, part in parts if loads is not None]
+        return summed(known) if len(known) == len(parts) else None
 
     def tree_loads(self, order: Sequence[int]) -> Loads | None:
         """Loads of an allreduce over NCCL's trees of servers for a byte of the buffer; None where a hop is missing."""
         members: dict[int, list[int]] = {}
         for rank in order:
             members.setdefault(self.server_of[rank], []).append(rank)
-        parts = list(self._tree_hops(list(members))) + [
-            (hop, Fraction(len(ranks) - 1, len(ranks)))
-            for ranks in members.values()
-            if len(ranks) > 1
-            for tail, head in zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-            for hop in (self.hop(tail, head), self.hop(head, tail))
+        doors = [ranks[0] for ranks in members.values()]
+        hops = [
+            (hop, Fraction(1, 2))
+            for one, other in tree_edges(len(doors))
+            for hop in ((doors[one], doors[other]), (doors[other], doors[one]))
         ]
-        known = [(hop, times) for hop, times in parts if hop is not None]
-        return summed(known) if len(known) == len(parts) else None
-
-    def _tree_hops(self, servers: Sequence[int]) -> Iterable[tuple[Loads | None, Fraction]]:
-        for first, second in tree_edges(len(servers)):
-            for tail, head in ((first, second), (second, first)):
-                yield self.between(servers[tail], servers[head]), Fraction(1, 2)
+        for ranks in members.values():
+            for tail, head in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+                if tail != head:
+                    hops += [
+                        (hop, Fraction(len(ranks) - 1, len(ranks))) for hop in ((tail, head), (head, tail))
+                    ]
+        return self._together(hops)
 
     def rates(self, order: Sequence[int]) -> OrderRates:
         """What the ranks in an order give; rates of 0 where a hop has no way."""
@@ -169,6 +203,10 @@ class HopLoads:
         return OrderRates(
             self.rate(ring),
             self.rate(tree) if len(self.servers) > 1 else None,
+            sum(
+                self.server_of[tail] != self.server_of[head]
+                for tail, head in zip(order, (*order[1:], order[0]), strict=True)
+            ),
             sum(
                 (part for number, part in (ring or {}).items() if number in self.between_switches),
                 Fraction(0),
@@ -236,6 +274,8 @@ class HopLoads:
             return None
         least = min(length for length, _, _ in found)
         kept = [(path, middle) for length, path, middle in found if length == least]
+        if len(kept) == 1:
+            return {**dict.fromkeys(kept[0][0], Fraction(1)), **kept[0][1]}
         width = [min(self.capacity[number] for number in path) for path, _ in kept]
         total = sum(width, Fraction(0))
         return summed(
@@ -360,5 +400,7 @@ def summed(parts: Iterable[tuple[Loads, Fraction]]) -> dict[int, Fraction]:
     total: dict[int, Fraction] = {}
     for loads, times in parts:
         for number, part in loads.items():
-            total[number] = total.get(number, Fraction(0)) + part * times
+            more = part if times == 1 else part * times
+            known = total.get(number)
+            total[number] = more if known is None else known + more
     return total

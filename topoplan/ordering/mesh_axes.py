@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import permutations, product
 from math import prod
 
-from topoplan.errors import UsageError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.ordering.hop_loads import HopLoads, summed
 from topoplan.ordering.search import RankOrder, best_order
 from topoplan.packing.mesh import mesh_weights, plan_mesh
@@ -37,6 +37,11 @@ MOST_PLANNED = 2
 
 MOST_PLACEMENTS = 2000
 """Placements from which on the axes inside a server are no longer tried in every order."""
+
+LEVELS = ("in a server", "on a switch", "in a pod", "in a larger pod")
+"""What levels are called from the inside; the outermost of several is `ACROSS`."""
+
+ACROSS = "across"
 
 Factors = tuple[tuple[int, ...], ...]
 """Of every axis its extent on each level, from the server outwards."""
@@ -79,8 +84,8 @@ class MeshOrder:
     axes : tuple of (str, int)
     weights : tuple of (str, Fraction)
         The axes that run.
-    levels : tuple of int
-        GPUs of a server, servers of a group, groups of such, and so on.
+    levels : tuple of (str, int)
+        What a level is called and how many parts it has: GPUs in a server, servers on a switch, and so on.
     given : Placement
     placements : tuple of Placement
         Of equal rates the first only.
@@ -90,7 +95,7 @@ class MeshOrder:
 
     axes: tuple[tuple[str, int], ...]
     weights: tuple[tuple[str, Fraction], ...]
-    levels: tuple[int, ...]
+    levels: tuple[tuple[str, int], ...]
     given: Placement
     placements: tuple[Placement, ...]
     order: RankOrder
@@ -153,10 +158,11 @@ def best_mesh(
     hops = HopLoads(topology, channels)
     judge = _Judge(hops, extents, weights, collective)
     levels = _levels(hops, order)
+    sizes = [size for _, size in levels]
     bases = [order.ranks, order.given] if order.ranks != order.given else [order.ranks]
     tried: dict[tuple[int, ...], Placement] = {}
     for base in bases:
-        for factors, ranks in _placements(extents, levels, base):
+        for factors, ranks in _placements(extents, sizes, base, turned=not hops.alike_inside):
             if ranks not in tried:
                 tried[ranks] = judge.placement(ranks, factors)
     now = tried.get(order.given) or judge.placement(order.given, ())
@@ -198,9 +204,8 @@ class _Judge:
         hops = self._hops
         loads = []
         for groups, _, factor in self._axes:
-            rings = [hops.ring_loads([ranks[rank] for rank in group]) for group in groups]
-            known = [ring for ring in rings if ring is not None]
-            loads.append(summed((ring, factor) for ring in known) if len(known) == len(rings) else None)
+            rings = hops.ring_loads(*([ranks[rank] for rank in group] for group in groups))
+            loads.append(None if rings is None else summed([(rings, factor)]))
         alone = tuple(hops.rate(load) for load in loads)
         whole = [
             (load, weight) for load, (_, weight, _) in zip(loads, self._axes, strict=True) if load is not None
@@ -209,28 +214,30 @@ class _Judge:
         return Placement(ranks, factors, alone, together)
 
 
-def _levels(hops: HopLoads, order: RankOrder) -> tuple[int, ...]:
-    """Numbers of parts level by level, where all parts of a level are alike and lie whole in the order."""
+def _levels(hops: HopLoads, order: RankOrder) -> tuple[tuple[str, int], ...]:
+    """Parts level by level, where all parts of a level are equally large and lie whole in the order."""
     place = {rank: number for number, rank in enumerate(order.ranks)}
-    found: list[int] = []
+    found: list[tuple[str, int]] = []
     inner = 1
-    for level in order.levels:
+    for number, level in enumerate(order.levels):
         parts = [[place[rank] for server in group for rank in hops.servers[server]] for group in level]
         sizes = {len(part) for part in parts}
         whole = all(max(part) - min(part) == len(part) - 1 and min(part) % len(part) == 0 for part in parts)
-        if len(sizes) == 1 and whole and (size := sizes.pop()) % inner == 0 and size > inner:
-            found.append(size // inner)
+        size = max(sizes)
+        if len(sizes) == 1 and whole and size % inner == 0 and (number == 0 or size > inner):
+            name = LEVELS[min(number, len(LEVELS) - 1)]
+            found.append((ACROSS if number and size == hops.size else name, size // inner))
             inner = size
-    return (*found, hops.size // inner) if inner < hops.size else tuple(found) or (hops.size,)
+    return (*found, (ACROSS, hops.size // inner)) if inner < hops.size else tuple(found)
 
 
 def _placements(
-    extents: Sequence[tuple[str, int]], levels: Sequence[int], base: Sequence[int]
+    extents: Sequence[tuple[str, int]], levels: Sequence[int], base: Sequence[int], *, turned: bool
 ) -> Iterator[tuple[Factors, tuple[int, ...]]]:
-    """Every division of the axes over the levels, and inside a server the axes in every order."""
+    """Every division of the axes over the levels, and, if ``turned``, inside a server the axes in every order."""
     found = list(_divisions([extent for _, extent in extents], levels))
     inner = list(permutations(range(len(extents))))[::-1]
-    if len(found) * len(inner) > MOST_PLACEMENTS:
+    if not turned or len(found) * len(inner) > MOST_PLACEMENTS:
         inner = inner[-1:]
     for by_level, turn in product(found, inner):
         factors = tuple(zip(*by_level, strict=True))
@@ -288,9 +295,13 @@ def _packed(
     collective: str,
     channels: str,
 ) -> Placement:
-    plan = plan_mesh(
-        reordered(topology, one.ranks), dict(extents), collective, axes=dict(weights), channels=channels
-    )
+    try:
+        plan = plan_mesh(
+            reordered(topology, one.ranks), dict(extents), collective, axes=dict(weights), channels=channels
+        )
+    except InfeasibleError:
+        # The links inside some group do not join it without the GPUs of others.
+        return one
     return replace(one, packed=plan.rate, proved=plan.gap == 0)
 
 

@@ -27,7 +27,7 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     ----------
     hops : HopLoads
     groups : sequence of sequences of int
-        Sets of servers whose way out is looked at, besides each server alone.
+        Sets of servers whose way out is looked at, besides the links that leave each server.
 
     Examples
     --------
@@ -42,8 +42,9 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     if several:
         if hops.size > MOST_RANKS and len(hops.servers) <= MOST_SERVERS:
             limits += _by_server_hops(hops)
-        cuts = [frozenset(group) for group in groups] + [frozenset((s,)) for s in range(len(hops.servers))]
-        limits += _by_flows(hops, [cut for cut in dict.fromkeys(cuts) if len(cut) < len(hops.servers)])
+        limits += _by_ports(hops)
+        cuts = dict.fromkeys(frozenset(group) for group in groups)
+        limits += _by_flows(hops, [cut for cut in cuts if 1 < len(cut) < len(hops.servers)])
     elif hops.size <= MOST_RANKS:
         limits += _by_rank_flows(hops)
     return min(limits, default=Fraction(0))
@@ -111,6 +112,19 @@ def _by_rank_flows(hops: HopLoads) -> list[Fraction]:
         for other in ranks[1:]
         for pair in ((ranks[0], other), (other, ranks[0]))
     ]
+
+
+def _by_ports(hops: HopLoads) -> list[Fraction]:
+    """What leaves each server together, and what enters it."""
+    home = {device.name: device.server for device in hops.topology.devices}
+    out, into = (dict.fromkeys(hops.names, Fraction(0)) for _ in range(2))
+    for link, capacity in zip(hops.links, hops.capacity, strict=True):
+        if home[link.src] != home[link.dst]:
+            if home[link.src] in out:
+                out[home[link.src]] += capacity
+            if home[link.dst] in into:
+                into[home[link.dst]] += capacity
+    return [*out.values(), *into.values()]
 
 
 def _by_flows(hops: HopLoads, cuts: Sequence[frozenset[int]]) -> list[Fraction]:

@@ -1,11 +1,11 @@
 """The best order of ranks: every order for a few, the hierarchy of the network and local search for many.
 
-Orders are compared by the ring's rate, then by the tree's, then by how often the ring passes between switches; among
-equals the one nearest to the order as given is taken, the given one first. Up to `LARGEST_LISTED` ranks all orders are
-tried. Beyond, the ranks of a server stay together. Servers near each other (on one leaf, in one pod) go side by side:
-on a tree of switches such an order crosses every link at most once in each direction, which no ring can beat. Of up to
-`LARGEST_LISTED` servers all orders are tried, and of up to `LARGEST_SEARCHED` neighbouring orders, as long as one is
-better. What is proved is said: `RankOrder.proof`.
+Orders are compared by the ring's rate, then by the tree's, then by how often the ring passes between servers, and
+between switches; among equals the one nearest to the order as given is taken, the given one first. Up to
+`LARGEST_LISTED` ranks all orders are tried. Beyond, the ranks of a server stay together. Servers near each other (on
+one leaf, in one pod) go side by side: on a tree of switches such an order crosses every link at most once in each
+direction, which no ring can beat. Of up to `LARGEST_LISTED` servers all orders are tried, and of up to
+`LARGEST_SEARCHED` neighbouring orders, as long as one is better. What is proved is said: `RankOrder.proof`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def best_order(
     Raises
     ------
     UsageError
-        ``given`` is no order of the GPUs.
+        ``given`` is no order of the GPUs, or there is one GPU alone.
     InfeasibleError
         The GPUs are not joined, or no order has a way for every hop.
 
@@ -100,6 +100,8 @@ def best_order(
     >>> found.ranks, float(found.before.ring), float(found.after.ring), found.proof
     ((0, 3, 2, 1, 5, 6, 7, 4), 25.0, 50.0, 'enumerated')
     """
+    if len(topology.gpus) < 2:
+        raise UsageError("one rank alone has no order; name two GPUs or more")
     hops = HopLoads(topology, channels)
     now = tuple(range(hops.size)) if given is None else tuple(given)
     if sorted(now) != list(range(hops.size)):
@@ -205,6 +207,7 @@ class _Table:
     ) -> None:
         size = len(rows)
         self.homes = np.array(homes, dtype=np.int64)
+        self.apart: Floats = np.asarray(self.homes[:, None] != self.homes[None, :], dtype=np.float64)
         self.missing: Floats = np.eye(size)
         self.switched: Floats = np.zeros((size, size))
         used = sorted({n for row in rows for loads in row if loads for n in loads} | set(extra or {}))
@@ -228,22 +231,26 @@ class _Table:
         return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
 
     def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
-        """(orders, 5): missing hops, the ring's fullest link, the tree's, crossings of switches, squares of all loads.
+        """(orders, 6): missing hops, fullest link of ring and of tree, hops between servers, between switches, squares.
+
+        The squares of all loads are least where these are even, which leads a search past equal orders.
 
         Of an open ring the hop from the last place to the first is left out.
         """
         count, size = orders.shape
         total = np.tile(self.extra, (count, 1))
-        missing, switched = np.zeros(count), np.zeros(count)
+        missing, apart, switched = np.zeros((3, count))
         for place in range(size if closed else size - 1):
             hop = orders[:, place], orders[:, (place + 1) % size]
             total += self.seconds[hop]
             missing += self.missing[hop]
+            apart += self.apart[hop]
             switched += self.switched[hop]
         worst = total.max(axis=1, initial=0.0)
         trees = self._trees(orders) if tree else np.zeros(count)
         return np.stack(
-            [missing, _rounded(worst), trees, _rounded(switched), _rounded((total**2).sum(axis=1))], axis=1
+            [missing, _rounded(worst), trees, apart, _rounded(switched), _rounded((total**2).sum(axis=1))],
+            axis=1,
         )
 
     def _trees(self, orders: Places) -> Floats:
@@ -339,7 +346,8 @@ def _inside(
         if len(ranks) <= LARGEST_LISTED:
             known[table.content] = _listed(table, len(ranks), tree=False, closed=closed)
         else:
-            start = tuple(range(len(ranks)))
+            starts = [tuple(range(len(ranks))), *(_a_cycle(table) if closed else ())]
+            start = _first_of(table, starts, closed=closed, tree=False)
             known[table.content] = _descended(table, start, _reversals, closed=closed, tree=False)
     return tuple(ranks[place] for place in known[table.content])
 
@@ -353,16 +361,26 @@ def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -
     if len(now) <= LARGEST_LISTED:
         return tuple(now[place] for place in _listed(table, len(now), tree=True))
     place = {server: number for number, server in enumerate(now)}
-    cycles, _ = all_cycles((1 - table.missing).astype(int).tolist(), cycle_limit=1)
-    starts = np.array([range(len(now)), [place[server] for server in near], *cycles], dtype=np.int64)
-    scores = table.scores(starts, tree=True)
-    start = tuple(starts[_least(scores, starts)].tolist())
+    starts = [tuple(range(len(now))), tuple(place[server] for server in near), *_a_cycle(table)]
+    start = _first_of(table, starts, closed=True, tree=True)
     score = table.scores(np.array([start], dtype=np.int64))[0]
     if score[0] or (limit and score[1] * float(limit) > 1 + 10.0**-_DIGITS):
         start = _descended(table, start, _reversals, closed=True, tree=True)
     groups = [[place[server] for server in group] for level in levels for group in level]
     best = _descended(table, start, lambda order: _siblings(order, groups), closed=True, tree=True)
     return tuple(now[number] for number in best)
+
+
+def _a_cycle(table: _Table) -> list[Order]:
+    """An order in which every hop has a way, if one is found; needed only where some hops have none."""
+    if not (table.missing - np.eye(len(table.missing))).any():
+        return []
+    return all_cycles((1 - table.missing).astype(int).tolist(), cycle_limit=1)[0]
+
+
+def _first_of(table: _Table, orders: Sequence[Order], *, closed: bool, tree: bool) -> Order:
+    places = np.array(orders, dtype=np.int64)
+    return orders[_least(table.scores(places, closed=closed, tree=tree), places)]
 
 
 def _side_by_side(now: Order, levels: Levels) -> Order:
