@@ -318,6 +318,10 @@ def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
     for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
         if extent > 1:
             print(f"{name:<7} {_lies(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}")
+    if best.nested:
+        print(
+            f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
+        )
     if best.packed is not None:
         proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
         print(f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})")
@@ -349,7 +353,8 @@ def _lies(parts: Sequence[int], words: Sequence[str]) -> str:
 
 
 def _placement_row(name: str, ranked: MeshOrder, one: Placement, words: Sequence[str]) -> tuple[str, ...]:
-    lies = [_lies(parts, words) for parts in one.factors] if one.factors else ["-"] * len(ranked.axes)
+    depth = {axis: f"nested {place + 1} of {len(one.nested)}" for place, axis in enumerate(one.nested)}
+    lies = [_lies(parts, words) for parts in one.factors] or [depth.get(axis, "-") for axis, _ in ranked.axes]
     rates = [*one.alone, one.together]
     return (
         name,
@@ -408,6 +413,7 @@ def _placement_object(ranked: MeshOrder, one: Placement, collective: str) -> dic
 
     return {
         "lies": {name: list(parts) for (name, _), parts in zip(ranked.axes, one.factors, strict=False)},
+        "nested": list(one.nested),
         "alone": {
             name: rate(alone, name) for (name, _), alone in zip(ranked.weights, one.alone, strict=True)
         },

@@ -6,7 +6,8 @@ divides the extent of every axis over the levels, as in
 
     dp 4, tp 8 on 4 servers of 8 GPUs:    tp 8 in servers, dp 4 across;  or tp 2 in and 4 across, dp 4 in servers;  …
 
-All placements are tried. The groups of an axis run NCCL's ring at once, alone or beside those of the other axes, each
+All placements are tried, and the axes nested in every order along the GPUs, which counts where extents do not divide
+the levels. The groups of an axis run NCCL's ring at once, alone or beside those of the other axes, each
 axis as fast as its weight says (`topoplan.ordering.hop_loads`). For up to `MOST_PACKED` GPUs the fastest ones are also
 planned as trees that share the links (`topoplan.packing.mesh`), and the best plan decides.
 """
@@ -27,9 +28,8 @@ from topoplan.plans.mesh_plans import groups_along
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
-from topoplan.units import exact
 
-MOST_PACKED = 32
+MOST_PACKED = 16
 """GPUs up to which placements are planned as trees."""
 
 MOST_PLANNED = 2
@@ -56,7 +56,7 @@ class Placement:
     ranks : tuple of int
         The GPU of each rank, as its place in the machine.
     factors : tuple of tuples of int
-        Of every axis its extent on each level; empty for ranks as given.
+        Of every axis its extent on each level; empty where the axes do not follow the levels.
     alone : tuple of Fraction
         GB/s of algorithm bandwidth of each axis that runs, its groups alone.
     together : Fraction
@@ -65,6 +65,9 @@ class Placement:
         The same with trees planned together; None where they were not planned.
     proved : bool
         Whether no trees are faster than those.
+    nested : tuple of str
+        Where the axes do not follow the levels: their names from the outermost to the innermost along the GPUs; empty
+        for ranks as given.
     """
 
     ranks: tuple[int, ...]
@@ -73,6 +76,7 @@ class Placement:
     together: Fraction
     packed: float | None = None
     proved: bool = False
+    nested: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +169,17 @@ def best_mesh(
         for factors, ranks in _placements(extents, sizes, base, turned=not hops.alike_inside):
             if ranks not in tried:
                 tried[ranks] = judge.placement(ranks, factors)
+        for nest in permutations(range(len(extents))):
+            ranks = _nested([extent for _, extent in extents], nest, base)
+            if ranks not in tried:
+                found = judge.placement(ranks, ())
+                tried[ranks] = replace(found, nested=tuple(extents[axis][0] for axis in nest))
     now = tried.get(order.given) or judge.placement(order.given, ())
     known: dict[tuple[object, ...], Placement] = {}
-    for one in sorted([replace(now, factors=now.factors), *tried.values()], key=lambda one: -one.together):
-        known.setdefault((one.factors, one.alone, one.together), one)
+    along = {(one.alone, one.together) for one in tried.values() if one.factors}
+    for one in [now, *tried.values()]:
+        if one.factors or (one.alone, one.together) not in along:
+            known.setdefault((one.factors, one.nested, one.alone, one.together), one)
     best = sorted(known.values(), key=lambda one: (-one.together, -sum(one.alone)))
     if size <= MOST_PACKED:
         planned = [
@@ -196,7 +207,7 @@ class _Judge:
     ) -> None:
         self._hops = hops
         self._axes = [
-            (groups_along(extents, axis), weight, exact(bus_factor(collective, dict(extents)[axis])))
+            (groups_along(extents, axis), weight, _factor(collective, dict(extents)[axis]))
             for axis, weight in weights
         ]
 
@@ -212,6 +223,11 @@ class _Judge:
         ]
         together = hops.rate(summed(whole)) if len(whole) == len(loads) else Fraction(0)
         return Placement(ranks, factors, alone, together)
+
+
+def _factor(collective: str, size: int) -> Fraction:
+    """`bus_factor` without its rounding: no denominator is above the number of ranks."""
+    return Fraction(bus_factor(collective, size)).limit_denominator(size)
 
 
 def _levels(hops: HopLoads, order: RankOrder) -> tuple[tuple[str, int], ...]:
@@ -283,6 +299,17 @@ def _ranks(
                 rest[axis] //= extent
             position += digit * width
             width *= size
+        found.append(base[position])
+    return tuple(found)
+
+
+def _nested(extents: Sequence[int], nest: Sequence[int], base: Sequence[int]) -> tuple[int, ...]:
+    """The GPU of every rank, where the GPUs run along the axes in an order from the outermost to the innermost."""
+    found = []
+    for place in product(*map(range, extents)):
+        position = 0
+        for axis in nest:
+            position = position * extents[axis] + place[axis]
         found.append(base[position])
     return tuple(found)
 

@@ -231,9 +231,10 @@ class _Table:
         return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
 
     def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
-        """(orders, 6): missing hops, fullest link of ring and of tree, hops between servers, between switches, squares.
+        """(orders, 7): missing hops, fullest link of ring and of tree, hops between servers, between switches, …
 
-        The squares of all loads are least where these are even, which leads a search past equal orders.
+        Then whether the last hop back to the first place stays near, where servers on one leaf would not stand side by
+        side in the list, and the squares of all loads, least where these are even: they lead past equal orders.
 
         Of an open ring the hop from the last place to the first is left out.
         """
@@ -248,8 +249,17 @@ class _Table:
             switched += self.switched[hop]
         worst = total.max(axis=1, initial=0.0)
         trees = self._trees(orders) if tree else np.zeros(count)
+        back = orders[:, -1], orders[:, 0]
         return np.stack(
-            [missing, _rounded(worst), trees, apart, _rounded(switched), _rounded((total**2).sum(axis=1))],
+            [
+                missing,
+                _rounded(worst),
+                trees,
+                apart,
+                _rounded(switched),
+                -np.sign(self.apart[back]) - np.sign(self.switched[back]),
+                _rounded((total**2).sum(axis=1)),
+            ],
             axis=1,
         )
 

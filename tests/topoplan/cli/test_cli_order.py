@@ -95,13 +95,13 @@ def test_json_has_orders_rates_bound_and_proof(capsys: pytest.CaptureFixture[str
 
 
 def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--mesh", "tp=8,dp=2", "--axes", "tp=10,dp=1")
-    said = run(capsys, *asked)
-    assert "levels  8 in a server, 2 across" in said
+    asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
+    said = run(capsys, *asked, "--axes", "tp=10,dp=1")
+    assert "levels  3 in a server, 2 across" in said
     assert "dp      2 across: ring alone 48 GB/s" in said
-    assert "tp      8 in a server: ring alone 257.143 GB/s (busbw 450)" in said
-    told = json.loads(run(capsys, *asked, "--json"))
-    assert told["after"]["lies"] == {"tp": [8, 1], "dp": [1, 2]}
+    assert "tp      3 in a server: ring alone 337.5 GB/s (busbw 450)" in said
+    told = json.loads(run(capsys, *asked, "--axes", "tp=10,dp=1", "--json"))
+    assert told["after"]["lies"] == {"tp": [3, 1], "dp": [1, 2]}
     assert told["order"][:4] == [0, 8, 1, 9]
     assert told["after"]["together"]["tp"]["algbw"] == 10 * told["after"]["together"]["dp"]["algbw"]
     assert told["after"]["trees_optimal"] is True
