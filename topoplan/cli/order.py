@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.cli import arguments
@@ -23,7 +23,7 @@ from topoplan.fabric.fabric import channel_words, usable_fabric
 from topoplan.formats.load import load, load_network, read_text
 from topoplan.formats.slurm.hostlist import expand, folded
 from topoplan.ordering.hop_loads import OrderRates
-from topoplan.ordering.launch_files import LAUNCH_FILES, Seat, seats, usage
+from topoplan.ordering.launch_files import LAUNCH_FILES, Seat, hosts_of, seats, usage
 from topoplan.ordering.mesh_axes import MeshOrder, Placement, best_mesh
 from topoplan.ordering.search import ENUMERATED, RankOrder, best_order
 from topoplan.plans.plan import check_collective
@@ -107,9 +107,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
     check_target(options.output, "-o")
     collective = check_collective(options.collective)
-    machine, names, notes = _machine(options)
+    machine, names, network = _machine(options)
     gpus = machine.allocation(options.gpus)
-    given = tuple(range(len(machine.whole.gpus))) if gpus is None else gpus
+    listed = tuple(gpu for gpu in _as_listed(machine, network) if gpu in machine.left)
+    given = listed if options.gpus is None or gpus is None else gpus
     chosen = machine.whole.select(given)
     place = {gpu: number for number, gpu in enumerate(chosen)}
     part = machine.whole.subset(chosen)
@@ -156,16 +157,16 @@ def run(options: argparse.Namespace) -> int:
         _print_mesh(answer, ranked)
     else:
         _print_order(answer, ranked)
-    print_notes(*dict.fromkeys((*notes, *machine.whole.notes)))
+    print_notes(*dict.fromkeys((*(network.notes if network else ()), *machine.whole.notes)))
     return 0
 
 
-def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], tuple[str, ...]]:
-    """The machine, names for its hosts where it has none, and what to say of the network."""
+def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], NodeNetwork | None]:
+    """The machine, names for its hosts where it has none, and Slurm's network with the nodes of the job in order."""
     if options.server is None:
         if options.slurm_topology is not None:
             raise UsageError("--slurm-topology belongs to --server, which says what a node is; add it")
-        return read_machine(options), () if options.hosts is None else _hosts(options.hosts), ()
+        return read_machine(options), () if options.hosts is None else _hosts(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")
     if network is None:
         raise UsageError(
@@ -177,10 +178,22 @@ def _machine(options: argparse.Namespace) -> tuple[Machine, tuple[str, ...], tup
         raise UsageError(
             f"{refused} does not go with a description of Slurm, which says how nodes are joined"
         )
-    return _of_nodes(options, network), (), network.notes
+    nodes = tuple(node for node, _ in network.nodes) if options.hosts is None else _hosts(options.hosts)
+    machine = _of_nodes(options, network, nodes)
+    home = dict(network.nodes)
+    return machine, (), replace(network, nodes=tuple((node, home[node]) for node in nodes))
 
 
-def _of_nodes(options: argparse.Namespace, network: NodeNetwork) -> Machine:
+def _as_listed(machine: Machine, network: NodeNetwork | None) -> tuple[int, ...]:
+    """All GPUs, host by host as Slurm lists these: hosts of several NVLink domains may take turns."""
+    hosts = hosts_of(machine.whole)
+    if network is None:
+        return tuple(range(len(hosts)))
+    place = {node: number for number, (node, _) in enumerate(network.nodes)}
+    return tuple(sorted(range(len(hosts)), key=lambda gpu: place[hosts[gpu]]))
+
+
+def _of_nodes(options: argparse.Namespace, network: NodeNetwork, nodes: Sequence[str]) -> Machine:
     rates = {name: getattr(options, name) for name in ("nvlink_gbps", "pcie_gbps", "socket_gbps")}
     server = overlaid(options, load(options.server, **rates))
     if options.domain is not None:
@@ -188,7 +201,6 @@ def _of_nodes(options: argparse.Namespace, network: NodeNetwork) -> Machine:
     stated = any(device.fact("gigabits") for device in server.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
         raise UsageError("a network needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 400")
-    nodes = None if options.hosts is None else _hosts(options.hosts)
     whole = cluster_of_nodes(
         network,
         {node: server for node, _ in network.nodes},
@@ -295,23 +307,24 @@ def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
         f"{answer.collective} on {answer.machine.whole.name}; wanted rates in proportion: {told}"
     )
     words = [word for word, _ in ranked.levels]
-    print("levels  " + ", ".join(f"{size} {word}" for word, size in ranked.levels))
+    told = " x ".join(f"{size} {word}" for word, size in ranked.levels)
+    print(f"levels  {told}; below, the extent of every axis on each")
     print()
     header = (
         "ranks",
-        *(f"{name} lies" for name, _ in ranked.axes),
+        *(name for name, _ in ranked.axes),
         *(f"{name} alone" for name, _ in ranked.weights),
-        "rings together",
-        "trees together",
+        "rings at once",
+        "trees at once",
     )
-    rows = [_placement_row("as given", ranked, ranked.given, words)]
+    rows = [_placement_row("as given", ranked, ranked.given)]
     for number, one in enumerate(ranked.placements[:MOST_PLACEMENTS], 1):
-        rows.append(_placement_row(f"{number}", ranked, one, words))
+        rows.append(_placement_row(f"{number}", ranked, one))
     print(table(header, rows))
     if len(ranked.placements) > MOST_PLACEMENTS:
         print(f"and {len(ranked.placements) - MOST_PLACEMENTS} slower ones; --json has all")
     print()
-    print("GB/s of algorithm bandwidth in every group; together: of an axis of weight 1, all axes at once")
+    print("GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running")
     best = ranked.best
     if best.ranks == ranked.given.ranks:
         print("order   as given: no placement that was tried is faster")
@@ -352,9 +365,10 @@ def _lies(parts: Sequence[int], words: Sequence[str]) -> str:
     return " x ".join(told) or "-"
 
 
-def _placement_row(name: str, ranked: MeshOrder, one: Placement, words: Sequence[str]) -> tuple[str, ...]:
-    depth = {axis: f"nested {place + 1} of {len(one.nested)}" for place, axis in enumerate(one.nested)}
-    lies = [_lies(parts, words) for parts in one.factors] or [depth.get(axis, "-") for axis, _ in ranked.axes]
+def _placement_row(name: str, ranked: MeshOrder, one: Placement) -> tuple[str, ...]:
+    depth = {axis: f"nested {place + 1}" for place, axis in enumerate(one.nested)}
+    lies = ["x".join(map(str, parts)) for parts in one.factors]
+    lies = lies or [depth.get(axis, "-") for axis, _ in ranked.axes]
     rates = [*one.alone, one.together]
     return (
         name,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.clusters.build import cluster
-from topoplan.clusters.domains import domain
+from topoplan.clusters.domains import domain, first_part
 from topoplan.clusters.network import SwitchTree
 from topoplan.clusters.server import Server
 from topoplan.errors import TopologyError, UsageError
@@ -202,7 +202,7 @@ def _domain(
             "machine of a larger domain"
         )
     hosts = iter([node for node in nodes for _ in range(gpus)])
-    part = machine.subset(range(len(nodes) * gpus))
+    part = first_part(machine, len(nodes) * gpus)
     devices = tuple(
         replace(device, facts=facts(**{**dict(device.facts), "host": next(hosts)}))
         if device.kind == "gpu"

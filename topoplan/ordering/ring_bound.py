@@ -3,7 +3,7 @@
 A ring enters and leaves every set of ranks at least once, with everything that it moves. So it is not faster than
 
 - a maximum flow out of any set of ranks, or into it: here single ranks, servers, and groups of servers near each other;
-- the best hop that leaves a rank, or enters one;
+- the ports of a server shared by all its ranks, or else the best hop inside it;
 - the width at which hops as wide still join all ranks, in both directions.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import permutations
 from math import lcm
 
 from topoplan.bounds.maximum_flow import FlowNetwork
@@ -114,8 +115,16 @@ def _by_rank_flows(hops: HopLoads) -> list[Fraction]:
     ]
 
 
+MOST_HOPS = 20_000
+"""Hops inside servers that are looked at."""
+
+
 def _by_ports(hops: HopLoads) -> list[Fraction]:
-    """What leaves each server together, and what enters it."""
+    """What leaves each server together, and what enters it; and that a rank that does not leave has a hop inside.
+
+    Of m ranks all leave their server, so that its ports carry m hops, or one of them has a hop inside: the ring is no
+    faster than an m-th of the ports, or than the best hop inside and the ports.
+    """
     home = {device.name: device.server for device in hops.topology.devices}
     out, into = (dict.fromkeys(hops.names, Fraction(0)) for _ in range(2))
     for link, capacity in zip(hops.links, hops.capacity, strict=True):
@@ -124,7 +133,13 @@ def _by_ports(hops: HopLoads) -> list[Fraction]:
                 out[home[link.src]] += capacity
             if home[link.dst] in into:
                 into[home[link.dst]] += capacity
-    return [*out.values(), *into.values()]
+    limits = [*out.values(), *into.values()]
+    if sum(len(ranks) ** 2 for ranks in hops.servers) <= MOST_HOPS:
+        for name, ranks in zip(hops.names, hops.servers, strict=True):
+            inside = max((hops.rate(hops.hop(*pair)) for pair in permutations(ranks, 2)), default=None)
+            if inside is not None:
+                limits += [max(min(ports, inside), ports / len(ranks)) for ports in (out[name], into[name])]
+    return limits
 
 
 def _by_flows(hops: HopLoads, cuts: Sequence[frozenset[int]]) -> list[Fraction]:

@@ -97,7 +97,7 @@ def test_json_has_orders_rates_bound_and_proof(capsys: pytest.CaptureFixture[str
 def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
     said = run(capsys, *asked, "--axes", "tp=10,dp=1")
-    assert "levels  3 in a server, 2 across" in said
+    assert "levels  3 in a server x 2 across; below, the extent of every axis on each" in said
     assert "dp      2 across: ring alone 48 GB/s" in said
     assert "tp      3 in a server: ring alone 337.5 GB/s (busbw 450)" in said
     told = json.loads(run(capsys, *asked, "--axes", "tp=10,dp=1", "--json"))
@@ -117,7 +117,10 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
     )
     asked = (str(path), "--server", "gb200-nvl72", "--nic-access", "direct")
     told = json.loads(run(capsys, *asked, "--hosts", "t[1-4]", "--json"))
+    assert told["given"]["nodes"] == ["t1", "t2", "t3", "t4"]
     assert told["nodes"] == ["t1", "t3", "t2", "t4"]
+    # 2 trays of 4 NICs of 50 GB/s a domain, which four hops share as given, and one in this order.
+    assert (told["before"]["ring"]["busbw"], told["after"]["ring"]["busbw"]) == (200, 400)
     assert [rank["slot"] for rank in told["ranks"][:5]] == [0, 1, 2, 3, 0]
 
 
