@@ -301,12 +301,13 @@ def _print_seats(answer: _Answer) -> None:
 
 def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
     axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
-    told = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
     print(
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
-        f"{answer.collective} on {answer.machine.whole.name}; wanted rates in proportion: {told}"
+        f"{answer.collective} on {answer.machine.whole.name}"
     )
     words = [word for word, _ in ranked.levels]
+    weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
+    print(f"weights {weights}: how fast the axes are to be in proportion (--axes)")
     told = " x ".join(f"{size} {word}" for word, size in ranked.levels)
     print(f"levels  {told}; below, the extent of every axis on each")
     print()
@@ -346,9 +347,9 @@ def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) 
         if axis == name:
             factor = bus_factor(collective, dict(ranked.axes)[axis])
             rates = [float(alone), float(best.together * weight)]
-            return ": ring " + ", ".join(
-                f"{word} {rate:.6g} GB/s (busbw {rate * factor:.6g})"
-                for word, rate in zip(("alone", "with the others"), rates, strict=True)
+            return ": " + ", ".join(
+                f"{word} {rate:.6g} (busbw {rate * factor:.6g})"
+                for word, rate in zip(("rings alone", "at once"), rates, strict=True)
             )
     return ""
 
