@@ -32,6 +32,9 @@ Loads = Mapping[int, Fraction]
 
 Path = tuple[int, ...]
 
+NOWHERE = Fraction(1 << 20)
+"""The distance of servers that nothing joins: more links than there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class OrderRates:
@@ -150,6 +153,12 @@ class HopLoads:
                 {number: part * load for number, load in whole.items()} if joined else None
             )
         return self._between[first, second]
+
+    def distance(self, first: int, second: int) -> Fraction:
+        """Links from one server to another, on the first channel that joins them; many where none does."""
+        ways = (self._way(first, second, channel) for channel in range(self._channels.count))
+        way = next((way for way in ways if way), None)
+        return NOWHERE if way is None else sum(way.values(), Fraction(0))
 
     def plugs(self, server: int) -> tuple[tuple[str, ...], ...]:
         """The devices outside a server that each of its channels leads to."""
@@ -285,14 +294,13 @@ class HopLoads:
 
     def _ends(self, server: int, channel: int, *, leaves: bool) -> tuple[Path, ...]:
         """Links from where a channel begins in a server to each one that leaves over its NIC, or the same way back."""
-        ports = self._channels.ports[server]
-        if not ports:
-            return ()
-        port = ports[channel % len(ports)]
-        start = self._channels.start(server, channel)
-        key = (start, channel % len(ports), leaves)
+        key = (server, channel, leaves)
         if key not in self._doors:
-            name = self.fabric.ranks[start]
+            ports = self._channels.ports[server]
+            if not ports:
+                return ()
+            port = ports[channel % len(ports)]
+            name = self.fabric.ranks[self._channels.start(server, channel)]
             found = []
             for number in sorted(port.links):
                 link = self.fabric.links[number]

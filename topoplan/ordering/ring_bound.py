@@ -17,7 +17,7 @@ from math import lcm
 from topoplan.bounds.maximum_flow import FlowNetwork
 from topoplan.ordering.hop_loads import HopLoads
 
-MOST_RANKS, MOST_SERVERS = 128, 64
+MOST_RANKS, MOST_SERVERS = 128, 32
 """Up to which the hops between any two are looked at."""
 
 

@@ -4,8 +4,9 @@ Orders are compared by the ring's rate, then by the tree's, then by how often th
 between switches; among equals the one nearest to the order as given is taken, the given one first. Up to
 `LARGEST_LISTED` ranks all orders are tried. Beyond, the ranks of a server stay together. Servers near each other (on
 one leaf, in one pod) go side by side: on a tree of switches such an order crosses every link at most once in each
-direction, which no ring can beat. Of up to `LARGEST_LISTED` servers all orders are tried, and of up to
-`LARGEST_SEARCHED` neighbouring orders, as long as one is better. What is proved is said: `RankOrder.proof`.
+direction, which no ring can beat. Of up to `LARGEST_LISTED` servers all orders are tried; of more, neighbouring orders
+as long as one is better: up to `LARGEST_TUNED` servers, or `LARGEST_SEARCHED` where the ring is below its bound. What is
+proved is said: `RankOrder.proof`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ LARGEST_LISTED = 8
 
 LARGEST_SEARCHED = 64
 """Most servers, or GPUs of a server, whose neighbouring orders are tried."""
+
+LARGEST_TUNED = 32
+"""Most servers of which an order that is best for the ring is changed for the tree's sake."""
 
 MOST_STEPS = 20_000
 """Most orders that a local search looks at."""
@@ -144,17 +148,10 @@ def near_servers(hops: HopLoads) -> Levels:
         kinds.setdefault(hops.plugs(server), []).append(server)
     shown = [servers[0] for servers in kinds.values()]
     apart = {
-        (a, b): max(_length(hops.between(x, y)), _length(hops.between(y, x)))
-        for a, x in enumerate(shown)
-        for b, y in enumerate(shown)
-        if a < b
+        (a, b): max(hops.distance(x, y), hops.distance(y, x))
+        for (a, x), (b, y) in combinations(enumerate(shown), 2)
     }
-    inside = [
-        max(_length(hops.between(servers[0], servers[1])), _length(hops.between(servers[1], servers[0])))
-        if len(servers) > 1
-        else Fraction(0)
-        for servers in kinds.values()
-    ]
+    inside = [hops.distance(*servers[:2]) if len(servers) > 1 else Fraction(0) for servers in kinds.values()]
     members = list(kinds.values())
     for reach in sorted({*apart.values(), *inside} - {Fraction(0)}):
         root = list(range(len(members)))
@@ -178,11 +175,6 @@ def _root(root: list[int], kind: int) -> int:
     while root[kind] != kind:
         kind = root[kind]
     return kind
-
-
-def _length(loads: Loads | None) -> Fraction:
-    """Links on a hop's way; many where there is none."""
-    return Fraction(1 << 20) if loads is None else sum(loads.values(), Fraction(0))
 
 
 class _Table:
@@ -364,7 +356,9 @@ def _inside(
 
 def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:
     near = _side_by_side(now, levels)
-    if len(now) > LARGEST_SEARCHED:
+    doors = [hops.servers[server][0] for server in near]
+    met = hops.rate(hops.ring_loads(doors)) >= limit
+    if len(now) > (LARGEST_TUNED if met else LARGEST_SEARCHED):
         return near
     rows = [[None if a == b else hops.between(a, b) for b in now] for a in now]
     table = _Table(hops, rows, now)

@@ -34,6 +34,7 @@ def together(
     return min(loads.capacity[link] / load for link, load in filled.items() if load)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", [{"dp": 1, "tp": 1}, {"dp": 1, "tp": 10}, {"dp": 10, "tp": 1}, {"tp": 1}])
 def test_no_placement_of_six_ranks_has_faster_rings(weights: dict[str, int]) -> None:
     machine = topoplan.nvswitch_cluster(2, gpus=3, nvlink=300, nic=25)
