@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 
 from topoplan.cli import arguments
 from topoplan.cli.arguments import first_given
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import Machine, add_damage, damaged, overlaid
-from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
+from topoplan.cli.order_table import Answer, order_object, print_mesh, print_order
+from topoplan.cli.output import check_target, print_json, print_notes, write_whole
 from topoplan.cli.plan_mesh import add_options as add_mesh
 from topoplan.cli.sources import read_machine
 from topoplan.clusters.domains import domain
 from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.errors import TopologyError, UsageError
-from topoplan.fabric.fabric import channel_words, usable_fabric
 from topoplan.formats.load import load, load_network, read_text
-from topoplan.formats.slurm.hostlist import expand, folded
-from topoplan.ordering.hop_loads import OrderRates
-from topoplan.ordering.launch_files import LAUNCH_FILES, Seat, hosts_of, seats, usage
-from topoplan.ordering.mesh_axes import MeshOrder, Placement, best_mesh
-from topoplan.ordering.search import ENUMERATED, RankOrder, best_order
-from topoplan.plans.plan import check_collective
-from topoplan.simulation.model import bus_factor
+from topoplan.formats.slurm.hostlist import expand
+from topoplan.ordering.launch_files import LAUNCH_FILES, hosts_of, seats, usage
+from topoplan.ordering.mesh_axes import MeshOrder, best_mesh
+from topoplan.ordering.search import RankOrder, best_order
+from topoplan.plans.plan import COLLECTIVES, check_collective
 
 FORMATS = (*LAUNCH_FILES, "json")
 
 NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpers", "merge"))
 """Options that say what a description of Slurm says itself."""
-
-MOST_PLACEMENTS = 12
-"""Placements that are listed."""
-
-WIDEST = 110
-"""Characters of a list that are shown."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -80,22 +72,6 @@ def add_options(parser: arguments.OneLineParser) -> None:
     add_damage(parser)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The ranks that are there, and who sits where, as given and as found."""
-
-    machine: Machine
-    gpus: tuple[int, ...]
-    given: tuple[Seat, ...]
-    found: tuple[Seat, ...]
-    order: tuple[int, ...]
-    collective: str
-
-    @property
-    def hosts(self) -> list[str]:
-        return list(dict.fromkeys(seat.host for seat in self.found))
-
-
 def run(options: argparse.Namespace) -> int:
     """The order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
     as_json = options.json or options.format == "json"
@@ -107,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
     check_target(options.output, "-o")
     collective = check_collective(options.collective)
+    if collective not in COLLECTIVES:
+        raise UsageError(f"rings and trees do not do {collective}; use one of {', '.join(COLLECTIVES)}")
     machine, names, network = _machine(options)
     gpus = machine.allocation(options.gpus)
     listed = tuple(gpu for gpu in _as_listed(machine, network) if gpu in machine.left)
@@ -123,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         ranked = best_mesh(part, options.mesh, collective, axes=options.axes, given=now)
         best = ranked.best.ranks
     order = tuple(chosen[rank] for rank in best)
-    answer = _Answer(
+    answer = Answer(
         machine,
         chosen,
         seats(machine.whole, given, names),
@@ -132,11 +110,9 @@ def run(options: argparse.Namespace) -> int:
         collective,
     )
     if as_json:
-        found = _object(answer, ranked, given)
+        found = order_object(answer, ranked, given)
         if options.output and options.output != "-":
-            from json import dumps
-
-            write_whole(options.output, dumps(found, allow_nan=False, indent=1) + "\n")
+            write_whole(options.output, json.dumps(found, allow_nan=False, indent=1) + "\n")
         else:
             print_json(found)
         return 0
@@ -154,9 +130,9 @@ def run(options: argparse.Namespace) -> int:
         )
         return 0
     if isinstance(ranked, MeshOrder):
-        _print_mesh(answer, ranked)
+        print_mesh(answer, ranked)
     else:
-        _print_order(answer, ranked)
+        print_order(answer, ranked)
     print_notes(*dict.fromkeys((*(network.notes if network else ()), *machine.whole.notes)))
     return 0
 
@@ -190,7 +166,7 @@ def _as_listed(machine: Machine, network: NodeNetwork | None) -> tuple[int, ...]
     if network is None:
         return tuple(range(len(hosts)))
     place = {node: number for number, (node, _) in enumerate(network.nodes)}
-    return tuple(sorted(range(len(hosts)), key=lambda gpu: place[hosts[gpu]]))
+    return tuple(sorted(range(len(hosts)), key=lambda gpu: place.get(hosts[gpu], 0)))
 
 
 def _of_nodes(options: argparse.Namespace, network: NodeNetwork, nodes: Sequence[str]) -> Machine:
@@ -226,213 +202,3 @@ def _hosts(text: str) -> tuple[str, ...]:
     if not found:
         raise UsageError(f"{text} names no host; write one on each line")
     return found
-
-
-def _print_order(answer: _Answer, ranked: RankOrder) -> None:
-    channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
-    print(
-        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
-        f"{answer.collective} on {answer.machine.whole.name}, over {channel_words(channels)}"
-    )
-    print()
-    rows = []
-    for name, before, after in _rates(answer, ranked):
-        gain = f"{after[0] / before[0]:.2f}x" if before[0] else "-"
-        rows.append((name, *(f"{rate:.6g}" if rate else "-" for rate in (*before, *after)), gain))
-    print(table(("", "algbw as given", "busbw", "algbw in this order", "busbw", "gain"), rows))
-    print()
-    bound = float(ranked.bound)
-    if ranked.proof == ENUMERATED:
-        print("ring    optimal among all orders: every one was tried")
-    elif ranked.proof:
-        print(
-            f"ring    optimal among all orders: no ring of any order exceeds {bound:.6g} GB/s of bus bandwidth, proved"
-        )
-    else:
-        gap = float(1 - ranked.after.ring / ranked.bound)
-        print(
-            f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
-        )
-    crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
-    if any(crossed):
-        print(
-            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times "
-            "in this order"
-        )
-    if ranked.ranks == ranked.given:
-        print("order   as given: none that was tried is better")
-    _print_seats(answer)
-
-
-Rates = tuple[float, float]
-"""Algorithm and bus bandwidth in GB/s."""
-
-
-def _rates(answer: _Answer, ranked: RankOrder) -> list[tuple[str, Rates, Rates]]:
-    """What ring and tree do as given and as found."""
-    factor = bus_factor(answer.collective, len(answer.order))
-    buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
-    rings: list[Rates] = [(bus / factor if factor else 0.0, bus) for bus in buses]
-    rows = [("ring", rings[0], rings[1])]
-    if answer.collective == "allreduce" and ranked.after.tree is not None:
-        algorithms = [float(rates.tree or 0) for rates in (ranked.before, ranked.after)]
-        trees: list[Rates] = [(rate, rate * factor) for rate in algorithms]
-        rows.append(("tree", trees[0], trees[1]))
-    return rows
-
-
-def _print_seats(answer: _Answer) -> None:
-    hosts = folded(answer.hosts)
-    print(f"hosts   {hosts if len(hosts) <= WIDEST else hosts[:WIDEST] + '…'}")
-    taken: dict[str, list[int]] = {}
-    for seat in answer.found:
-        taken.setdefault(seat.host, []).append(seat.slot)
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for host, slots in taken.items():
-        alike.setdefault(tuple(slots), []).append(host)
-    for places, names in list(alike.items())[:4]:
-        where = "every host" if len(alike) == 1 else folded(names)[:40]
-        if len(alike) > 1 or list(places) != list(range(len(places))):
-            told = " ".join(map(str, places))
-            print(f"GPUs    {told if len(told) <= 60 else told[:60] + '…'} on {where}")
-    if len(alike) > 4:
-        print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
-
-
-def _print_mesh(answer: _Answer, ranked: MeshOrder) -> None:
-    axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
-    print(
-        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
-        f"{answer.collective} on {answer.machine.whole.name}"
-    )
-    words = [word for word, _ in ranked.levels]
-    weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
-    print(f"weights {weights}: how fast the axes are to be in proportion (--axes)")
-    told = " x ".join(f"{size} {word}" for word, size in ranked.levels)
-    print(f"levels  {told}; below, the extent of every axis on each")
-    print()
-    header = (
-        "ranks",
-        *(name for name, _ in ranked.axes),
-        *(f"{name} alone" for name, _ in ranked.weights),
-        "rings at once",
-        "trees at once",
-    )
-    rows = [_placement_row("as given", ranked, ranked.given)]
-    for number, one in enumerate(ranked.placements[:MOST_PLACEMENTS], 1):
-        rows.append(_placement_row(f"{number}", ranked, one))
-    print(table(header, rows))
-    if len(ranked.placements) > MOST_PLACEMENTS:
-        print(f"and {len(ranked.placements) - MOST_PLACEMENTS} slower ones; --json has all")
-    print()
-    print("GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running")
-    best = ranked.best
-    if best.ranks == ranked.given.ranks:
-        print("order   as given: no placement that was tried is faster")
-    for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
-        if extent > 1:
-            print(f"{name:<7} {_lies(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}")
-    if best.nested:
-        print(
-            f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
-        )
-    if best.packed is not None:
-        proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
-        print(f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})")
-    _print_seats(answer)
-
-
-def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) -> str:
-    for (axis, weight), alone in zip(ranked.weights, best.alone, strict=True):
-        if axis == name:
-            factor = bus_factor(collective, dict(ranked.axes)[axis])
-            rates = [float(alone), float(best.together * weight)]
-            return ": " + ", ".join(
-                f"{word} {rate:.6g} (busbw {rate * factor:.6g})"
-                for word, rate in zip(("rings alone", "at once"), rates, strict=True)
-            )
-    return ""
-
-
-def _lies(parts: Sequence[int], words: Sequence[str]) -> str:
-    """Where an axis lies.
-
-    Examples
-    --------
-    >>> _lies((2, 4), ["in a server", "across"]), _lies((1, 4), ["in a server", "across"])
-    ('2 in a server x 4 across', '4 across')
-    """
-    told = [f"{part} {word}" for part, word in zip(parts, words, strict=True) if part > 1]
-    return " x ".join(told) or "-"
-
-
-def _placement_row(name: str, ranked: MeshOrder, one: Placement) -> tuple[str, ...]:
-    depth = {axis: f"nested {place + 1}" for place, axis in enumerate(one.nested)}
-    lies = ["x".join(map(str, parts)) for parts in one.factors]
-    lies = lies or [depth.get(axis, "-") for axis, _ in ranked.axes]
-    rates = [*one.alone, one.together]
-    return (
-        name,
-        *lies,
-        *(f"{float(rate):.6g}" if rate else "-" for rate in rates),
-        "-" if one.packed is None else f"{one.packed:.6g}",
-    )
-
-
-def _object(answer: _Answer, ranked: RankOrder | MeshOrder, given: Sequence[int]) -> dict[str, object]:
-    """The answer as a JSON object."""
-    names = answer.machine.whole.gpus
-    found: dict[str, object] = {
-        "collective": answer.collective,
-        "order": list(answer.order),
-        "gpus": [names[gpu] for gpu in answer.order],
-        "nodes": answer.hosts,
-        "ranks": [{"host": seat.host, "slot": seat.slot} for seat in answer.found],
-        "given": {"order": list(given), "nodes": list(dict.fromkeys(seat.host for seat in answer.given))},
-    }
-    if isinstance(ranked, MeshOrder):
-        found["mesh"] = dict(ranked.axes)
-        found["weights"] = {name: str(weight) for name, weight in ranked.weights}
-        found["levels"] = [[word, size] for word, size in ranked.levels]
-        found["before"] = _placement_object(ranked, ranked.given, answer.collective)
-        found["after"] = _placement_object(ranked, ranked.best, answer.collective)
-        found["placements"] = [_placement_object(ranked, one, answer.collective) for one in ranked.placements]
-        return found
-    factor = bus_factor(answer.collective, len(answer.order))
-    rows = _rates(answer, ranked)
-    for key, side, rates in (("before", 1, ranked.before), ("after", 2, ranked.after)):
-        found[key] = _rates_object(rows, side, rates)
-    bound = float(ranked.bound)
-    found["bound"] = {"algbw": bound / factor if factor else 0.0, "busbw": bound}
-    found["optimal"] = bool(ranked.proof)
-    found["proof"] = ranked.proof
-    return found
-
-
-def _rates_object(
-    rows: Sequence[tuple[str, Rates, Rates]], side: int, rates: OrderRates
-) -> dict[str, object]:
-    found: dict[str, object] = {"ring": None, "tree": None}
-    for row in rows:
-        algbw, busbw = row[1] if side == 1 else row[2]
-        found[row[0]] = {"algbw": algbw, "busbw": busbw}
-    found["between_servers"] = rates.between_servers
-    found["between_switches"] = float(rates.between_switches)
-    return found
-
-
-def _placement_object(ranked: MeshOrder, one: Placement, collective: str) -> dict[str, object]:
-    def rate(algbw: Fraction, axis: str) -> dict[str, float]:
-        factor = bus_factor(collective, dict(ranked.axes)[axis])
-        return {"algbw": float(algbw), "busbw": float(algbw) * factor}
-
-    return {
-        "lies": {name: list(parts) for (name, _), parts in zip(ranked.axes, one.factors, strict=False)},
-        "nested": list(one.nested),
-        "alone": {
-            name: rate(alone, name) for (name, _), alone in zip(ranked.weights, one.alone, strict=True)
-        },
-        "together": {name: rate(one.together * weight, name) for name, weight in ranked.weights},
-        "trees_together": one.packed,
-        "trees_optimal": one.proved,
-    }

@@ -5,8 +5,8 @@ between switches; among equals the one nearest to the order as given is taken, t
 `LARGEST_LISTED` ranks all orders are tried. Beyond, the ranks of a server stay together. Servers near each other (on
 one leaf, in one pod) go side by side: on a tree of switches such an order crosses every link at most once in each
 direction, which no ring can beat. Of up to `LARGEST_LISTED` servers all orders are tried; of more, neighbouring orders
-as long as one is better: up to `LARGEST_TUNED` servers, or `LARGEST_SEARCHED` where the ring is below its bound. What is
-proved is said: `RankOrder.proof`.
+as long as one is better: up to `LARGEST_TUNED` servers, or `LARGEST_SEARCHED` where the ring is below its bound. What
+is proved is said: `RankOrder.proof`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fractions import Fraction
 from itertools import combinations, permutations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.ordering.hop_loads import HopLoads, Loads, OrderRates, summed, tree_edges
+from topoplan.ordering.hop_loads import HopLoads, OrderRates, summed
 from topoplan.ordering.ring_bound import ring_bound
+from topoplan.ordering.scores import DIGITS, HopTable, least
 from topoplan.schedules.rings.hamiltonian_cycles import all_cycles
 from topoplan.topology import Topology
 
@@ -39,11 +39,6 @@ MOST_STEPS = 20_000
 
 ENUMERATED, MEETS_BOUND = "enumerated", "bound"
 
-_DIGITS = 9
-"""Rates are compared after rounding, so that the last bits of a sum decide nothing."""
-
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
 Order = tuple[int, ...]
 Levels = tuple[tuple[Order, ...], ...]
 
@@ -177,118 +172,7 @@ def _root(root: list[int], kind: int) -> int:
     return kind
 
 
-class _Table:
-    """Hops between some places, over the links that differ: what a byte costs on each, in seconds per GB.
-
-    Parameters
-    ----------
-    rows : N x N loads
-        Of the hop from place i to place j; the diagonal is not looked at.
-    homes : sequence of int
-        Server of every place.
-    extra : loads or None
-        What is on the links besides.
-    """
-
-    def __init__(
-        self,
-        hops: HopLoads,
-        rows: Sequence[Sequence[Loads | None]],
-        homes: Sequence[int],
-        extra: Loads | None = None,
-    ) -> None:
-        size = len(rows)
-        self.homes = np.array(homes, dtype=np.int64)
-        self.apart: Floats = np.asarray(self.homes[:, None] != self.homes[None, :], dtype=np.float64)
-        self.missing: Floats = np.eye(size)
-        self.switched: Floats = np.zeros((size, size))
-        used = sorted({n for row in rows for loads in row if loads for n in loads} | set(extra or {}))
-        column = {number: place for place, number in enumerate(used)}
-        table = np.zeros((size * size + 1, len(used)))
-        for tail, head in permutations(range(size), 2):
-            loads = rows[tail][head]
-            self.missing[tail, head] = loads is None
-            for number, part in (loads or {}).items():
-                table[tail * size + head, column[number]] = float(part / hops.capacity[number])
-                self.switched[tail, head] += float(part) * (number in hops.between_switches)
-        for number, part in (extra or {}).items():
-            table[-1, column[number]] = float(part / hops.capacity[number])
-        distinct: Floats = np.unique(table, axis=1)
-        self.seconds: Floats = distinct[:-1].reshape(size, size, distinct.shape[1])
-        self.extra: Floats = distinct[-1]
-
-    @property
-    def content(self) -> bytes:
-        """What orders of the places are judged by."""
-        return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
-
-    def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
-        """(orders, 7): missing hops, fullest link of ring and of tree, hops between servers, between switches, …
-
-        Then whether the last hop back to the first place stays near, where servers on one leaf would not stand side by
-        side in the list, and the squares of all loads, least where these are even: they lead past equal orders.
-
-        Of an open ring the hop from the last place to the first is left out.
-        """
-        count, size = orders.shape
-        total = np.tile(self.extra, (count, 1))
-        missing, apart, switched = np.zeros((3, count))
-        for place in range(size if closed else size - 1):
-            hop = orders[:, place], orders[:, (place + 1) % size]
-            total += self.seconds[hop]
-            missing += self.missing[hop]
-            apart += self.apart[hop]
-            switched += self.switched[hop]
-        worst = total.max(axis=1, initial=0.0)
-        trees = self._trees(orders) if tree else np.zeros(count)
-        back = orders[:, -1], orders[:, 0]
-        return np.stack(
-            [
-                missing,
-                _rounded(worst),
-                trees,
-                apart,
-                _rounded(switched),
-                -np.sign(self.apart[back]) - np.sign(self.switched[back]),
-                _rounded((total**2).sum(axis=1)),
-            ],
-            axis=1,
-        )
-
-    def _trees(self, orders: Places) -> Floats:
-        """Seconds per GB on the fullest link of the double binary tree, servers in the order of their first places."""
-        count = len(orders)
-        homes = self.homes[orders]
-        total = np.zeros((count, self.seconds.shape[2]))
-        first = []
-        for server in sorted(set(self.homes.tolist())):
-            here = homes == server
-            first.append(here.argmax(axis=1))
-            inside = orders[here].reshape(count, -1)
-            ranks = inside.shape[1]
-            for place in range(ranks if ranks > 1 else 0):
-                tail, head = inside[:, place], inside[:, (place + 1) % ranks]
-                total += (self.seconds[tail, head] + self.seconds[head, tail]) * (ranks - 1) / ranks
-        doors = np.take_along_axis(orders, np.sort(np.stack(first, axis=1), axis=1), axis=1)
-        for one, other in tree_edges(doors.shape[1]):
-            tail, head = doors[:, one], doors[:, other]
-            total += (self.seconds[tail, head] + self.seconds[head, tail]) / 2
-        return _rounded(total.max(axis=1, initial=0.0))
-
-
-def _rounded(values: Floats) -> Floats:
-    """To some digits, whatever the size of the numbers: the last bits of a sum decide nothing."""
-    scale = 10.0 ** np.floor(np.log10(np.where(values > 0, values, 1.0)))
-    return np.asarray(np.round(values / scale, _DIGITS) * scale, dtype=np.float64)
-
-
-def _least(scores: Floats, orders: Places) -> int:
-    """The best score, among equals the first order in the order of places."""
-    keys = (*orders.T[::-1], *scores.T[::-1])
-    return int(np.lexsort(keys)[0])
-
-
-def _listed(table: _Table, size: int, *, tree: bool, closed: bool = True) -> Order:
+def _listed(table: HopTable, size: int, *, tree: bool, closed: bool = True) -> Order:
     """The best of all orders of the places; a closed ring without a tree begins at the first."""
     if closed:
         orders = np.array([(0, *rest) for rest in permutations(range(1, size))], dtype=np.int64)
@@ -297,17 +181,17 @@ def _listed(table: _Table, size: int, *, tree: bool, closed: bool = True) -> Ord
     scores = table.scores(orders, closed=closed)
     if tree:
         fullest = scores[:, :2]
-        least = fullest[np.lexsort(fullest.T[::-1])[0]]
-        ties = orders[(fullest == least).all(axis=1)]
+        lowest = fullest[np.lexsort(fullest.T[::-1])[0]]
+        ties = orders[(fullest == lowest).all(axis=1)]
         orders = np.concatenate([np.roll(ties, turn, axis=1) for turn in range(size)])
         scores = table.scores(orders, tree=True)
-    return tuple(orders[_least(scores, orders)].tolist())
+    return tuple(orders[least(scores, orders)].tolist())
 
 
 def _all_ranks(hops: HopLoads, now: Order) -> Order:
     """The best of all orders of a few ranks."""
     rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
-    table = _Table(hops, rows, [hops.server_of[rank] for rank in now])
+    table = HopTable(hops, rows, [hops.server_of[rank] for rank in now])
     return tuple(now[place] for place in _listed(table, len(now), tree=len(hops.servers) > 1))
 
 
@@ -343,7 +227,7 @@ def _inside(
     if len(ranks) > LARGEST_SEARCHED:
         return ranks
     rows = [[None if u == v else hops.hop(u, v) for v in ranks] for u in ranks]
-    table = _Table(hops, rows, [server] * len(ranks), extra)
+    table = HopTable(hops, rows, [server] * len(ranks), extra)
     if table.content not in known:
         if len(ranks) <= LARGEST_LISTED:
             known[table.content] = _listed(table, len(ranks), tree=False, closed=closed)
@@ -361,30 +245,30 @@ def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -
     if len(now) > (LARGEST_TUNED if met else LARGEST_SEARCHED):
         return near
     rows = [[None if a == b else hops.between(a, b) for b in now] for a in now]
-    table = _Table(hops, rows, now)
+    table = HopTable(hops, rows, now)
     if len(now) <= LARGEST_LISTED:
         return tuple(now[place] for place in _listed(table, len(now), tree=True))
     place = {server: number for number, server in enumerate(now)}
     starts = [tuple(range(len(now))), tuple(place[server] for server in near), *_a_cycle(table)]
     start = _first_of(table, starts, closed=True, tree=True)
     score = table.scores(np.array([start], dtype=np.int64))[0]
-    if score[0] or (limit and score[1] * float(limit) > 1 + 10.0**-_DIGITS):
+    if score[0] or (limit and score[1] * float(limit) > 1 + 10.0**-DIGITS):
         start = _descended(table, start, _reversals, closed=True, tree=True)
     groups = [[place[server] for server in group] for level in levels for group in level]
     best = _descended(table, start, lambda order: _siblings(order, groups), closed=True, tree=True)
     return tuple(now[number] for number in best)
 
 
-def _a_cycle(table: _Table) -> list[Order]:
+def _a_cycle(table: HopTable) -> list[Order]:
     """An order in which every hop has a way, if one is found; needed only where some hops have none."""
     if not (table.missing - np.eye(len(table.missing))).any():
         return []
     return all_cycles((1 - table.missing).astype(int).tolist(), cycle_limit=1)[0]
 
 
-def _first_of(table: _Table, orders: Sequence[Order], *, closed: bool, tree: bool) -> Order:
+def _first_of(table: HopTable, orders: Sequence[Order], *, closed: bool, tree: bool) -> Order:
     places = np.array(orders, dtype=np.int64)
-    return orders[_least(table.scores(places, closed=closed, tree=tree), places)]
+    return orders[least(table.scores(places, closed=closed, tree=tree), places)]
 
 
 def _side_by_side(now: Order, levels: Levels) -> Order:
@@ -400,7 +284,7 @@ def _side_by_side(now: Order, levels: Levels) -> Order:
 
 
 def _descended(
-    table: _Table, start: Order, neighbours: Callable[[Order], list[Order]], *, closed: bool, tree: bool
+    table: HopTable, start: Order, neighbours: Callable[[Order], list[Order]], *, closed: bool, tree: bool
 ) -> Order:
     """From an order to the best of its neighbours, as long as that is better."""
     order = start
@@ -412,7 +296,7 @@ def _descended(
             break
         steps += len(others)
         scores = table.scores(others, closed=closed, tree=tree)
-        best = _least(scores, others)
+        best = least(scores, others)
         if tuple(scores[best].tolist()) >= tuple(score.tolist()):
             break
         order, score = tuple(others[best].tolist()), scores[best]

@@ -146,6 +146,7 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
         (("dgx-1v", "--json", "--format", "slurm"), "--json goes with no --format slurm"),
         (("dgx-1v", "--format", "toml"), "invalid choice: 'toml'"),
         (("dgx-1v", "--collective", "gossip"), "collective 'gossip' is unknown"),
+        (("dgx-1v", "--collective", "alltoall"), "rings and trees do not do alltoall"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_is_one_line(
