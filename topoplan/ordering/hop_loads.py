@@ -160,6 +160,31 @@ class HopLoads:
         way = next((way for way in ways if way), None)
         return NOWHERE if way is None else sum(way.values(), Fraction(0))
 
+    def switch_ways(self) -> dict[str, tuple[str, ...]]:
+        """Of every switch of the network those on the way to it from one in the middle; empty where it is no tree."""
+        near: dict[str, set[str]] = {}
+        for number in sorted(self.between_switches):
+            link = self.links[number]
+            near.setdefault(link.src, set()).add(link.dst)
+            near.setdefault(link.dst, set()).add(link.src)
+        if sum(map(len, near.values())) != 2 * (len(near) - 1):
+            return {}
+
+        def ways(root: str) -> dict[str, tuple[str, ...]]:
+            found: dict[str, tuple[str, ...]] = {root: (root,)}
+            frontier = [root]
+            for switch in frontier:
+                for other in sorted(near[switch] - set(found)):
+                    found[other] = (*found[switch], other)
+                    frontier.append(other)
+            return found
+
+        # The farthest switch from any one is an end of a longest way, and the middle of that is the middle of all.
+        far = max(ways(min(near)).items(), key=lambda item: (len(item[1]), item[0]))[0]
+        longest = max(ways(far).values(), key=lambda way: (len(way), way))
+        found = ways(longest[len(longest) // 2])
+        return found if len(found) == len(near) else {}
+
     def plugs(self, server: int) -> tuple[tuple[str, ...], ...]:
         """The devices outside a server that each of its channels leads to."""
         return tuple(

@@ -126,7 +126,9 @@ def best_order(
 
 
 def near_servers(hops: HopLoads) -> Levels:
-    """Groups of servers within a number of links of each other, level by level from single servers to all.
+    """Groups of servers on a switch, below one, and so on, level by level from single servers to all.
+
+    Where the switches make no tree, or NICs are on several, servers are together that are within so many links.
 
     Examples
     --------
@@ -138,9 +140,21 @@ def near_servers(hops: HopLoads) -> Levels:
     levels: list[tuple[Order, ...]] = [tuple((server,) for server in range(count))]
     if count == 1:
         return tuple(levels)
+    plugs = [hops.plugs(server) for server in range(count)]
+    ways = hops.switch_ways()
+    homes = [{device for channel in channels for device in channel} for channels in plugs]
+    if ways and all(len(home) == 1 and home <= set(ways) for home in homes):
+        own = [ways[home.pop()] for home in homes]
+        for depth in range(max(map(len, own)), 0, -1):
+            below: dict[object, list[int]] = {}
+            for server, way in enumerate(own):
+                below.setdefault(way[:depth] if len(way) >= depth else server, []).append(server)
+            if (level := tuple(map(tuple, below.values()))) != levels[-1]:
+                levels.append(level)
+        return tuple(levels)
     kinds: dict[object, list[int]] = {}
-    for server in range(count):
-        kinds.setdefault(hops.plugs(server), []).append(server)
+    for server, channels in enumerate(plugs):
+        kinds.setdefault(channels, []).append(server)
     shown = [servers[0] for servers in kinds.values()]
     apart = {
         (a, b): max(hops.distance(x, y), hops.distance(y, x))

@@ -148,7 +148,7 @@ def test_scattered_ranks_of_two_servers_are_gathered_as_well_as_by_any_order(see
     )
     scattered = pick.sample(range(5), 5)
     found = best_order(machine, given=scattered)
-    assert found.after.ring == by_all_orders(machine)
+    assert found.after.ring == by_all_orders(machine) <= found.bound
     assert found.before == HopLoads(machine).rates(scattered)
     assert found.after.merit >= found.before.merit
 
@@ -228,6 +228,18 @@ def test_hosts_without_a_switch_in_between_are_visited_along_their_cables() -> N
     found = best_order(topoplan.load("torus:4,4"))
     assert found.before.ring == 0
     assert found.after.ring == found.bound == Fraction(25, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_leaves_of_any_depth_are_crossed_once(seed: int) -> None:
+    """Switches below switches at random, hosts on any of them: the ring still meets the bound of its uplinks."""
+    pick = Random(seed)
+    switches = [("top", "")] + [(f"sw{n}", "top" if n < 2 else f"sw{pick.randrange(n)}") for n in range(9)]
+    nodes = tuple((f"h{number}", pick.choice(switches)[0]) for number in range(18))
+    machine = tree_of_hosts(NodeNetwork("deep", tuple(switches), nodes), oversubscription=2)
+    found = best_order(machine, given=pick.sample(range(18), 18))
+    assert found.proof == MEETS_BOUND
+    assert found.after.ring > found.before.ring
 
 
 def test_levels_of_a_fat_tree_are_hosts_leaves_pods_and_all() -> None:
