@@ -44,6 +44,7 @@ FACTS = {
     "flow_gigabits": "most Gb/s of one connection through a NIC, where the network caps it",
     "gcn": "architecture of an AMD GPU, such as gfx90a",
     "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
+    "host": "host of a GPU, where its server is an NVLink domain of several",
     "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",

@@ -37,6 +37,7 @@ COMMANDS = {
     "explain": "a log of nccl-tests or NCCL beside what the wires allow, and a file for NCCL's tuner",
     "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
+    "order": "which rank on which GPU and node, for rings, trees and meshes",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",
     "diff": "what differs between two descriptions of a machine, and which difference changes its bound",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from topoplan.clusters.memory import check_memory
-from topoplan.clusters.network import Network, join_servers
+from topoplan.clusters.network import Network, SwitchTree, join_servers
 from topoplan.clusters.nic_wiring import Port, WiredServer, wire_server
 from topoplan.clusters.server import MOST_NICS, Server, check_count, check_flow, nic_rate, stated_gigabits
 from topoplan.clusters.transport import Transport, transport_of
@@ -23,7 +23,7 @@ def cluster(
     *,
     nic_gbps: float | None = None,
     nics: int | None = None,
-    network: str = "switch",
+    network: str | SwitchTree = "switch",
     rails: int | None = None,
     oversubscription: float | None = None,
     leaf_size: int | None = None,
@@ -48,8 +48,8 @@ def cluster(
     nics : int or None
         NICs of each server: the first so many of the machine, those near its allocation first; where it has fewer, NICs
         without a place on PCIe are added. None takes the machine's NICs, or one where it has none.
-    network : str
-        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.clusters.network`).
+    network : str or SwitchTree
+        ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.clusters.network`), or a tree of named switches.
     rails, oversubscription, leaf_size : number or None
         Of the network, where they belong to it.
     nic_access : str
@@ -96,7 +96,7 @@ def cluster(
     >>> pair.name, pair.gpus[2:5], topoplan.plan(pair, "allreduce").rate
     ('dgx-1v + dgx-1v', ('s0.gpu2', 's1.gpu3', 's1.gpu4'), 5.0)
     """
-    joined = Network(network, rails, oversubscription, leaf_size)
+    joined = _network(network, rails, oversubscription, leaf_size)
     check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
     check_flow(flow_gbps)
@@ -104,7 +104,7 @@ def cluster(
     if not servers:
         raise UsageError("a cluster needs at least one server")
     wired: dict[Server, WiredServer] = {}
-    for server in servers:
+    for server in dict.fromkeys(server.kind for server in servers):
         if server not in wired:
             wire = partial(
                 wire_server,
@@ -121,14 +121,20 @@ def cluster(
         flow = flow_gbps if server.flow_gbps is None else server.flow_gbps
         if flow is not None:
             wired[server] = replace(made, devices=tuple(_capped(device, flow) for device in made.devices))
-    every = [wired[server] for server in servers for _ in range(server.count)]
+    kinds = [server.kind for server in servers]
+    every = [
+        (server.name, wired[kind])
+        for server, kind in zip(servers, kinds, strict=True)
+        for _ in range(server.count)
+    ]
     devices: list[Device] = []
     links: list[Link] = []
     hosts: list[tuple[str, Sequence[Port]]] = []
-    for number, one in enumerate(every):
-        devices += _renamed_devices(one.devices, f"s{number}")
-        links += _renamed_links(one.links, f"s{number}")
-        hosts.append((f"s{number}", _renamed_ports(one.ports, f"s{number}")))
+    for number, (given, one) in enumerate(every):
+        server_name = given or f"s{number}"
+        devices += _renamed_devices(one.devices, server_name)
+        links += _renamed_links(one.links, server_name)
+        hosts.append((server_name, _renamed_ports(one.ports, server_name)))
     most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
     if carrier is not None:
         rate = carrier.rate(rate, nics=most, memory=memory_gbps)
@@ -149,6 +155,16 @@ def cluster(
         _notes(wired),
         "; ".join(dict.fromkeys(server.topology.source for server in servers if server.topology.source)),
     )
+
+
+def _network(
+    network: str | SwitchTree, rails: int | None, oversubscription: float | None, leaf_size: int | None
+) -> Network | SwitchTree:
+    if isinstance(network, str):
+        return Network(network, rails, oversubscription, leaf_size)
+    if rails is not None or leaf_size is not None:
+        raise UsageError("rails and leaf_size do not go with a tree of named switches; leave them out")
+    return network if oversubscription is None else replace(network, oversubscription=oversubscription)
 
 
 def _rate(server: Server, nic_gbps: float | None) -> float:
@@ -180,9 +196,10 @@ def _carried(
 def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]) -> None:
     check_memory(
         servers=sum(server.count for server in servers),
-        devices=sum(server.count * len(wired[server].devices) for server in servers),
+        devices=sum(server.count * len(wired[server.kind].devices) for server in servers),
         links=sum(
-            server.count * (len(wired[server].links) + 2 * len(wired[server].ports)) for server in servers
+            server.count * (len(wired[server.kind].links) + 2 * len(wired[server.kind].ports))
+            for server in servers
         ),
     )
 

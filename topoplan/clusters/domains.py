@@ -40,9 +40,23 @@ def domain(machine: Topology, size: int) -> Topology:
         raise UsageError(
             f"domains of {size} GPUs of {machine.name} would share CPUs or have other NICs; use larger domains"
         )
-    kept = belongs[0] | {device.name for device in machine.devices if device.kind == "nvswitch"}
+    return first_part(machine, size)
+
+
+def first_part(machine: Topology, size: int) -> Topology:
+    """The first ``size`` GPUs with the NVSwitches and what belongs to the GPUs, which is not checked.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> part = first_part(topoplan.load("gb200-nvl72"), 20)
+    >>> len(part.gpus), sum(device.kind == "nic" for device in part.devices)
+    (20, 20)
+    """
+    kept = _belonging(machine, machine.gpus[:size])
+    kept |= {device.name for device in machine.devices if device.kind == "nvswitch"}
     return Topology(
-        machine.name if size == len(gpus) else f"{machine.name} domain of {size}",
+        machine.name if size == len(machine.gpus) else f"{machine.name} domain of {size}",
         tuple(device for device in machine.devices if device.name in kept),
         tuple(link for link in machine.links if link.src in kept and link.dst in kept),
         machine.notes,

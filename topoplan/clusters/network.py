@@ -4,6 +4,7 @@
 - ``rail-optimised``: NIC i of every server on switch ``rail<i>``; with R rails on ``rail<i mod R>``. The rails are not
   joined to each other, or, where an oversubscription is given, joined by a spine.
 - ``fat-tree``: the NICs of so many servers on each switch ``leaf<i>``, and the leaves on a spine.
+- a `SwitchTree`: servers by name on switches by name, and these on others.
 
 One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as all its downlinks together,
 divided by the oversubscription.
@@ -71,12 +72,7 @@ class Network:
                 )
         check_count("rails", self.rails)
         check_count("leaf_size", self.leaf_size)
-        ratio = self.oversubscription
-        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-        if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
-            raise UsageError(
-                f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
-            )
+        _check_ratio(self.oversubscription)
         if self.kind == "fat-tree" and self.leaf_size is None:
             raise UsageError(
                 "a fat tree needs leaf_size (--leaf-size), the number of servers on each leaf switch"
@@ -88,8 +84,36 @@ class Network:
         return self.kind == "fat-tree" or self.oversubscription is not None
 
 
+@dataclass(frozen=True, slots=True)
+class SwitchTree:
+    """Switches in a tree, and the servers on them.
+
+    Parameters
+    ----------
+    switches : tuple of (str, str)
+        Every switch and the one above it; empty for a top one.
+    servers : tuple of (str, str)
+        Every server and the switch that all its NICs are on; those that are not built count for uplinks, as if they
+        were like the first that is.
+    oversubscription : float or None
+        Downlinks over uplinks of every switch, 1 or more; None is 1.
+
+    Raises
+    ------
+    UsageError
+        The oversubscription makes no sense.
+    """
+
+    switches: tuple[tuple[str, str], ...]
+    servers: tuple[tuple[str, str], ...]
+    oversubscription: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_ratio(self.oversubscription)
+
+
 def join_servers(
-    network: Network,
+    network: Network | SwitchTree,
     servers: Sequence[tuple[str, Sequence[Port]]],
     *,
     nics: int,
@@ -99,7 +123,7 @@ def join_servers(
 
     Parameters
     ----------
-    network : Network
+    network : Network or SwitchTree
     servers : sequence of (str, sequence of Port)
         Name of each server, and its ports, whose devices have their names in the cluster.
     nics : int
@@ -112,6 +136,8 @@ def join_servers(
     UsageError
         More rails than NICs, or servers that cannot reach each other.
     """
+    if isinstance(network, SwitchTree):
+        return _join_tree(network, servers, latency)
     most = max(nics, *(port.number + 1 for _, ports in servers for port in ports))
     rails = network.rails or most
     if rails > most:
@@ -140,6 +166,59 @@ def join_servers(
     return [Device(switch, "switch") for switch in switches], links
 
 
+def _check_ratio(ratio: float | None) -> None:
+    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+    if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
+        raise UsageError(
+            f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
+        )
+
+
+def _join_tree(
+    tree: SwitchTree, servers: Sequence[tuple[str, Sequence[Port]]], latency: float | None
+) -> tuple[list[Device], list[Link]]:
+    """The switches that servers of the tree are below, up to the first one above all of them."""
+    above, home = dict(tree.switches), dict(tree.servers)
+    ways = {name: _upwards(home[name], above) for name, _ in servers}
+    common = [switch for switch in ways[servers[0][0]] if all(switch in way for way in ways.values())]
+    if not common:
+        first = servers[0][0]
+        other = next(name for name, way in ways.items() if not set(way) & set(ways[first]))
+        raise UsageError(
+            f"{first} and {other} cannot reach each other: nothing is above both {home[first]} and {home[other]}; "
+            "add a switch above them, or name nodes below one"
+        )
+    links: list[Link] = []
+    down: dict[str, Counter[tuple[float, float]]] = {}
+    for name, ports in servers:
+        for port in ports:
+            links.append(Link(port.sender, home[name], "network", port.out, latency=latency))
+            links.append(Link(home[name], port.receiver, "network", port.back, latency=latency))
+            down.setdefault(home[name], Counter())[port.out, port.back] += 1
+    for name, switch in tree.servers:
+        if name not in ways:
+            for port in servers[0][1]:
+                down.setdefault(switch, Counter())[port.out, port.back] += 1
+    ratio = exact(tree.oversubscription or 1.0)
+    used = {switch for way in ways.values() for switch in way[: way.index(common[0])]}
+    # From the servers up: what is below a switch is known before its uplink is.
+    for switch in sorted(above, key=lambda switch: (-len(_upwards(switch, above)), switch)):
+        if switch in down and above[switch]:
+            up, back = _uplinks(switch, down[switch], ratio, above[switch])
+            links += (up, back) if switch in used else ()
+            down.setdefault(above[switch], Counter())[up.bandwidth, back.bandwidth] += 1
+    listed = [switch for switch, _ in tree.switches if switch in used or switch == common[0]]
+    return [Device(switch, "switch") for switch in listed], links
+
+
+def _upwards(switch: str, above: Mapping[str, str]) -> list[str]:
+    """A switch and those above it, up to the top."""
+    way = [switch]
+    while above[way[-1]]:
+        way.append(above[way[-1]])
+    return way
+
+
 def _switch(network: Network, server: int, nic: int, rails: int) -> str:
     if network.kind == "switch":
         return "switch0"
@@ -149,12 +228,14 @@ def _switch(network: Network, server: int, nic: int, rails: int) -> str:
     return f"leaf{server // network.leaf_size}"
 
 
-def _uplinks(switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction) -> tuple[Link, Link]:
+def _uplinks(
+    switch: str, down: Mapping[tuple[float, float], int], ratio: Fraction, above: str = SPINE
+) -> tuple[Link, Link]:
     up = sum(exact(out) * number for (out, _), number in down.items()) / ratio
     back = sum(exact(back) * number for (_, back), number in down.items()) / ratio
     return (
-        Link(switch, SPINE, "network", nearest_float(Fraction(up))),
-        Link(SPINE, switch, "network", nearest_float(Fraction(back))),
+        Link(switch, above, "network", nearest_float(Fraction(up))),
+        Link(above, switch, "network", nearest_float(Fraction(back))),
     )
 
 

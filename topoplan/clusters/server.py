@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
 from topoplan.topology import FASTEST, SLOWEST, Topology, TopologyLike, as_topology
@@ -34,6 +34,8 @@ class Server:
         The GPUs for which NICs are chosen, where only some of those that are there will be used; None for all.
     flow_gbps : float or None
         Gb/s of one connection through a NIC; None takes what the cluster says.
+    name : str
+        What it is called in the cluster; by its number (``s0``) if empty.
 
     Raises
     ------
@@ -54,6 +56,7 @@ class Server:
     count: int = 1
     served: Sequence[int] | None = None
     flow_gbps: float | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "machine", as_topology(self.machine))
@@ -68,11 +71,20 @@ class Server:
         if self.nic_gbps is not None:
             nic_rate(self.nic_gbps)
         check_flow(self.flow_gbps)
+        if self.name and self.count != 1:
+            raise UsageError(
+                f"{self.count} servers cannot all be called {self.name}; list each with its name"
+            )
 
     @property
     def topology(self) -> Topology:
         """The machine, however it was named."""
         return as_topology(self.machine)
+
+    @property
+    def kind(self) -> Server:
+        """The same without its name: servers of one kind are wired alike."""
+        return replace(self, name="") if self.name else self
 
 
 def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:

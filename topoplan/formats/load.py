@@ -2,7 +2,8 @@
 
 Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
 with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is read
-as the output of ``nvidia-smi topo -m``.
+as the output of ``nvidia-smi topo -m``. Slurm's topology.conf and topology.yaml
+say how nodes are joined, but not what a node is: `load_network` reads them, and cluster JSON names them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import topoplan
+from topoplan.clusters.named_nodes import NodeNetwork
 from topoplan.clusters.regular import FORMS, fabric_named
 from topoplan.errors import TopologyError, UsageError
 from topoplan.formats.cluster_json import cluster_from_object, is_cluster
@@ -25,6 +27,7 @@ from topoplan.formats.nccl.topology import UNNAMED, parse_nccl_xml
 from topoplan.formats.networkx_graph import object_of_graph
 from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
 from topoplan.formats.rocm_smi import is_rocm_smi, parse_rocm_smi
+from topoplan.formats.slurm.topology import is_slurm, parse_slurm
 from topoplan.formats.topology_json import decode_json, topology_from_object
 from topoplan.hosts.staging import without_peer_access
 from topoplan.topology import Topology, TopologyLike
@@ -184,6 +187,11 @@ def _read_machine(
         if start == "<":
             topology = parse_nccl_xml(text, gpu_ids=gpu_ids, **rates)
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
+        if is_slurm(text):
+            raise UsageError(
+                "it says how Slurm's nodes are joined, and not what a node is: topoplan order takes it with --server "
+                "dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
+            )
         if is_rocm_smi(text):
             topology = parse_rocm_smi(text, untold=merged, **rates)
         else:
@@ -191,6 +199,40 @@ def _read_machine(
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     return replace(topology, name=name) if name else topology
+
+
+def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetwork | None:
+    """Read Slurm's topology.conf or topology.yaml.
+
+    Parameters
+    ----------
+    source : str or path
+        A file, ``-`` for stdin, or the text itself.
+    which : str
+        Of several topologies in a topology.yaml the one of this name.
+
+    Returns
+    -------
+    NodeNetwork or None
+        None where the text is neither file.
+
+    Raises
+    ------
+    UsageError, TopologyError
+        As `load`.
+
+    Examples
+    --------
+    >>> load_network("SwitchName=leaf Nodes=n[1-2]\\n").nodes
+    (('n1', 'leaf'), ('n2', 'leaf'))
+    """
+    text, where, name, _ = _find(source)
+    if not is_slurm(text):
+        return None
+    try:
+        return parse_slurm(text, name=name, which=which)
+    except (TopologyError, UsageError) as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
 def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
@@ -304,7 +346,13 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
             read_text(path), name, Path(path).stem, single=True, nvlink_gbps=nvlink_gbps, pcie_gbps=pcie_gbps
         )
 
-    return cluster_from_object(value, load_machine)
+    def load_tree(name: str) -> NodeNetwork:
+        found = load_network(os.path.join(folder, name))
+        if found is None:
+            raise TopologyError(f"network: {name} is no topology.conf or topology.yaml of Slurm")
+        return found
+
+    return cluster_from_object(value, load_machine, load_tree)
 
 
 def _checked(value: object) -> Topology:

@@ -225,7 +225,7 @@ def plan_mesh(
     """
     started = time.perf_counter()
     extents = tuple(mesh.items())
-    weights = _weights(extents, axes)
+    weights = mesh_weights(extents, axes)
     asked = Allocation.of(topology, collective, gpus=gpus)
     if prod(extent for _, extent in extents) != len(asked.gpus):
         told = " x ".join(f"{name} {extent}" for name, extent in extents)
@@ -406,10 +406,10 @@ def _plan_of(packing: MeshPacking, number: int, found: Mapping[TreeColumn, Fract
     )
 
 
-def _weights(
+def mesh_weights(
     extents: Sequence[tuple[str, int]], axes: Mapping[str, Fraction | int] | Sequence[str] | None
 ) -> tuple[tuple[str, Fraction], ...]:
-    """The axes that run, in the order of the mesh, and their weights."""
+    """The axes that run, in the order of the mesh, and their weights; UsageError as `plan_mesh`."""
     for name, extent in extents:
         if extent < 1:
             raise UsageError(f"axis {name} has extent {extent}; extents are 1 or more")

@@ -264,7 +264,10 @@ class TestCommand:
                 "plan", "dgx-1v", "--gpus", "1,4,5,7", "--schedule-file", str(trees), "-o", str(made)
             )
             assert (status, err) == (0, "")
-            assert "rate   50 GB/s of algorithm bandwidth, 75 of bus bandwidth (optimal over nvlink, proved)" in out
+            assert (
+                "rate   50 GB/s of algorithm bandwidth, 75 of bus bandwidth (optimal over nvlink, proved)"
+                in out
+            )
             assert run("verify", str(made))[0] == 0
             written.append(made.read_text())
         assert len(set(written)) == 1

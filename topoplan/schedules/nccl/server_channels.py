@@ -59,16 +59,17 @@ class ServerChannels:
         """Ranks of every server."""
         self.parts = _parts(fabric, self.servers)
         """Every server with several ranks, without what lies outside it, and NCCL's ways in it."""
-        self._ports = _ports(fabric, self.servers) if len(self.members) > 1 else []
+        self.ports = _ports(fabric, self.servers) if len(self.members) > 1 else []
+        """NICs of every server, in the order of its links into the network."""
         self.count = max(
-            (max(len(ports), len(self.members[s])) for s, ports in enumerate(self._ports)), default=0
+            (max(len(ports), len(self.members[s])) for s, ports in enumerate(self.ports)), default=0
         )
         """Number of channels: one for each NIC, or for each GPU where several share a NIC."""
         self._widths = cache(self._channel_widths)
 
     def start(self, server: int, channel: int) -> int:
         """The rank at which a channel enters a server."""
-        ports = self._ports[server]
+        ports = self.ports[server]
         if not ports:
             return self.members[server][channel % len(self.members[server])]
         near = ports[channel % len(ports)].ranks
@@ -149,7 +150,7 @@ class ServerChannels:
     def _channel_widths(self, first: int, second: int, channel: int) -> tuple[Fraction, ...]:
         closed: set[int] = set()
         for server in (first, second):
-            ports = self._ports[server]
+            ports = self.ports[server]
             own = ports[channel % len(ports)].links if ports else frozenset()
             closed.update(*(port.links - own for port in ports))
         return tuple(

@@ -1,0 +1,164 @@
+"""``topoplan order``: its table, its files, its JSON, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topoplan.cli.main import main
+from topoplan.errors import UsageError
+from topoplan.ordering.launch_files import Seat, hostfile, usage
+
+CONF = "SwitchName=leaf1 Nodes=n[1,3]\nSwitchName=leaf2 Nodes=n[2,4]\nSwitchName=top Switches=leaf[1-2]\n"
+WIRES = ("--server", "v100x4", "--nic-gbps", "100", "--oversubscription", "4")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """What a command prints, or the line on stderr of one that is refused."""
+    capsys.readouterr()
+    assert main(("order", *arguments)) == status
+    out, err = capsys.readouterr()
+    assert not status or err.count("\n") == 1
+    return err if status else out
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> str:
+    path = tmp_path / "topology.conf"
+    path.write_text(CONF)
+    return str(path)
+
+
+def test_the_table_says_before_after_and_what_is_proved(
+    capsys: pytest.CaptureFixture[str], conf: str
+) -> None:
+    said = run(capsys, conf, *WIRES).splitlines()
+    assert said[0] == "order of 16 ranks on 4 hosts for allreduce on topology, over nvlink and network"
+    assert (
+        "ring    optimal among all orders: no ring of any order exceeds 6.25 GB/s of bus bandwidth, proved"
+        in said
+    )
+    assert "hosts   n[1,3,2,4]" in said
+    ring = next(line for line in said if line.startswith("ring ")).split()
+    assert ring[1:] == ["1.66667", "3.125", "3.33333", "6.25", "2.00x"]
+    assert max(len(line) for line in said) <= 120
+
+
+def test_an_order_inside_a_server_is_told_with_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, "dgx-1v")
+    assert "GPUs    0 3 2 1 5 6 7 4 on every host" in said
+    assert "optimal among all orders: every one was tried" in said
+    said = run(capsys, "dgx-1v", "--gpus", "0,3,2,1,5,6,7,4")
+    assert "order   as given: none that was tried is better" in said
+
+
+def test_files_of_launchers(capsys: pytest.CaptureFixture[str], conf: str, tmp_path: Path) -> None:
+    said = run(capsys, conf, *WIRES, "--format", "rankfile")
+    assert said.splitlines()[:5] == [f"rank {r}=n1 slot={r}" for r in range(4)] + ["rank 4=n3 slot=0"]
+    assert run(capsys, conf, *WIRES, "--format", "hostfile") == "".join(
+        f"n{h} slots=4\n" for h in (1, 3, 2, 4)
+    )
+    place = tmp_path / "hosts"
+    said = run(capsys, conf, *WIRES, "--format", "slurm", "-o", str(place))
+    assert place.read_text() == "".join(f"n{host}\n" * 4 for host in (1, 3, 2, 4))
+    assert f"SLURM_HOSTFILE={place} srun --nodelist=n[1,3,2,4] --distribution=arbitrary" in said
+
+
+def test_the_hosts_of_a_job_are_a_list_or_a_file(
+    capsys: pytest.CaptureFixture[str], conf: str, tmp_path: Path
+) -> None:
+    told = json.loads(run(capsys, conf, *WIRES, "--hosts", "n[4,1-3]", "--json"))
+    assert told["given"]["nodes"] == ["n4", "n1", "n2", "n3"]
+    assert sorted(told["nodes"][:2]) in (["n1", "n3"], ["n2", "n4"])
+    place = tmp_path / "job"
+    place.write_text("# the job\nn4 slots=4\nn4\nn2\n")
+    told = json.loads(run(capsys, conf, *WIRES, "--hosts", str(place), "--format", "json"))
+    assert told["nodes"] == ["n4", "n2"]
+    said = run(
+        capsys, "v100x4", "--servers", "2", "--nic-gbps", "100", "--hosts", "a,b", "--format", "hostfile"
+    )
+    assert said == "a slots=4\nb slots=4\n"
+
+
+def test_json_has_orders_rates_bound_and_proof(capsys: pytest.CaptureFixture[str], conf: str) -> None:
+    told = json.loads(run(capsys, conf, *WIRES, "--json"))
+    assert told["order"] == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    assert told["gpus"][4] == "n3.gpu0"
+    assert told["nodes"] == ["n1", "n3", "n2", "n4"]
+    assert (told["before"]["ring"]["busbw"], told["after"]["ring"]["busbw"]) == (3.125, 6.25)
+    assert told["after"]["ring"]["busbw"] == pytest.approx(told["after"]["ring"]["algbw"] * 2 * 15 / 16)
+    assert (told["before"]["between_switches"], told["after"]["between_switches"]) == (8, 4)
+    assert (told["optimal"], told["proof"], told["bound"]["busbw"]) == (True, "bound", 6.25)
+    assert told["after"]["tree"]["algbw"] >= told["before"]["tree"]["algbw"]
+
+
+def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
+    said = run(capsys, *asked, "--axes", "tp=10,dp=1")
+    assert "levels  3 in a server x 2 across; below, the extent of every axis on each" in said
+    assert "dp      2 across: rings alone 48 (busbw 48)" in said
+    assert "tp      3 in a server: rings alone 337.5 (busbw 450)" in said
+    told = json.loads(run(capsys, *asked, "--axes", "tp=10,dp=1", "--json"))
+    assert told["after"]["lies"] == {"tp": [3, 1], "dp": [1, 2]}
+    assert told["order"][:4] == [0, 8, 1, 9]
+    assert told["after"]["together"]["tp"]["algbw"] == 10 * told["after"]["together"]["dp"]["algbw"]
+    assert told["after"]["trees_optimal"] is True
+
+
+def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "topology.yaml"
+    path.write_text(
+        "- topology: racks\n  block:\n    block_sizes: [2]\n    blocks:\n"
+        "    - block: r1\n      nodes: t[1,3]\n    - block: r2\n      nodes: t[2,4]\n"
+    )
+    asked = (str(path), "--server", "gb200-nvl72", "--nic-access", "direct")
+    told = json.loads(run(capsys, *asked, "--hosts", "t[1-4]", "--json"))
+    assert told["given"]["nodes"] == ["t1", "t2", "t3", "t4"]
+    assert told["nodes"] == ["t1", "t3", "t2", "t4"]
+    # 2 trays of 4 NICs of 50 GB/s a domain, which four hops share as given, and one in this order.
+    assert (told["before"]["ring"]["busbw"], told["after"]["ring"]["busbw"]) == (200, 400)
+    assert [rank["slot"] for rank in told["ranks"][:5]] == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("CONF",), "says how Slurm's nodes are joined, and not what a node is: topoplan order takes it with --server"),
+        (("CONF", "--server", "dgx-1v"), "a network needs the speed of a NIC; add --nic-gbps"),
+        (("CONF", *WIRES, "--servers", "2"), "--servers does not go with a description of Slurm"),
+        (("CONF", *WIRES, "--hosts", "n9"), "node n9 is none of topology, which has 4 nodes, n1 to n4"),
+        (("CONF", *WIRES, "--hosts", "n[1-"), "--hosts: no such file, and 'n[1-' has a bracket that is not closed"),
+        (("CONF", *WIRES, "--slurm-topology", "x"), "topology 'x' is none of a topology.conf, which has one"),
+        (("CONF", "--server", "nothing", "--nic-gbps", "1"), "no machine 'nothing' in the library"),
+        (("dgx-1v", "--server", "dgx-1v"), "dgx-1v is neither; leave --server out"),
+        (("dgx-1v", "--slurm-topology", "x"), "--slurm-topology belongs to --server"),
+        (("dgx-1v", "--hosts", "a,b"), "2 different names of hosts are given, and the machine has 1 hosts"),
+        (("dgx-1v", "--gpus", "1"), "one rank alone has no order"),
+        (("dgx-1v", "--gpus", "1,1"), "GPU 1 is named twice"),
+        (("dgx-1v", "--mesh", "dp=3"), "a mesh of dp 3 does not have as many ranks as there are GPUs, 8"),
+        (("dgx-1v", "--mesh", "dp=x"), "'dp=x' must be axes with whole numbers of ranks"),
+        (("dgx-1v", "--axes", "dp"), "--axes belongs to --mesh"),
+        (("dgx-1v", "-o", "f"), "-o needs a --format"),
+        (("dgx-1v", "--json", "--format", "slurm"), "--json goes with no --format slurm"),
+        (("dgx-1v", "--format", "toml"), "invalid choice: 'toml'"),
+        (("dgx-1v", "--collective", "gossip"), "collective 'gossip' is unknown"),
+        (("dgx-1v", "--collective", "alltoall"), "rings and trees do not do alltoall"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_one_line(
+    capsys: pytest.CaptureFixture[str], conf: str, arguments: tuple[str, ...], told: str
+) -> None:
+    given = tuple(conf if word == "CONF" else word for word in arguments)
+    assert told in run(capsys, *given, status=2)
+
+
+def test_a_hostfile_cannot_say_that_ranks_of_a_host_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where NICs are as fast as NVLink and ranks are scattered, the order as given may stay; it has no hostfile."""
+    apart = [Seat("a", 0), Seat("b", 0), Seat("a", 1)]
+    with pytest.raises(UsageError, match="the ranks of a host do not follow one another"):
+        hostfile(apart)
+    assert usage("slurm", apart, "f") == ("SLURM_HOSTFILE=f srun --nodelist=a,b --distribution=arbitrary",)

@@ -1,0 +1,273 @@
+"""Slurm's lists of names, topology.conf and topology.yaml: what is read, what becomes of it, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.mutated_texts import mutated
+from topoplan.clusters.named_nodes import NodeNetwork, cluster_of_nodes
+from topoplan.errors import TopologyError, TopoplanError, UsageError
+from topoplan.formats.load import load_network
+from topoplan.formats.slurm.hostlist import expand, folded
+from topoplan.formats.slurm.topology import LINK_SPEED, is_slurm, parse_slurm
+from topoplan.formats.slurm.yaml_subset import read_yaml
+from topoplan.topology import Device, Topology
+
+HOST = Topology("host", (Device("gpu0", "gpu"),), ())
+
+CONF = """\
+# switch.2.1=core-a  (as topograph says what a short name stands for)
+SwitchName=leaf1 Nodes=node[01,03,05] LinkSpeed=200
+switchname=leaf2 nodes=node[02,04],node[06-07]   # keys in any case
+SwitchName=spine \\
+    Switches=leaf[1-2]
+"""
+
+YAML = """\
+---
+- topology: small
+  cluster_default: false
+  tree:
+    switches:
+        - switch: leaf1
+          nodes: n[1-2]
+- topology: racks
+  clusterDefault: true     # as topograph writes it
+  block:
+    blockSizes:
+        - 2
+    blocks:
+    - block: rack2
+      nodes: n[3-4]
+    - block: rack1
+      nodes: "n[1-2]"
+- topology: all
+  flat: true
+"""
+
+
+def test_a_topology_conf_is_a_tree_and_its_nodes_in_slurms_order() -> None:
+    found = parse_slurm(CONF, name="here")
+    assert found.switches == (("leaf1", "spine"), ("leaf2", "spine"), ("spine", ""))
+    assert [node for node, _ in found.nodes] == [f"node0{number}" for number in range(1, 8)]
+    assert dict(found.nodes)["node07"] == "leaf2"
+    assert (found.name, found.blocks, found.notes) == ("here", False, (LINK_SPEED,))
+
+
+def test_blocks_of_a_topology_conf_stand_side_by_side() -> None:
+    found = parse_slurm(
+        "BlockName=b1 Nodes=Node[104-106]\nBlockName=b2 Nodes=Node[201-202],Node205\nBlockSizes=3,6\n"
+    )
+    assert found.blocks
+    assert found.switches == (("b1", ""), ("b2", ""))
+    assert [home for _, home in found.nodes] == ["b1"] * 3 + ["b2"] * 3
+
+
+def test_of_a_topology_yaml_the_default_is_taken_or_the_one_of_a_name() -> None:
+    found = parse_slurm(YAML)
+    assert found.blocks
+    assert found.nodes == (("n1", "rack1"), ("n2", "rack1"), ("n3", "rack2"), ("n4", "rack2"))
+    assert found.notes == ("of 3 topologies in the file racks is taken",)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("SwitchName=a Switches=b", "line 1: switch b below a is defined nowhere"),
+        ("SwitchName=a Switches=b\nSwitchName=b Switches=a", "switches a, b are above one another in a circle"),
+        ("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1", "node n1 is named twice, below a and b"),
+        ("SwitchName=a Nodes=n1\nSwitchName=a Nodes=n2", "switch a is named twice"),
+        ("SwitchName=a Switches=c\nSwitchName=b Switches=c\nSwitchName=c Nodes=n1", "switch c is named twice, below"),
+        ("SwitchName=a Nodes=n[1-", "line 1: 'n[1-' has a bracket that is not closed"),
+        ("SwitchName=a Nodes=n[2-1]", "the range 2-1 runs backwards"),
+        ("SwitchName=a Nodes=n[1-99999999]", "makes more than 65536 names"),
+        ("SwitchName=a", "line 1: nothing is below a; give Nodes or Switches"),
+        ("SwitchName=a Nodes=n1 Speed=3", "line 1: Speed does not belong to SwitchName"),
+        ("SwitchName=a Nodes=n1 Nodes=n2", "line 1: Nodes stands there twice"),
+        ("SwitchName=a Nodes=n1\nName=x", "line 2 begins with Name"),
+        ("SwitchName=a Nodes = n1", "line 1: 'Nodes' is no Key=value"),
+        ("SwitchName=a[1-2] Nodes=n1", "names 2 at once"),
+        ("SwitchName=a Nodes=n1 \\", "line 1 goes on in a next one that is not there"),
+        ("SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "switches and blocks stand in one topology.conf"),
+        ("BlockName=a Nodes=n1\nBlockSizes=2,x", "line 2: block size 'x' is no whole number"),
+        (YAML[: YAML.index("_default")], "line 3: 'cluster' is no key with a value"),
+        (YAML[: YAML.index("    switches")], "topology small: tree has no keys below it; the file may have been cut"),
+        (YAML[: YAML.index("        - switch")], "topology small lists no switches; the file may have been cut"),
+        (YAML[: YAML.index("          nodes")], "topology small: leaf1: nothing is below leaf1"),
+        ("- topology: x\n  flat: true\n", "topology x is flat and names no nodes"),
+        ("- topology: x\n  flat: true\n  block: y\n", "topology x has block and flat; it is one of"),
+        ("- topology: x\n\ttree:\n", "line 2 is indented by a tab"),
+        ("- topology: x\n  tree:\n    switches: {a: b}\n", "line 3: '{a: b}' is more of YAML than is read here"),
+        ("- topology: x\n  tree: &a\n", "more of YAML than is read here"),
+        ("- topology: x\n  topology: y\n", "line 2: key topology stands there twice"),
+        ("- topology: x\n    tree:\n", "line 2: 'tree:' is indented more than what it follows"),
+        ("- topology: x\n  tree:\n    switches:\n   - switch: a\n", "is indented"),
+        ("- topology: x\n  block:\n    blocks:\n      - block: b\n        nodes: [a]\n", "nodes or children as a text"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_network_is_told_with_its_place(text: str, told: str) -> None:
+    with pytest.raises(TopologyError) as caught:
+        parse_slurm(text)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_texts_are_read_or_refused(data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([CONF, YAML]))
+    words = [
+        "SwitchName=leaf1",
+        "Nodes=",
+        "[",
+        "]",
+        "- ",
+        ":",
+        "\t",
+        "leaf1",
+        "node[01-08]",
+        "'",
+        "spine",
+        "99",
+    ]
+    with contextlib.suppress(TopologyError, UsageError):
+        assert parse_slurm(mutated(text, data, words=words)).nodes
+
+
+STEMS, NUMBERS = st.sampled_from(["n", "gpu-", "r1c", ""]), st.sampled_from(["", "7", "08", "9", "10", "100"])
+NAMES = st.lists(st.builds("{}{}".format, STEMS, NUMBERS), min_size=1, max_size=8).filter(all)
+
+
+@given(names=NAMES)
+@settings(max_examples=100)
+def test_what_is_folded_is_expanded_to_the_same_names_in_the_same_order(names: list[str]) -> None:
+    assert list(expand(folded(names))) == names
+
+
+def test_lists_of_names_with_several_brackets_and_words() -> None:
+    assert expand("r[1-2]c[08-09],login") == ("r1c08", "r1c09", "r2c08", "r2c09", "login")
+    assert folded(["n1", "n2", "n3", "n10", "n9"]) == "n[1-3,10,9]"
+    for text in ("", "a,,b", "a b", "n[]", "n[1,]", "n]1["):
+        with pytest.raises(TopologyError):
+            expand(text)
+
+
+def test_yaml_of_lists_keys_quotes_and_comments() -> None:
+    text = "a: [1, 'x y']\nb:\n- c: 1\n  d:\n    e: f#g  # comment\n-\n  - h\nempty:\n"
+    assert read_yaml(text) == {
+        "a": ["1", "x y"],
+        "b": [{"c": "1", "d": {"e": "f#g"}}, ["h"]],
+        "empty": None,
+    }
+
+
+def test_uplinks_carry_what_hangs_below_by_the_oversubscription_nodes_of_others_included() -> None:
+    """Of seven nodes four are taken; the uplinks of the leaves stay those of three and of four nodes."""
+    network = parse_slurm(CONF, name="cluster")
+    machines = {node: HOST for node, _ in network.nodes}
+    taken = ["node01", "node02", "node03", "node04"]
+    machine = cluster_of_nodes(network, machines, nodes=taken, nic_gbps=100, oversubscription=2)
+    width = {(link.src, link.dst): link.bandwidth for link in machine.links}
+    assert width["leaf1", "spine"] == 3 * 12.5 / 2
+    assert width["spine", "leaf2"] == 4 * 12.5 / 2
+    assert machine.gpus == tuple(f"{node}.gpu0" for node in taken)
+
+
+def test_switches_that_the_nodes_do_not_need_are_left_out() -> None:
+    network = parse_slurm(CONF)
+    machine = cluster_of_nodes(
+        network, {node: HOST for node, _ in network.nodes}, nodes=["node03", "node01"], nic_gbps=100
+    )
+    assert [device.name for device in machine.devices if device.kind == "switch"] == ["leaf1"]
+
+
+def test_nodes_of_a_block_are_hosts_of_one_nvlink_domain() -> None:
+    network = parse_slurm("BlockName=b2 Nodes=n[3-5]\nBlockName=b1 Nodes=n[1-2]\nBlockSizes=2")
+    rack = topoplan.load("gb200-nvl72")
+    machine = cluster_of_nodes(network, {node: rack for node, _ in network.nodes}, nic_gbps=400)
+    assert machine.servers == ("b1", "b2")
+    hosts = [device.fact("host") for device in machine.devices if device.kind == "gpu"]
+    assert hosts == [f"n{number}" for number in range(1, 6) for _ in range(4)]
+    many = parse_slurm("BlockName=b Nodes=n[1-19]")
+    with pytest.raises(UsageError, match=r"block b has 19 nodes, and an NVLink domain of gb200-nvl72 18"):
+        cluster_of_nodes(many, {node: rack for node, _ in many.nodes}, nic_gbps=400)
+
+
+def test_a_tree_does_not_say_which_nodes_share_an_nvlink_domain() -> None:
+    network = parse_slurm(CONF)
+    rack = topoplan.load("gb200-nvl72")
+    with pytest.raises(UsageError, match="add --domain 4 for single hosts, or give blocks"):
+        cluster_of_nodes(network, {node: rack for node, _ in network.nodes}, nic_gbps=400)
+
+
+def test_nodes_that_nothing_joins_or_that_are_not_there_are_refused() -> None:
+    network = parse_slurm("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n3", name="two islands")
+    machines = {node: HOST for node, _ in network.nodes}
+    with pytest.raises(UsageError, match="n1 and n3 cannot reach each other: nothing is above both a and b"):
+        cluster_of_nodes(network, machines, nic_gbps=100)
+    with pytest.raises(UsageError, match="node n9 is none of two islands, which has 3 nodes, n1 to n3"):
+        cluster_of_nodes(network, machines, nodes=["n9"], nic_gbps=100)
+    with pytest.raises(UsageError, match="node n1 is named twice"):
+        cluster_of_nodes(network, machines, nodes=["n1", "n1"], nic_gbps=100)
+
+
+def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "topology.conf"
+    path.write_text(CONF)
+    assert is_slurm(CONF)
+    assert is_slurm(YAML)
+    found = load_network(path)
+    assert isinstance(found, NodeNetwork)
+    assert found.name == "topology"
+    assert load_network("       GPU0  GPU1\nGPU0   X    NV2\nGPU1  NV2    X") is None
+    with pytest.raises(UsageError, match="says how Slurm's nodes are joined, and not what a node is"):
+        topoplan.load(path)
+
+
+def cluster_file(folder: Path, servers: list[dict[str, object]], **network: object) -> Path:
+    (folder / "topology.conf").write_text(CONF)
+    path = folder / "cluster.json"
+    value = {"format": "topoplan.cluster/1", "servers": servers}
+    path.write_text(json.dumps({**value, "network": {"tree": "topology.conf", "nic_gbps": 100, **network}}))
+    return path
+
+
+def test_a_cluster_file_says_what_the_nodes_of_a_tree_are(tmp_path: Path) -> None:
+    servers: list[dict[str, object]] = [{"machine": "v100x4", "nodes": "node[02,04]"}, {"machine": "dgx-1v"}]
+    machine = topoplan.load(cluster_file(tmp_path, servers, oversubscription=2))
+    assert machine.servers == tuple(f"node0{number}" for number in range(1, 8))
+    assert len(machine.gpus) == 2 * 4 + 5 * 8
+
+
+@pytest.mark.parametrize(
+    ("servers", "network", "told"),
+    [
+        ([{"machine": "dgx-1v", "count": 2}], {}, r"servers\[0\]: count does not go with a tree"),
+        ([{"machine": "dgx-1v"}], {"leaf_size": 2}, "network: leaf_size does not go with a tree"),
+        ([{"machine": "dgx-1v", "nodes": "node09"}], {}, "node node09 is not in the tree"),
+        ([{"machine": "dgx-1v", "nodes": "node01"}], {}, "node node02 of the tree is of no server"),
+        ([{"machine": "dgx-1v"}, {"machine": "dgx-2"}], {}, "two servers name no nodes"),
+    ],
+)
+def test_cluster_files_of_trees_that_do_not_fit(
+    tmp_path: Path, servers: list[dict[str, object]], network: dict[str, object], told: str
+) -> None:
+    with pytest.raises(TopoplanError, match=told):
+        topoplan.load(cluster_file(tmp_path, servers, **network))
+
+
+def test_nodes_without_a_tree_are_refused() -> None:
+    value = {
+        "format": "topoplan.cluster/1",
+        "servers": [{"machine": "dgx-1v", "nodes": "a"}],
+        "network": {"nic_gbps": 1},
+    }
+    with pytest.raises(TopologyError, match=r"servers\[0\]: nodes belong to a network with a tree"):
+        topoplan.load(json.dumps(value))

@@ -1,0 +1,212 @@
+"""A network as a tree of switches with named servers below them, and servers in NVLink domains, as schedulers tell it.
+
+Every server hangs on one switch with all its NICs, and every switch but the top one on one other. The uplink of a
+switch is as fast as all that hangs below it together, divided by the oversubscription. How many switches stand behind
+one of these, and which rail a NIC is on, such a tree does not say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from topoplan.clusters.build import cluster
+from topoplan.clusters.domains import domain, first_part
+from topoplan.clusters.network import SwitchTree
+from topoplan.clusters.server import Server
+from topoplan.errors import TopologyError, UsageError
+from topoplan.topology import Topology, facts
+
+TOP = "top"
+"""The switch above blocks, which a scheduler does not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNetwork:
+    """Named nodes and how they are joined.
+
+    Parameters
+    ----------
+    name : str
+    switches : tuple of (str, str)
+        Every switch and the one above it; empty for a top one.
+    nodes : tuple of (str, str)
+        Every node and its switch, or its block.
+    blocks : bool
+        Whether nodes are in blocks, which stand side by side: NVLink domains, or what a scheduler keeps together.
+    notes : tuple of str
+        What was not taken over.
+
+    Raises
+    ------
+    TopologyError
+        A name twice, a switch that is not there, switches in a circle, no nodes.
+    """
+
+    name: str
+    switches: tuple[tuple[str, str], ...]
+    nodes: tuple[tuple[str, str], ...]
+    blocks: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        word = "block" if self.blocks else "switch"
+        for names, kind in ((self.switches, word), (self.nodes, "node")):
+            name, times = max(Counter(n for n, _ in names).items(), key=lambda item: item[1], default=("", 0))
+            if times > 1:
+                homes = [up for one, up in names if one == name and up]
+                where = f", below {' and '.join(homes[:2])}" if len(homes) > 1 else ""
+                raise TopologyError(f"{kind} {name} is named twice{where}; name it once")
+        above = dict(self.switches)
+        for child, parent in (*self.switches, *self.nodes):
+            if parent and parent not in above:
+                raise TopologyError(
+                    f"{child} is below {word} {parent}, which nobody defines; add a line for it, or correct its name"
+                )
+        for switch in above:
+            seen = {switch}
+            while above[switch]:
+                switch = above[switch]
+                if switch in seen:
+                    raise TopologyError(
+                        f"switches {', '.join(sorted(seen))[:100]} are above one another in a circle; a tree has a top"
+                    )
+                seen.add(switch)
+        if not self.nodes:
+            raise TopologyError("no node is named; list the nodes of the switches or blocks")
+
+
+def cluster_of_nodes(
+    network: NodeNetwork,
+    machines: Mapping[str, Topology],
+    *,
+    nodes: Sequence[str] | None = None,
+    nic_gbps: float | None = None,
+    nics: int | None = None,
+    oversubscription: float | None = None,
+    nic_access: str = "pcie",
+    transport: str | None = None,
+    name: str = "",
+) -> Topology:
+    """The nodes as servers of a cluster, in their order.
+
+    Where nodes are in blocks and a node's machine is an NVLink domain of several hosts, a block is one server: its
+    nodes are the first hosts of that domain.
+
+    Parameters
+    ----------
+    network : NodeNetwork
+    machines : mapping of str to Topology
+        What each node is.
+    nodes : sequence of str or None
+        Those of the cluster, in their order; None for all in the order of the network. The others count for uplinks.
+    nic_gbps, nics, oversubscription, nic_access, transport : optional
+        As for `topoplan.cluster`.
+    name : str
+
+    Raises
+    ------
+    UsageError
+        As `topoplan.cluster`; a node that is not there, or twice; nodes that no switch joins; a domain that does not
+        fit its block.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> two = NodeNetwork("pair", (("leaf", ""),), (("a", "leaf"), ("b", "leaf")))
+    >>> cluster_of_nodes(two, dict.fromkeys("ab", topoplan.load("v100x4")), nic_gbps=100).gpus[3:5]
+    ('a.gpu3', 'b.gpu0')
+    """
+    at = dict(network.nodes)
+    taken = list(at) if nodes is None else list(nodes)
+    for node in taken:
+        if node not in at:
+            raise UsageError(
+                f"node {node} is none of {network.name}, which has {_told(at)}; name one of these"
+            )
+    if len(set(taken)) < len(taken):
+        node, _ = Counter(taken).most_common(1)[0]
+        raise UsageError(f"node {node} is named twice; name each node once")
+    members: dict[str, list[str]] = {}
+    for node in taken:
+        members.setdefault(at[node], []).append(node)
+    tray = {id(machine): _tray(machine) for machine in {id(one): one for one in machines.values()}.values()}
+    domains = network.blocks and any(tray[id(machines[node])] for node in taken)
+    servers: list[Server] = []
+    homes: list[tuple[str, str]] = []
+    if domains:
+        for block, own in members.items():
+            servers.append(_domain(block, own, machines, tray))
+            homes.append((block, TOP))
+        switches: tuple[tuple[str, str], ...] = ((TOP, ""),)
+    else:
+        for node in taken:
+            if tray[id(machines[node])]:
+                raise UsageError(
+                    f"{machines[node].name} is an NVLink domain of several hosts, and a tree of switches does not say "
+                    f"which nodes share one; add --domain {tray[id(machines[node])]} for single hosts, or give blocks"
+                )
+            servers.append(Server(machines[node], name=node))
+        homes = list(network.nodes)
+        switches = network.switches
+        if network.blocks:
+            switches = ((TOP, ""), *((block, TOP) for block, _ in network.switches))
+    return cluster(
+        servers,
+        nic_gbps=nic_gbps,
+        nics=nics,
+        network=SwitchTree(switches, tuple(homes)),
+        oversubscription=oversubscription,
+        nic_access=nic_access,
+        transport=transport,
+        name=name or network.name,
+    )
+
+
+def _told(nodes: Mapping[str, str]) -> str:
+    """How many, and which: the first and the last."""
+    names = list(nodes)
+    return f"{len(names)} nodes, {names[0]} to {names[-1]}"
+
+
+def _tray(machine: Topology) -> int:
+    """GPUs of one host of an NVLink domain of several; 0 where the machine is one host."""
+    if not any(device.kind == "nvswitch" for device in machine.devices):
+        return 0
+    if not any(device.kind == "cpu" for device in machine.devices):
+        return 0
+    size = len(machine.gpus)
+    for gpus in range(1, size):
+        if size % gpus == 0:
+            try:
+                domain(machine, gpus)
+            except UsageError:
+                continue
+            return gpus
+    return 0
+
+
+def _domain(
+    block: str, nodes: Sequence[str], machines: Mapping[str, Topology], tray: Mapping[int, int]
+) -> Server:
+    """The nodes of a block as one NVLink domain, whose GPUs say which node they are in."""
+    machine = machines[nodes[0]]
+    gpus = tray[id(machine)]
+    if any(machines[node] is not machine for node in nodes) or not gpus:
+        raise UsageError(f"the nodes of block {block} are of different machines; an NVLink domain is of one")
+    size = len(machine.gpus)
+    if len(nodes) * gpus > size:
+        raise UsageError(
+            f"block {block} has {len(nodes)} nodes, and an NVLink domain of {machine.name} {size // gpus}; give the "
+            "machine of a larger domain"
+        )
+    hosts = iter([node for node in nodes for _ in range(gpus)])
+    part = first_part(machine, len(nodes) * gpus)
+    devices = tuple(
+        replace(device, facts=facts(**{**dict(device.facts), "host": next(hosts)}))
+        if device.kind == "gpu"
+        else device
+        for device in part.devices
+    )
+    return Server(replace(part, devices=devices), name=block)

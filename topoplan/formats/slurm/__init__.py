@@ -1,0 +1,1 @@
+"""What Slurm says of a network: topology.conf, topology.yaml, and the lists of names in both."""
