@@ -21,6 +21,7 @@ from collectives.torch.futures import future_of
 from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers, ParameterResiduals
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
+from collectives.training.kept_memory import Part
 from collectives.training.recorder import Recorder
 from topoplan.errors import TopoplanError
 
@@ -117,7 +118,13 @@ class BucketExchange:
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
-        return given, averager.start(layout.key, given, op=op, out=given, async_op=async_op)
+        parts = _parts_of(layout, bucket) if averager.filters else ()
+        return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
+
+    @property
+    def averager(self) -> InStepAverager:
+        """What averages, and keeps what filters leave over."""
+        return self._averager
 
     @property
     def rank(self) -> int:
@@ -165,6 +172,14 @@ class BuiltInExchange:
         if bucket.is_last():
             recorder.end_step()
         return averaged
+
+
+def _parts_of(layout: BucketLayout, bucket: GradBucket) -> tuple[Part, ...]:
+    """The parameters of a bucket, by their numbers in the model."""
+    return tuple(
+        Part(f"parameter {number}", start, stop, tuple(one.shape))
+        for (number, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True)
+    )
 
 
 def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:

@@ -5,7 +5,6 @@ Its state says by which plan, how, and what sparse gradients have left over.
 
 # annotations are no strings here: DDP compares those of the hook with its own types
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -27,6 +26,7 @@ from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
 from collectives.training.integer_codes import IntegerCodes
+from collectives.training.kept_memory import told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -35,6 +35,9 @@ from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
+
+NOTHING: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
+"""The state of a filter that keeps nothing, as `Averager.filter_state` gives it."""
 
 
 class HookState:
@@ -65,13 +68,12 @@ class HookState:
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
-        rank. Their residuals are no part of `state_dict`.
+        rank.
     codes : IntegerCodes or int, optional
         Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
         their bits: 8 or 16.
     significance : Significance or float, optional
-        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold. What
-        ranks keep is no part of `state_dict`.
+        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -190,12 +192,16 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
 
+        Also what filters of gradients (``low_rank``, ``significance``) keep.
+
         Returns
         -------
         dict
-            Of numbers and tensors on the CPU, as `torch.save` takes it.
+            Of numbers, texts and tensors on the CPU, as `torch.save` takes it.
         """
-        kept = self.buckets.residuals.by_parameter() if isinstance(self.buckets, BucketExchange) else {}
+        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        kept = {} if in_step is None else in_step.residuals.by_parameter()
+        filters = NOTHING if in_step is None else in_step.averager.filter_state()
         return {
             "rank": self.rank,
             "ranks": self.size,
@@ -203,17 +209,30 @@ class HookState:
             "momentum": self.momentum,
             "residuals": {number: one.residual for number, one in kept.items()},
             "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
+            "filters": {
+                "filter": filters["filter"],
+                **{
+                    which: {
+                        name: [torch.from_numpy(one) for one in held] for name, held in filters[which].items()
+                    }
+                    for which in ("residuals", "arrays")
+                },
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank.
 
+        A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
+        says what is lost, with counts. Where DDP arranges other buckets than then, what was kept of these is told of
+        three steps later.
+
         Raises
         ------
         UsageError
-            It is another rank's, or of another number of ranks or another momentum; nothing has changed.
+            It is another rank's or of another momentum; nothing has changed.
         """
-        if (state["rank"], state["ranks"]) != (self.rank, self.size):
+        if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
                 f"{self.size}; every rank loads what it saved itself"
@@ -222,19 +241,27 @@ class HookState:
             raise UsageError(
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
-        velocities = state["velocities"]
+        velocities, filters = state["velocities"], state.get("filters", NOTHING)
         kept = {
             int(number): Kept(residual, velocities.get(number)).copy()
             for number, residual in state["residuals"].items()
         }
+        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        sparse = in_step is not None and in_step.averager.settings.density is not None
+        unsent = told({"residuals": {number: [one.residual] for number, one in kept.items()}})
+        if state["ranks"] != self.size:
+            why = f"the state is of {state['ranks']} ranks, and this job has {self.size}"
+            lost, kept, filters = [unsent, told(filters)], {}, {**filters, "residuals": {}, "arrays": {}}
+        else:
+            why = "gradients travel by other settings than when the state was saved"
+            lost = ["" if sparse else unsent]
+        if in_step is not None:
+            in_step.residuals.replace(kept if sparse else {})
+            lost.append(in_step.averager.restore_filter(filters))
+        else:
+            lost.append(told(filters))
         self.recorder.step = int(state["step"])
-        if isinstance(self.buckets, BucketExchange):
-            self.buckets.residuals.replace(kept)
-        elif kept:
-            held = math.fsum(float(one.residual.sum()) for one in kept.values())
-            warnings.warn(
-                f"residuals with a sum of {held:g} are not used: gradients are averaged whole", stacklevel=2
-            )
+        warn_of_lost(lost, why)
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.

@@ -18,6 +18,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
+from collectives.training.kept_memory import Part
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
@@ -40,6 +41,7 @@ class BucketMemory:
     ----------
     given, averages : list of arrays, one for each rank
         Lines of the bucket: what is exchanged, and where the averages are put, the same memory or apart.
+    parts : tuple of Part
     """
 
     def __init__(
@@ -57,6 +59,9 @@ class BucketMemory:
             index: (bucket.borders[position], bucket.borders[position + 1])
             for position, index in enumerate(bucket.members)
         }
+        self.parts = tuple(
+            Part(f"gradient {index}", *self._places[index], self._shapes[index]) for index in bucket.members
+        )
         lines: list[Any] = []
         if not self.alone:
             made = communicator.empty(bucket.size, likes[0])
@@ -196,7 +201,8 @@ class BucketExchange:
             alone = self._comm.one_rank
             given = memory.given[0] if alone else memory.given
             averages = memory.averages[0] if alone else memory.averages
-            self._handles.append(self._averager.start(_key(memory.bucket), given, out=averages))
+            handle = self._averager.start(_key(memory.bucket), given, out=averages, parts=memory.parts)
+            self._handles.append(handle)
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:

@@ -22,6 +22,7 @@ from collectives.training.averaging import (
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
 from collectives.training.integer_codes import IntegerCodes
+from collectives.training.kept_memory import told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
@@ -126,6 +127,7 @@ class GradientSynchronizer:
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
+        self._sparse = density is not None
         how = ExchangeSettings(
             density,
             exchange,
@@ -308,6 +310,8 @@ class GradientSynchronizer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
 
+        Also what filters of gradients (``low_rank``, ``significance``) keep. Each process saves its own.
+
         Raises
         ------
         UsageError
@@ -315,33 +319,64 @@ class GradientSynchronizer:
         """
         self._check_between_steps()
         pulled = {} if self._proximal is None else {"proximal": self._proximal.state()}
-        residuals = self.communicator.sparse_state()
-        return {**self._same(), "step": self.recorder.step, "residuals": residuals, **pulled}
+        return {
+            **self._same(),
+            "held": list(self.communicator.ranks),
+            "step": self.recorder.step,
+            "residuals": self.communicator.sparse_state(),
+            "filters": self._averager.filter_state(),
+            **pulled,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on the same rank.
+        """Go on from what `state_dict` gave on the same rank, bit for bit.
+
+        A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
+        says what is lost, with counts.
 
         Raises
         ------
         UsageError
-            It is of other parameters, other buckets or another number of ranks; nothing has changed.
+            It is of other parameters, other buckets or another rank; nothing has changed.
         """
         self._check_between_steps()
-        for key, value in self._same().items():
-            if state.get(key) != value:
-                found, wanted = str(state.get(key))[:60], str(value)[:60]
+        same, ranks = self._same(), self.communicator.ranks
+        for key in ("format", "layout"):
+            if state.get(key) != same[key]:
+                found, wanted = str(state.get(key))[:60], str(same[key])[:60]
                 raise UsageError(
                     f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
-                    "parameters, bucket_bytes and number of ranks"
+                    "parameters and bucket_bytes"
                 )
         if self._proximal is not None and "proximal" not in state:
             raise UsageError(
                 f"the state was saved in another mode than {self.mode}, and says nothing of where parameters were last "
                 "averaged; restore it with the same mode"
             )
-        self.communicator.restore_sparse_state(state["residuals"])
-        if self._proximal is not None:
-            self._proximal.restore(state["proximal"])
+        filters = state.get("filters", {"filter": "", "residuals": {}, "arrays": {}})
+        residuals = {
+            key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
+        }
+        if state["ranks"] != same["ranks"]:
+            self.communicator.restore_sparse_state({})
+            self._averager.restore_filter({**filters, "residuals": {}, "arrays": {}})
+            lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
+            if self._proximal is not None:
+                lost.append("the anchors of parameters")
+            warn_of_lost(lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}")
+        elif tuple(state.get("held", ranks)) != tuple(ranks):
+            raise UsageError(
+                f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "
+                "loads what it saved itself"
+            )
+        else:
+            self.communicator.restore_sparse_state(state["residuals"] if self._sparse else {})
+            lost = [self._averager.restore_filter(filters)]
+            if not self._sparse:
+                lost.append(told({"residuals": residuals}, of="bucket"))
+            warn_of_lost(lost, "gradients travel by other settings than when the state was saved")
+            if self._proximal is not None:
+                self._proximal.restore(state["proximal"])
         self.recorder.step = self._heard = int(state["step"])
 
     def close(self) -> None:

@@ -285,7 +285,7 @@ def restored() -> dict[str, Any]:
 
 
 def refused(file: bytes) -> dict[str, str]:
-    """What is said of states that do not fit."""
+    """What is said of states that do not fit: errors, and of another number of ranks a warning."""
     mine = torch.load(io.BytesIO(file))["hook"]
     state = HookState(plan(), density=0.1)
     found = {}
@@ -295,8 +295,10 @@ def refused(file: bytes) -> dict[str, str]:
         "momentum": {"momentum": 0.5},
     }.items():
         try:
-            state.load_state_dict({**mine, **change})
-        except UsageError as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                state.load_state_dict({**mine, **change})
+        except (UsageError, UserWarning) as error:
             found[name] = str(error)
     state.close()
     return found
