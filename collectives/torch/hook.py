@@ -5,14 +5,17 @@ Its state says by which plan, how, and what sparse gradients have left over.
 
 # annotations are no strings here: DDP compares those of the hook with its own types
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
@@ -31,7 +34,8 @@ from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
-from topoplan.errors import UsageError
+from collectives.training.uneven import Presence
+from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -207,6 +211,7 @@ class HookState:
             "ranks": self.size,
             "step": self.recorder.step,
             "momentum": self.momentum,
+            "arrivals": None if in_step is None else in_step.arrivals,
             "residuals": {number: one.residual for number, one in kept.items()},
             "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
             "filters": {
@@ -224,8 +229,8 @@ class HookState:
         """Go on from what `state_dict` gave on this rank.
 
         A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
-        says what is lost, with counts. Where DDP arranges other buckets than then, what was kept of these is told of
-        three steps later.
+        says what is lost, with counts. Where DDP's buckets are others than then, a later warning of the first steps
+        says so of what was kept of them, and without ``parameters`` of all that is known by numbers.
 
         Raises
         ------
@@ -258,6 +263,8 @@ class HookState:
         if in_step is not None:
             in_step.residuals.replace(kept if sparse else {})
             lost.append(in_step.averager.restore_filter(filters))
+            if "arrivals" in state:
+                in_step.restored(state["arrivals"])
         else:
             lost.append(told(filters))
         self.recorder.step = int(state["step"])
@@ -300,6 +307,63 @@ class HookState:
         """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
+
+    @contextmanager
+    def join(self, model: DistributedDataParallel, *, divide_by: str = "present") -> Iterator[None]:
+        """A loop in which ranks have unequally many batches: ``with state.join(model): for batch in …``.
+
+        It stands in place of ``model.join()``, which it enters: a rank that leaves the block goes on giving zeros, and
+        what it has kept, until all have left it; then all get the parameters of one that was there to the end. All
+        ranks must enter it together. Moments of optimisers are each rank's own.
+
+        ``model.join()`` alone would run the hook as well, but does not tell it how many ranks have data: by the hook it
+        divides by all ranks, and ``divide_by_initial_world_size=False`` is refused there.
+
+        Parameters
+        ----------
+        model : DistributedDataParallel
+            With which this state is registered.
+        divide_by : str
+            "present" for the ranks that have data in a step, "all" for all of them, by which all samples have the same
+            weight.
+
+        Raises
+        ------
+        UsageError
+            The model is no DDP, or the mode is another than `BSP`.
+        BackendError
+            Another rank failed.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
+            )
+        if isinstance(self.buckets, ModeExchange):
+            raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
+        buckets = self.buckets
+        presence = Presence(self.size, buckets.total, here=1, divide_by=divide_by)
+        buckets.presence = presence
+        try:
+            with model.join(divide_by_initial_world_size=True):
+                yield
+                presence.here = 0
+        finally:
+            buckets.presence = None
+
+    def _check_join(self, model: DistributedDataParallel) -> None:
+        """Torch's own join repeats steps of others, without `join`: whether averages are what it was asked for."""
+        if not isinstance(self.buckets, ModeExchange) and (
+            self.buckets.presence is not None or model._divide_by_initial_world_size
+        ):
+            return
+        text = (
+            "model.join() cannot tell the hook how many ranks have data, or that a mode does not wait for them; "
+            "write `with state.join(model):` in its place, in steps that wait for all ranks"
+        )
+        if self.communicator is not None:
+            with suppress(BackendError):
+                self.communicator.refuse(text)
+        raise UsageError(text)
 
     @property
     def gap(self) -> int | None:
@@ -354,4 +418,14 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
+    if (model := _joined(sys._getframe(1))) is not None:
+        state._check_join(model)
     return state.buckets.average(bucket)
+
+
+def _joined(caller: FrameType) -> DistributedDataParallel | None:
+    """The model for which torch's join calls the hook on a rank without data; torch itself does not say so."""
+    if caller.f_code.co_name != "_match_all_reduce_for_bwd_pass":
+        return None
+    found = caller.f_locals.get("self")
+    return found if isinstance(found, DistributedDataParallel) else None

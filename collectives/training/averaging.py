@@ -229,6 +229,10 @@ class Averager(ABC):
         """
         return told(state)
 
+    def drop_unused(self) -> str:
+        """Give up what the filter was restored with and has found no use for: what it was."""
+        return ""
+
     def mix(self, parameters: Sequence[Any]) -> None:
         """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
 
@@ -364,6 +368,10 @@ class InStepAverager(Averager):
         if memory is not None:
             memory.restore(state if fits else {"residuals": {}, "arrays": {}})
         return told(state) if memory is None or not fits else ""
+
+    def drop_unused(self) -> str:
+        """See `Averager.drop_unused`."""
+        return "" if self._memory is None else told(self._memory.drop_unused())
 
     @property
     def _filter(self) -> str:

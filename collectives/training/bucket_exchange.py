@@ -19,6 +19,7 @@ from collectives.communicator.handle import Handle
 from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
 from collectives.training.kept_memory import Part
+from collectives.training.uneven import Presence
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
@@ -99,6 +100,12 @@ class BucketMemory:
             library.copy(out, found)
         return out
 
+    def multiply(self, factor: float) -> None:
+        """Multiply the averages, in place."""
+        if factor != 1:
+            for line in self.averages:
+                line *= factor
+
     def forget(self) -> None:
         """Let go of the caller's arrays."""
         if self.alone:
@@ -120,6 +127,8 @@ class BucketExchange:
     ----------
     given : set of int
         The gradients of this step so far.
+    presence : Presence or None
+        Where ranks may have no data in a step.
     """
 
     def __init__(
@@ -134,6 +143,7 @@ class BucketExchange:
         self._recorder = averager.recorder
         self._memory = tuple(memory)
         self._shapes = tuple(shapes)
+        self.presence: Presence | None = None
         self._bucket_of = {index: one.bucket.number for one in memory for index in one.bucket.members}
         self._begin()
 
@@ -152,9 +162,14 @@ class BucketExchange:
     def finish(self, outs: PerRank | None) -> PerRank:
         """Wait for all buckets; the averages, handed over bucket by bucket as they come."""
         averages: PerRank = [[None] * len(self._shapes) for _ in self._comm.ranks]
+        factor = 1.0
+        if self.presence is not None:
+            self.presence.ask(self._recorder.step)
+            factor = self.presence.factor
         for memory, handle in zip(self._memory, self._handles, strict=True):
             with self._about(memory.bucket), self._recorder.waiting():
                 handle.wait()
+            memory.multiply(factor)
             for index in memory.bucket.members:
                 for place, mine in enumerate(averages):
                     mine[index] = memory.take(index, place, None if outs is None else outs[place][index])
@@ -198,6 +213,8 @@ class BucketExchange:
 
     def _start(self, memory: BucketMemory) -> None:
         with self._about(memory.bucket):
+            if self.presence is not None:
+                self.presence.ask(self._recorder.step)
             alone = self._comm.one_rank
             given = memory.given[0] if alone else memory.given
             averages = memory.averages[0] if alone else memory.averages

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
@@ -28,6 +30,7 @@ from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
+from collectives.training.uneven import Presence
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
@@ -187,7 +190,7 @@ class GradientSynchronizer:
             self._check_heard()
             if self._exchange.given:
                 raise UsageError("gradients of this step were given with ready already; end it with wait")
-            listed = self._shapes.lists(gradients, "gradient")
+            listed = self._shapes.lists(self._present(gradients), "gradient")
             outs = None if out is None else self._shapes.lists(out, "out array")
         for index in reversed(range(len(self._shapes))):
             wanted = None if outs is None else [one[index] for one in outs]
@@ -229,6 +232,74 @@ class GradientSynchronizer:
                 )
             outs = None if out is None else self._shapes.lists(out, "out array")
         return self._finished(outs)
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        *,
+        use: Callable[[Any], object] | None = None,
+        parameters: Any = None,
+        divide_by: str = "present",
+    ) -> Iterator[None]:
+        """A loop in which ranks have unequally many batches: ``with synchronizer.join(use=use): for batch in …``.
+
+        A rank that leaves the block goes on giving zeros, and what it has kept, until all have left it. All ranks must
+        enter it together. Where this process has several ranks, `step` takes None in place of the gradients of those
+        that have no data any more.
+
+        Parameters
+        ----------
+        use : callable, optional
+            What the optimiser does with the averages of a step; it is called for the steps of the others, so that all
+            ranks go through the same, and end with the same parameters and moments.
+        parameters : as those that the synchronizer was made with, writeable, optional
+            In place of ``use``: those of a rank that was there to the end are copied into them. Moments that an
+            optimiser keeps are each rank's own then.
+        divide_by : str
+            "present" for the ranks that have data in a step, "all" for all of them, by which all samples have the same
+            weight.
+
+        Raises
+        ------
+        UsageError
+            Neither ``use`` nor ``parameters`` is given, or both; the mode is another than `BSP`; gradients are whole
+            numbers, which are not divided by the ranks present.
+        BackendError
+            Another rank failed.
+        """
+        comm = self.communicator
+        with self._refusing("joining"):
+            if (use is None) == (parameters is None):
+                raise UsageError(
+                    "ranks that have run out of data would be left with old parameters; give join either use=..., "
+                    "what the optimiser does with averages, or parameters=..."
+                )
+            if not isinstance(self.mode, BSP):
+                raise UsageError(
+                    f"join is for steps that wait for all ranks, which those of {self.mode} do not"
+                )
+            whole = sorted({one.dtype for one in self.buckets if "float" not in one.dtype})
+            if whole and divide_by == "present":
+                raise UsageError(
+                    f"averages of {whole[0]} are not divided by the ranks present; use divide_by='all'"
+                )
+            weights = None if parameters is None else self._shapes.lists(parameters, "parameter")
+            presence = Presence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
+        self._exchange.presence = presence
+        try:
+            yield
+            self._check_between_steps()
+            presence.here = 0
+            last = True
+            while presence.ask(self.recorder.step):
+                last = False
+                averages = self.step(self._zeros() if comm.one_rank else [None] * len(comm.ranks))
+                if use is not None:
+                    use(averages)
+            if weights is not None:
+                self._copy_from_last(weights, last)
+        finally:
+            self._exchange.presence = None
 
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
@@ -460,6 +531,42 @@ class GradientSynchronizer:
         """What the caller gives, as `average_parameters` takes it."""
         listed = self._shapes.lists(parameters, "parameter")
         return listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True))
+
+    def _present(self, gradients: Any) -> Any:
+        """Inside `join`, zeros in place of what ranks of this process do not give any more."""
+        presence, comm = self._exchange.presence, self.communicator
+        if presence is None or comm.one_rank or not isinstance(gradients, list | tuple):
+            return gradients
+        presence.here = sum(one is not None for one in gradients)
+        return [self._zeros() if one is None else one for one in gradients]
+
+    def _zeros(self) -> list[Any]:
+        """Gradients of a rank that has no data."""
+        library = self.communicator.arrays
+        return [
+            library.of(np.zeros(shape), dtype)
+            for shape, dtype in zip(self._shapes.shapes, self._shapes.dtypes, strict=True)
+        ]
+
+    def _total(self, here: int) -> int:
+        """Of how many ranks of this process have data: how many of all do."""
+        return int(self._over_all(here, "sum"))
+
+    def _over_all(self, number: int, op: str) -> int:
+        """A number of this process's first rank, reduced with those of other processes; zeros of its others."""
+        comm, library = self.communicator, self.communicator.arrays
+        lines = [library.wrapped(np.array([number * (not place)])) for place in range(len(comm.ranks))]
+        given = lines[0] if comm.one_rank else lines
+        comm.all_reduce(given, op=op, out=given)
+        return int(library.values(lines[0])[0])
+
+    def _copy_from_last(self, weights: list[list[Any]], last: bool) -> None:
+        """Give all ranks the parameters of one that had data to the end."""
+        comm = self.communicator
+        root = self._over_all(comm.ranks[0] if last else 0, "max")
+        for one in zip(*weights, strict=True):
+            given = one[0] if comm.one_rank else list(one)
+            comm.broadcast(given, root=root, out=given)
 
     def _check_heard(self) -> None:
         """Whether `after_step` was called in the step before, where it has something to do."""

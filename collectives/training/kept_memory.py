@@ -131,17 +131,19 @@ class KeptMemory:
         if not self._unused:
             return
         self._since += 1
-        if self._since <= SETTLED:
-            return
-        left = {
+        if self._since > SETTLED:
+            found = told(self.drop_unused())
+            why = "buckets or parameters are others than when the state was saved"
+            warn_of_lost([found], why)
+
+    def drop_unused(self) -> dict[str, Any]:
+        """Give up what was restored and has found no use, and return it as a state."""
+        left: dict[str, Any] = {
             which: {name: kept.pop(name) for name in sorted(self._unused & kept.keys())}
             for which, kept in (("residuals", self.residuals), ("arrays", self.arrays))
         }
         self._unused.clear()
-        warnings.warn(
-            f"of the checkpoint {told(left)} found no use: buckets or parameters are others than when it was saved",
-            stacklevel=2,
-        )
+        return left
 
 
 def told(state: Mapping[str, Any], *, of: str = "parameter") -> str:

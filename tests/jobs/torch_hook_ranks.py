@@ -64,9 +64,12 @@ def plan() -> Any:
     return forest_plan(dist.get_world_size(), "allreduce", "star")
 
 
-def batch(step: int, *, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and targets of this rank in a step."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+def batch(
+    step: int, *, dtype: torch.dtype = torch.float64, rank: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs and targets of a rank, by default this one, in a step."""
+    seed = 100 * step + (dist.get_rank() if rank is None else rank)
+    generator = torch.Generator().manual_seed(seed)
     given = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     return given.to(dtype), torch.sin(given @ torch.linspace(-1, 1, 18).double().view(6, 3)).to(dtype)
 
