@@ -115,7 +115,8 @@ class HookState:
     -----
     A run that is restored from a checkpoint goes on bit for bit where its buckets are the same: with one bucket, or
     with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
-    chosen, for one step. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    chosen, for one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers
+    neither. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
     """
 
     def __init__(

@@ -99,3 +99,7 @@ def test_several_tensors_travel_as_one_and_give_what_each_gives_alone(told: Told
         assert found["functional"] == [sums[0][:2], sums[0][:1]]
         assert found["planned"] == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 1}
         assert found["beneath"] == {}
+
+
+def test_a_sharded_model_is_saved_and_loaded(told: Told) -> None:
+    assert all(one["saved"] for one in told)

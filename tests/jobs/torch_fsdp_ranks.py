@@ -199,10 +199,29 @@ def several_at_once() -> dict[str, Any]:
     return found
 
 
+def saved() -> bool:
+    """Whether a sharded model that is saved by torch.distributed.checkpoint and loaded into another makes it the same."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    mesh = init_device_mesh("cpu", (4,))
+    one, other = sharded(mesh), sharded(mesh)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    folder = str(Path(sys.argv[1], "checkpoint"))
+    checkpoint.save({"model": get_model_state_dict(one)}, checkpoint_id=folder)
+    state = {"model": get_model_state_dict(other)}
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state["model"])
+    found: list[Any] = [[each.full_tensor() for each in model.parameters()] for model in (one, other)]  # type: ignore[operator]
+    return all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*found, strict=True))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
-    found = {"fsdp": steps_of_fsdp(), "several": several_at_once()}
+    found = {"fsdp": steps_of_fsdp(), "several": several_at_once(), "saved": saved()}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
