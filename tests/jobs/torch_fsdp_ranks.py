@@ -200,7 +200,7 @@ def several_at_once() -> dict[str, Any]:
 
 
 def saved() -> bool:
-    """Whether a sharded model that is saved by torch.distributed.checkpoint and loaded into another makes it the same."""
+    """Whether a sharded model, saved by torch.distributed.checkpoint and loaded into another, makes it the same."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
