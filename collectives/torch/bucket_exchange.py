@@ -159,7 +159,8 @@ class BucketExchange:
     @property
     def arrivals(self) -> list[list[int]] | None:
         """As those of `ParameterNumbers`: what a checkpoint must say of the numbers of its parameters."""
-        return self._numbers.arrivals
+        arrivals = self._numbers.arrivals
+        return None if arrivals is None else [list(one) for one in arrivals]
 
     def restored(self, arrivals: Sequence[Sequence[int]] | None) -> None:
         """What is kept now comes from a run of these arrivals; if they prove to be others, it is given up."""
@@ -167,6 +168,7 @@ class BucketExchange:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
+        """Give up what was restored, and say so, where the numbers of parameters mean something else now."""
         if not self._saved:
             return
         (saved,) = self._saved

@@ -29,7 +29,7 @@ from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
 from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import told, warn_of_lost
+from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
@@ -39,9 +39,6 @@ from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
-
-NOTHING: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
-"""The state of a filter that keeps nothing, as `Averager.filter_state` gives it."""
 
 
 class HookState:
@@ -257,7 +254,7 @@ class HookState:
         unsent = told({"residuals": {number: [one.residual] for number, one in kept.items()}})
         if state["ranks"] != self.size:
             why = f"the state is of {state['ranks']} ranks, and this job has {self.size}"
-            lost, kept, filters = [unsent, told(filters)], {}, {**filters, "residuals": {}, "arrays": {}}
+            lost, kept, filters = [unsent, told(filters)], {}, NOTHING
         else:
             why = "gradients travel by other settings than when the state was saved"
             lost = ["" if sparse else unsent]
@@ -419,14 +416,20 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
-    if (model := _joined(sys._getframe(1))) is not None:
+    if (model := _joined(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)
 
 
-def _joined(caller: FrameType) -> DistributedDataParallel | None:
-    """The model for which torch's join calls the hook on a rank without data; torch itself does not say so."""
-    if caller.f_code.co_name != "_match_all_reduce_for_bwd_pass":
+def _joined(caller: FrameType | None) -> DistributedDataParallel | None:
+    """The model for which torch's join calls the hook on a rank without data; torch itself does not say so.
+
+    Parameters
+    ----------
+    caller : frame or None
+        None in threads of backward, where nothing of Python is above the hook.
+    """
+    if caller is None or caller.f_code.co_name != "_match_all_reduce_for_bwd_pass":
         return None
     found = caller.f_locals.get("self")
     return found if isinstance(found, DistributedDataParallel) else None

@@ -29,7 +29,7 @@ from collectives.communicator.handle import Handle
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.integer_codes import IntegerCodeExchange, IntegerCodes
-from collectives.training.kept_memory import KeptMemory, Part, told
+from collectives.training.kept_memory import NOTHING, KeptMemory, Part, told
 from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
 from collectives.training.significance import Significance, SignificanceExchange
@@ -217,7 +217,7 @@ class Averager(ABC):
         dict
             ``filter``: the settings, empty without a filter; and what `KeptMemory.state` gives.
         """
-        return {"filter": "", "residuals": {}, "arrays": {}}
+        return dict(NOTHING)
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
         """Go on from what `filter_state` gave.
@@ -366,7 +366,7 @@ class InStepAverager(Averager):
         """See `Averager.restore_filter`."""
         memory, fits = self._memory, state["filter"] == self._filter
         if memory is not None:
-            memory.restore(state if fits else {"residuals": {}, "arrays": {}})
+            memory.restore(state if fits else NOTHING)
         return told(state) if memory is None or not fits else ""
 
     def drop_unused(self) -> str:

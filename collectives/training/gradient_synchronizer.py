@@ -24,7 +24,7 @@ from collectives.training.averaging import (
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
 from collectives.training.integer_codes import IntegerCodes
-from collectives.training.kept_memory import told, warn_of_lost
+from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
@@ -424,13 +424,13 @@ class GradientSynchronizer:
                 f"the state was saved in another mode than {self.mode}, and says nothing of where parameters were last "
                 "averaged; restore it with the same mode"
             )
-        filters = state.get("filters", {"filter": "", "residuals": {}, "arrays": {}})
+        filters = state.get("filters", NOTHING)
         residuals = {
             key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
         }
         if state["ranks"] != same["ranks"]:
             self.communicator.restore_sparse_state({})
-            self._averager.restore_filter({**filters, "residuals": {}, "arrays": {}})
+            self._averager.restore_filter(NOTHING)
             lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
             if self._proximal is not None:
                 lost.append("the anchors of parameters")

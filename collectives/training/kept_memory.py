@@ -24,6 +24,9 @@ Line = NDArray[Any]
 SETTLED = 2
 """Steps after which DDP has arranged its buckets for good."""
 
+NOTHING: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
+"""The state of a run without a filter, or whose filter keeps nothing yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -48,11 +51,6 @@ class Part:
 class KeptMemory:
     """What one filter keeps for the ranks of this process.
 
-    Parameters
-    ----------
-    ranks : int
-        Of this process.
-
     Attributes
     ----------
     residuals : dict from str to list of (n,) arrays
@@ -62,7 +60,7 @@ class KeptMemory:
 
     Examples
     --------
-    >>> memory = KeptMemory(1)
+    >>> memory = KeptMemory()
     >>> memory.keep([Part("weight", 0, 2, (2,))], [np.array([3.0, 4.0, 5.0])])
     >>> line = np.array([1.0, 1.0, 1.0])
     >>> memory.add_to([Part("weight", 1, 3, (2,))], [line])
@@ -72,8 +70,7 @@ class KeptMemory:
     'residuals of 1 parameter (2 elements, 7 in all)'
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self.residuals: dict[str, list[Line]] = {}
         self.arrays: dict[str, list[NDArray[Any]]] = {}
         self._unused: set[str] = set()

@@ -134,7 +134,7 @@ class LowRankExchange:
     def __init__(self, communicator: Communicator, settings: LowRank) -> None:
         self.communicator = communicator
         self.settings = settings
-        self.memory = KeptMemory(len(communicator.ranks))
+        self.memory = KeptMemory()
 
     def start(
         self,

@@ -144,7 +144,7 @@ class SignificanceExchange:
     def __init__(self, communicator: Communicator, settings: Significance) -> None:
         self.communicator = communicator
         self.settings = settings
-        self.memory = KeptMemory(len(communicator.ranks))
+        self.memory = KeptMemory()
 
     def start(
         self, key: str, gradients: Any, *, parts: Sequence[Part], op: str, out: Any, async_op: bool

@@ -93,8 +93,14 @@ def trained(
                 assert one.grad is not None
                 one.sub_(one.grad, alpha=0.1)
         losses.append(loss.item())
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
-    return [*losses, *torch.cat([one.detach().double().reshape(-1) for one in whole]).tolist()]
+    whole = [whole_of(one).double().reshape(-1) for one in model.parameters()]
+    return [*losses, *torch.cat(whole).tolist()]
+
+
+def whole_of(parameter: Any) -> torch.Tensor:
+    """A parameter, put together of its shards if it has any."""
+    found: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return found.detach()
 
 
 def plainly(group: Any, dtype: torch.dtype, *, factor: float | None = None) -> list[float]:
@@ -201,8 +207,9 @@ def several_at_once() -> dict[str, Any]:
 
 def saved() -> bool:
     """Whether a sharded model, saved by torch.distributed.checkpoint and loaded into another, makes it the same."""
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     mesh = init_device_mesh("cpu", (4,))
     one, other = sharded(mesh), sharded(mesh)
@@ -210,11 +217,11 @@ def saved() -> bool:
         for parameter in other.parameters():
             parameter.zero_()
     folder = str(Path(sys.argv[1], "checkpoint"))
-    checkpoint.save({"model": get_model_state_dict(one)}, checkpoint_id=folder)
+    save({"model": get_model_state_dict(one)}, checkpoint_id=folder)
     state = {"model": get_model_state_dict(other)}
-    checkpoint.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     set_model_state_dict(other, state["model"])
-    found: list[Any] = [[each.full_tensor() for each in model.parameters()] for model in (one, other)]  # type: ignore[operator]
+    found = [[whole_of(each) for each in model.parameters()] for model in (one, other)]
     return all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*found, strict=True))
 
 

@@ -210,14 +210,14 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
 
 
 def test_a_residual_of_another_length_is_refused() -> None:
-    memory = KeptMemory(1)
+    memory = KeptMemory()
     memory.keep([Part("weight", 0, 4, (4,))], [np.ones(4)])
     with pytest.raises(UsageError, match="4 elements are kept for weight, which has 3"):
         memory.add_to([Part("weight", 0, 3, (3,))], [np.zeros(3)])
 
 
 def test_nothing_kept_is_told_in_no_words() -> None:
-    assert told(KeptMemory(2).state()) == ""
+    assert told(KeptMemory().state()) == ""
 
 
 def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
