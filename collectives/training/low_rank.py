@@ -167,8 +167,9 @@ class LowRankExchange:
         given = [gradients] if comm.one_rank else list(gradients)
         if "float" not in library.dtype(given[0]):
             raise UsageError(f"gradients of {library.dtype(given[0])} have no low rank; give floats")
-        held = [one for one in parts if any(at.start <= one.start < at.stop for at in thin)]
-        whole = [part for part in parts if part not in held]
+        approximated = {at.key for at in thin} if how.matrices == "layers" else {one.name for one in parts}
+        held = [one for one in parts if one.name in approximated]
+        whole = [one for one in parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
         lines = [one.astype(np.float32) for one in values]
         self.memory.add_to(held, lines)
