@@ -3,6 +3,9 @@
 A block that cannot run here has a comment above it that says why: ``<!-- not run: needs a GPU -->``. In what is printed
 a line of ``…`` stands for any lines, ``…`` at the end of a line for its rest; times and rates that were measured may
 differ.
+
+A block of Python below ``<!-- ranks: 2 -->`` is a file that torchrun starts as so many processes; the block behind it
+is what they print, in any order.
 """
 
 from __future__ import annotations
@@ -152,13 +155,19 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
         assert (ROOT / target).exists(), f"{page.name}: {target}"
 
 
+FOR_RANKS = re.compile(r"<!-- ranks: (\d+) -->\n\n```python\n(.*?)```\n\n```\n(.*?)```\n", re.DOTALL)
+
+
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs" / "python.md"], ids=lambda page: page.stem
+    "page",
+    [ROOT / "README.md", ROOT / "docs" / "python.md", ROOT / "docs" / "training-loops.md"],
+    ids=lambda page: page.stem,
 )
 def test_python_on_a_page_gives_what_it_says(page: Path) -> None:
     """An expression with a comment behind it has that value; ``…`` ends what is left out."""
     names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+    alone = FOR_RANKS.sub("", page.read_text(encoding="utf-8"))
+    for block in re.findall(r"```python\n(.*?)```", alone, re.DOTALL):
         for statement in ast.parse(block).body:
             text = ast.get_source_segment(block, statement) or ""
             wanted = re.match(r" *# (.*)", block.split(text, 1)[1].splitlines()[0])
@@ -168,6 +177,33 @@ def test_python_on_a_page_gives_what_it_says(page: Path) -> None:
                 assert wanted[1].endswith("…") or told == wanted[1], text
             else:
                 exec(text, names)
+
+
+PROGRAMS = [
+    pytest.param(int(ranks), program, printed, id=f"{page.stem} {number}")
+    for page in PAGES
+    for number, (ranks, program, printed) in enumerate(FOR_RANKS.findall(page.read_text(encoding="utf-8")), 1)
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("ranks", "program", "printed"), PROGRAMS)
+def test_python_for_several_ranks_prints_what_the_page_says(
+    ranks: int, program: str, printed: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    file = tmp_path / "loop.py"
+    file.write_text(program, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines()) == sorted(printed.splitlines()), done.stderr[-3000:]
 
 
 def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:

@@ -272,13 +272,13 @@ class Watch:
         if pid and (_birth(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
             text = (
                 f"the peer died: its process {pid} has ended; start all ranks again, or, if it was done before this "
-                "rank, give all ranks as many batches"
+                "rank, give all ranks as many batches, or train inside join"
             )
             self.fail(peer, row, text, lost=True)
         if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():
             text = (
                 "the peer has closed its communicator; make the same calls on all ranks, in training with as many "
-                "batches on each"
+                "batches on each, or inside join"
             )
             self.fail(peer, row, text, lost=False)
 

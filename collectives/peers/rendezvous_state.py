@@ -182,7 +182,8 @@ class Hub:
             return []
         return self._fail(
             f"rank {rank} is gone: its process ended, or closed its connections, without leaving the job; "
-            "start all ranks again, or, if it was done before the others, give all ranks as many batches",
+            "start all ranks again, or, if it was done before the others, give all ranks as many batches, or train "
+            "inside join",
             peer=rank,
         )
 

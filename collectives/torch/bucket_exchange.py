@@ -8,9 +8,11 @@ itself would turn it into another one. Where no plan fits the process group, tor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -21,7 +23,9 @@ from collectives.torch.futures import future_of
 from collectives.torch.parameter_residuals import BucketLayout, ParameterNumbers, ParameterResiduals
 from collectives.training.averaging import InStepAverager
 from collectives.training.bucket_exchange import in_bucket
+from collectives.training.kept_memory import Part, told, warn_of_lost
 from collectives.training.recorder import Recorder
+from collectives.training.uneven import Presence
 from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -39,14 +43,18 @@ class BucketExchange:
     Attributes
     ----------
     residuals : ParameterResiduals
+    presence : Presence or None
+        Where ranks may have no data in a step.
     """
 
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
         how = averager.settings
+        self.presence: Presence | None = None
         self.residuals = ParameterResiduals(averager.communicator, momentum=how.momentum)
         self._averager = averager
         self._numbers = numbers
         self._narrow = None if how.compress is None else NARROW[how.compress]
+        self._saved: tuple[Sequence[Sequence[int]] | None, ...] = ()
         self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
@@ -80,17 +88,22 @@ class BucketExchange:
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {buffer.nbytes} bytes"
 
-        def told(error: TopoplanError) -> TopoplanError:
+        def placed(error: TopoplanError) -> TopoplanError:
             return in_bucket(error, step=step, bucket=about, rank=self.rank)
 
         try:
+            if self.presence is not None:
+                self.presence.ask(step)
+            factor = 1.0 if self.presence is None else self.presence.factor
             given, handle = self._begin(bucket, buffer, async_op=async_op)
         except TopoplanError as error:
-            raise told(error) from error
+            raise placed(error) from error
 
         def finish() -> None:
             if given is not buffer:
                 buffer.copy_(given)
+            if factor != 1:
+                buffer.mul_(factor)
 
         return handle, future_of(
             handle,
@@ -98,7 +111,7 @@ class BucketExchange:
             device=buffer.device,
             arrays=self._averager.communicator.arrays,
             finish=finish,
-            told=told,
+            told=placed,
         )
 
     def _begin(
@@ -106,6 +119,7 @@ class BucketExchange:
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; the tensor in which the average will be."""
         layout = self.layout_of(bucket)
+        self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
         given, op = buffer, "avg"
         if averager.settings.density is not None:
@@ -117,7 +131,19 @@ class BucketExchange:
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
-        return given, averager.start(layout.key, given, op=op, out=given, async_op=async_op)
+        parts = _parts_of(layout, bucket) if averager.filters else ()
+        return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
+
+    def total(self, here: int) -> int:
+        """How many ranks have data, this one so many; all ranks must call it."""
+        comm = self._averager.communicator
+        line = comm.arrays.wrapped(np.array([here]))
+        return int(comm.arrays.values(comm.all_reduce(line, out=line))[0])
+
+    @property
+    def averager(self) -> InStepAverager:
+        """What averages, and keeps what filters leave over."""
+        return self._averager
 
     @property
     def rank(self) -> int:
@@ -127,8 +153,36 @@ class BucketExchange:
     def layout_of(self, bucket: GradBucket) -> BucketLayout:
         """Which parameters a bucket holds."""
         parameters = bucket.parameters()
-        return BucketLayout(
-            tuple(self._numbers.of(one) for one in parameters), tuple(one.numel() for one in parameters)
+        numbers = self._numbers.of_bucket(parameters)
+        return BucketLayout(numbers, tuple(one.numel() for one in parameters))
+
+    @property
+    def arrivals(self) -> list[list[int]] | None:
+        """As those of `ParameterNumbers`: what a checkpoint must say of the numbers of its parameters."""
+        arrivals = self._numbers.arrivals
+        return None if arrivals is None else [list(one) for one in arrivals]
+
+    def restored(self, arrivals: Sequence[Sequence[int]] | None) -> None:
+        """What is kept now comes from a run of these arrivals; if they prove to be others, it is given up."""
+        self._saved = (arrivals,)
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Give up what was restored, and say so, where the numbers of parameters mean something else now."""
+        if not self._saved:
+            return
+        (saved,) = self._saved
+        if self._numbers.fit(saved):
+            if saved is None or len(self._numbers.arrivals or ()) >= len(saved):
+                self._saved = ()
+            return
+        self._saved = ()
+        waiting = self.residuals.drop_waiting()
+        unsent = told({"residuals": {number: [one.residual.cpu()] for number, one in waiting.items()}})
+        warn_of_lost(
+            [unsent, self._averager.drop_unused()],
+            "buckets are others than when the state was saved, and only parameters that are given in the same order "
+            "both times, HookState(parameters=...), are known in any buckets",
         )
 
 
@@ -139,9 +193,16 @@ class BuiltInExchange:
     ----------
     group : ProcessGroup
     recorder : Recorder
+
+    Attributes
+    ----------
+    presence : Presence or None
+        Where ranks may have no data in a step.
     """
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+        self.presence: Presence | None = None
+        self._device = torch.device("cpu")
         self._group = group
         self._recorder = recorder
 
@@ -150,7 +211,12 @@ class BuiltInExchange:
         recorder, step, started = self._recorder, self._recorder.step, self._recorder.now()
         buffer: torch.Tensor = bucket.buffer()
         key = f"bucket {bucket.index()}"
-        buffer.div_(dist.get_world_size(self._group))
+        divisor: float = dist.get_world_size(self._group)
+        self._device = buffer.device
+        if self.presence is not None:
+            self.presence.ask(step)
+            divisor /= self.presence.factor
+        buffer.div_(divisor)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None, "this process is in the group"
 
@@ -165,6 +231,20 @@ class BuiltInExchange:
         if bucket.is_last():
             recorder.end_step()
         return averaged
+
+    def total(self, here: int) -> int:
+        """How many ranks have data, this one so many; all ranks must call it."""
+        flag = torch.tensor([here], device=self._device)
+        dist.all_reduce(flag, group=self._group)
+        return int(flag.item())
+
+
+def _parts_of(layout: BucketLayout, bucket: GradBucket) -> tuple[Part, ...]:
+    """The parameters of a bucket, by their numbers in the model."""
+    return tuple(
+        Part(f"parameter {number}", start, stop, tuple(one.shape))
+        for (number, start, stop), one in zip(layout.parts(), bucket.parameters(), strict=True)
+    )
 
 
 def _idle(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:

@@ -5,15 +5,17 @@ Its state says by which plan, how, and what sparse gradients have left over.
 
 # annotations are no strings here: DDP compares those of the hook with its own types
 
-import math
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.backends.torch.gloo_threads import let_go
 from collectives.backends.torch.members import backend_of
@@ -27,11 +29,13 @@ from collectives.torch.mode_exchange import ModeExchange
 from collectives.torch.parameter_residuals import Kept, ParameterNumbers, tensors_of
 from collectives.training.averaging import Density, ExchangeSettings, InStepAverager, averager
 from collectives.training.integer_codes import IntegerCodes
+from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
-from topoplan.errors import UsageError
+from collectives.training.uneven import Presence
+from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
     from collectives.wire.filters import WireFormat
@@ -65,13 +69,12 @@ class HookState:
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
     low_rank : LowRank or int, optional
         Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
-        rank. Their residuals are no part of `state_dict`.
+        rank.
     codes : IntegerCodes or int, optional
         Whole numbers that travel and are added in place of dense gradients (`collectives.training.integer_codes`), or
         their bits: 8 or 16.
     significance : Significance or float, optional
-        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold. What
-        ranks keep is no part of `state_dict`.
+        Entries that alone travel of dense gradients (`collectives.training.significance`), or their threshold.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -109,7 +112,8 @@ class HookState:
     -----
     A run that is restored from a checkpoint goes on bit for bit where its buckets are the same: with one bucket, or
     with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
-    chosen, for one step. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    chosen, for one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers
+    neither. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
     """
 
     def __init__(
@@ -190,30 +194,48 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
 
+        Also what filters of gradients (``low_rank``, ``significance``) keep.
+
         Returns
         -------
         dict
-            Of numbers and tensors on the CPU, as `torch.save` takes it.
+            Of numbers, texts and tensors on the CPU, as `torch.save` takes it.
         """
-        kept = self.buckets.residuals.by_parameter() if isinstance(self.buckets, BucketExchange) else {}
+        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        kept = {} if in_step is None else in_step.residuals.by_parameter()
+        filters = NOTHING if in_step is None else in_step.averager.filter_state()
         return {
             "rank": self.rank,
             "ranks": self.size,
             "step": self.recorder.step,
             "momentum": self.momentum,
+            "arrivals": None if in_step is None else in_step.arrivals,
             "residuals": {number: one.residual for number, one in kept.items()},
             "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
+            "filters": {
+                "filter": filters["filter"],
+                **{
+                    which: {
+                        name: [torch.from_numpy(one) for one in held] for name, held in filters[which].items()
+                    }
+                    for which in ("residuals", "arrays")
+                },
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank.
 
+        A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
+        says what is lost, with counts. Where DDP's buckets are others than then, a later warning of the first steps
+        says so of what was kept of them, and without ``parameters`` of all that is known by numbers.
+
         Raises
         ------
         UsageError
-            It is another rank's, or of another number of ranks or another momentum; nothing has changed.
+            It is another rank's or of another momentum; nothing has changed.
         """
-        if (state["rank"], state["ranks"]) != (self.rank, self.size):
+        if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
                 f"{self.size}; every rank loads what it saved itself"
@@ -222,19 +244,29 @@ class HookState:
             raise UsageError(
                 f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
             )
-        velocities = state["velocities"]
+        velocities, filters = state["velocities"], state.get("filters", NOTHING)
         kept = {
             int(number): Kept(residual, velocities.get(number)).copy()
             for number, residual in state["residuals"].items()
         }
+        in_step = self.buckets if isinstance(self.buckets, BucketExchange) else None
+        sparse = in_step is not None and in_step.averager.settings.density is not None
+        unsent = told({"residuals": {number: [one.residual] for number, one in kept.items()}})
+        if state["ranks"] != self.size:
+            why = f"the state is of {state['ranks']} ranks, and this job has {self.size}"
+            lost, kept, filters = [unsent, told(filters)], {}, NOTHING
+        else:
+            why = "gradients travel by other settings than when the state was saved"
+            lost = ["" if sparse else unsent]
+        if in_step is not None:
+            in_step.residuals.replace(kept if sparse else {})
+            lost.append(in_step.averager.restore_filter(filters))
+            if "arrivals" in state:
+                in_step.restored(state["arrivals"])
+        else:
+            lost.append(told(filters))
         self.recorder.step = int(state["step"])
-        if isinstance(self.buckets, BucketExchange):
-            self.buckets.residuals.replace(kept)
-        elif kept:
-            held = math.fsum(float(one.residual.sum()) for one in kept.values())
-            warnings.warn(
-                f"residuals with a sum of {held:g} are not used: gradients are averaged whole", stacklevel=2
-            )
+        warn_of_lost(lost, why)
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
@@ -273,6 +305,63 @@ class HookState:
         """
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
+
+    @contextmanager
+    def join(self, model: DistributedDataParallel, *, divide_by: str = "present") -> Iterator[None]:
+        """A loop in which ranks have unequally many batches: ``with state.join(model): for batch in …``.
+
+        It stands in place of ``model.join()``, which it enters: a rank that leaves the block goes on giving zeros, and
+        what it has kept, until all have left it; then all get the parameters of one that was there to the end. All
+        ranks must enter it together. Moments of optimisers are each rank's own.
+
+        ``model.join()`` alone would run the hook as well, but does not tell it how many ranks have data: by the hook it
+        divides by all ranks, and ``divide_by_initial_world_size=False`` is refused there.
+
+        Parameters
+        ----------
+        model : DistributedDataParallel
+            With which this state is registered.
+        divide_by : str
+            "present" for the ranks that have data in a step, "all" for all of them, by which all samples have the same
+            weight.
+
+        Raises
+        ------
+        UsageError
+            The model is no DDP, or the mode is another than `BSP`.
+        BackendError
+            Another rank failed.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
+            )
+        if isinstance(self.buckets, ModeExchange):
+            raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
+        buckets = self.buckets
+        presence = Presence(self.size, buckets.total, here=1, divide_by=divide_by)
+        buckets.presence = presence
+        try:
+            with model.join(divide_by_initial_world_size=True):
+                yield
+                presence.here = 0
+        finally:
+            buckets.presence = None
+
+    def _check_join(self, model: DistributedDataParallel) -> None:
+        """Torch's own join repeats steps of others, without `join`: whether averages are what it was asked for."""
+        if not isinstance(self.buckets, ModeExchange) and (
+            self.buckets.presence is not None or model._divide_by_initial_world_size
+        ):
+            return
+        text = (
+            "model.join() cannot tell the hook how many ranks have data, or that a mode does not wait for them; "
+            "write `with state.join(model):` in its place, in steps that wait for all ranks"
+        )
+        if self.communicator is not None:
+            with suppress(BackendError):
+                self.communicator.refuse(text)
+        raise UsageError(text)
 
     @property
     def gap(self) -> int | None:
@@ -327,4 +416,20 @@ def topoplan_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[
             f"a {type(state).__name__} is no state of the hook; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
+    if (model := _joined(sys._getframe().f_back)) is not None:
+        state._check_join(model)
     return state.buckets.average(bucket)
+
+
+def _joined(caller: FrameType | None) -> DistributedDataParallel | None:
+    """The model for which torch's join calls the hook on a rank without data; torch itself does not say so.
+
+    Parameters
+    ----------
+    caller : frame or None
+        None in threads of backward, where nothing of Python is above the hook.
+    """
+    if caller is None or caller.f_code.co_name != "_match_all_reduce_for_bwd_pass":
+        return None
+    found = caller.f_locals.get("self")
+    return found if isinstance(found, DistributedDataParallel) else None

@@ -25,10 +25,8 @@ from collectives.staleness.modes import LocalSGD
 from collectives.torch.bucket_exchange import BucketExchange
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.bucket_exchange import in_bucket
+from collectives.training.kept_memory import SETTLED
 from topoplan.errors import TopoplanError, UsageError
-
-SETTLED = 2
-"""Steps after which DDP has arranged its buckets for good; until then gradients are averaged in step."""
 
 GLANCE = 8
 """Elements of each parameter by which it is seen to have moved."""

@@ -6,7 +6,8 @@ the step: it may be one that no rank has used, of which DDP throws the average a
 residual, and its velocity, wait here until it has a gradient again.
 
 Parameters are known by numbers: those of a given order, or that in which buckets bring them. DDP arranges its buckets
-anew after the first step, so a bucket is known by the parameters that it holds, not by its place in their row.
+anew after the first step, so a bucket is known by the parameters that it holds, not by its place in their row. A
+checkpoint says in which buckets parameters came; where they come in others, their numbers mean something else.
 
 Everything stays where the gradients are, on a GPU in its memory; only a checkpoint comes to the host.
 """
@@ -36,6 +37,11 @@ class ParameterNumbers:
     parameters : iterable of Parameter, optional
         Counted from 0; others go on from there as they come.
 
+    Attributes
+    ----------
+    arrivals : list of list of int, or None
+        The lengths of the parameters that each bucket has brought as the first; None where all were given.
+
     Examples
     --------
     >>> one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
@@ -46,6 +52,7 @@ class ParameterNumbers:
 
     def __init__(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        self.arrivals: list[list[int]] | None = [] if parameters is None else None
         for parameter in tensors_of(parameters or ()):
             self.of(parameter)
 
@@ -53,6 +60,28 @@ class ParameterNumbers:
         """The number of a parameter."""
         # the tensor is held so that no other one gets its identity
         return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
+
+    def of_bucket(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The numbers of a bucket's parameters."""
+        fresh = [one.numel() for one in parameters if id(one) not in self._known]
+        if fresh and self.arrivals is not None:
+            self.arrivals.append(fresh)
+        return tuple(self.of(one) for one in parameters)
+
+    def fit(self, saved: Sequence[Sequence[int]] | None) -> bool:
+        """Whether numbers so far mean what they did in a run of these arrivals.
+
+        Examples
+        --------
+        >>> numbers = ParameterNumbers()
+        >>> numbers.of_bucket([torch.zeros(2), torch.zeros(3)])
+        (0, 1)
+        >>> numbers.fit([[2, 3], [5]]), numbers.fit([[3], [2, 5]]), numbers.fit(None)
+        (True, False, False)
+        """
+        if self.arrivals is None or saved is None:
+            return self.arrivals is saved
+        return self.arrivals == [list(one) for one in saved[: len(self.arrivals)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +237,11 @@ class ParameterResiduals:
         waiting = {number: kept.copy(host) for number, kept in self._waiting.items()}
         found = _together(waiting, there)
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
+
+    def drop_waiting(self) -> dict[int, Kept]:
+        """Give up what no bucket has taken yet, and return it."""
+        waiting, self._waiting = self._waiting, {}
+        return waiting
 
     def replace(self, kept: Mapping[int, Kept]) -> None:
         """Go on from what `by_parameter` gave, instead of what is kept now."""

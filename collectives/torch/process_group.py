@@ -1,10 +1,11 @@
 """The process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``.
 
-allreduce, broadcast, allgather and reduce-scatter run by plan; everything else, and what a plan cannot carry, is given
-to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the environment
-variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A file that is no
-plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves tensors between
-GPUs: auto, windows or messages, as for `Communicator`.
+allreduce, broadcast, allgather, reduce-scatter and all-to-all of equal blocks run by plan, also several tensors of one
+type at once ("coalesced"), and sums of multiples, as FSDP2 may ask for. Everything else, and what a plan cannot carry,
+is given to gloo (tensors on the CPU) and NCCL (tensors on GPUs) beneath. The plan is that of the file which the
+environment variable TOPOPLAN_PLAN names, or it is made from what the job runs on when the first collective comes. A
+file that is no plan of this job is a `UsageError` of that collective, on all ranks. TOPOPLAN_ENGINE says what moves
+tensors between GPUs: auto, windows or messages, as for `Communicator`.
 
 Plans run in a thread of their own, and what they do not carry is called by the caller's. Gloo tells the messages of
 both apart by tags. NCCL does not: calls on one communicator match in the order in which they come, so that a barrier
@@ -58,10 +59,6 @@ DELEGATED = (
     "_set_sequence_number_for_group",
     "_start_coalescing",
     "_wait_for_pending_works",
-    "all_gather_single_coalesced",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
     "alltoall",
     "barrier",
     "gather",
@@ -69,8 +66,6 @@ DELEGATED = (
     "recv",
     "recv_anysource",
     "reduce",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
     "set_timeout",
@@ -123,6 +118,9 @@ class PlannedGroup(dist.ProcessGroup):
         inner = groups.others
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         self.inner = inner
+        for device in inner._device_types:  # else it has no name, by which a DeviceMesh finds it
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(device, kind, inner._get_backend(device))
         self.carrier = groups.plans
         self.served = groups.served
         self.communicator: Communicator | None = None
@@ -135,17 +133,15 @@ class PlannedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce a tensor over all ranks, in place."""
-        op = _operation(opts)
-        if not isinstance(tensors, list) or op is None or not self._carries(tensors, op):
+        if not isinstance(tensors, list) or len(tensors) != 1 or not self._reduces(tensors, opts):
             return self.inner.allreduce(tensors, *_given(opts), *others)
-        (tensor,) = tensors
-        flat = _line(tensor)
-        return self._started(
-            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
-            flat,
-            lambda: _put([tensor], [flat]),
-            tensors,
-        )
+        return self._reduced(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        """Reduce several tensors over all ranks, in place and as one."""
+        if not isinstance(tensors, list) or not self._reduces(tensors, opts):
+            return self.inner.allreduce_coalesced(tensors, *_given(opts), *others)
+        return self._reduced(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the root's tensor to all ranks."""
@@ -162,20 +158,23 @@ class PlannedGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Copy the tensors of all ranks to all ranks."""
-        listed = isinstance(inputs, list) and len(outputs) == 1
+        listed = isinstance(inputs, list) and len(inputs) == len(outputs) == 1
         alike = listed and all(
             one.numel() == inputs[0].numel() and one.dtype == inputs[0].dtype for one in outputs[0]
         )
         if not alike or not self._carries(inputs, None):
             return self.inner.allgather(outputs, inputs, *_given(opts), *others)
-        flat = _line(inputs[0])
-        whole = flat.new_empty(self.size() * flat.numel())
-        return self._started(
-            lambda comm: comm.all_gather(flat, out=whole, async_op=True),
-            flat,
-            lambda: _put(outputs[0], whole.chunk(self.size()) if whole.numel() else []),
-            outputs,
+        return self._gathered([[one] for one in outputs[0]], inputs, outputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
+        """Copy several tensors of all ranks to all ranks, as one; outputs are a list for each rank."""
+        alike = len(outputs) == self.size() and all(
+            [(one.numel(), one.dtype) for one in row] == [(one.numel(), one.dtype) for one in inputs]
+            for row in outputs
         )
+        if not alike or not self._carries(inputs, None):
+            return self.inner.allgather_coalesced(outputs, inputs, *_given(opts), *others)
+        return self._gathered(outputs, inputs, outputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Put the tensors of all ranks into one."""
@@ -190,22 +189,40 @@ class PlannedGroup(dist.ProcessGroup):
             [output],
         )
 
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Put several tensors of all ranks into one each, exchanged as one."""
+        pairs = zip(outputs, inputs, strict=True)
+        alike = all(
+            one.dtype == other.dtype and one.numel() == self.size() * other.numel() for one, other in pairs
+        )
+        if not alike or not self._carries(inputs, None):
+            return self.inner.allgather_into_tensor_coalesced(outputs, inputs, *_given(opts))
+        lines = [_line(one) for one in outputs]
+        rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
+        return self._gathered(rows, inputs, outputs, then=lambda: _put(outputs, lines))
+
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         """Reduce one tensor for each rank over all ranks; each rank gets its own."""
-        op = _operation(opts)
-        alike = isinstance(outputs, list) and len(inputs) == 1
+        alike = isinstance(outputs, list) and len(inputs) == len(outputs) == 1
         alike = alike and all(one.numel() == outputs[0].numel() for one in inputs[0])
-        if op is None or not alike or not self._carries([*inputs[0], *outputs], op):
+        if not alike or not self._reduces([*inputs[0], *outputs], opts):
             return self.inner.reduce_scatter(outputs, inputs, *_given(opts), *others)
-        whole = torch.cat([_line(one) for one in inputs[0]])
-        return self._scattered(outputs[0], whole, op)
+        return self._scattered(outputs, _joined(inputs[0]), opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Reduce a tensor over all ranks; each rank gets its block."""
-        op = _operation(opts)
-        if op is None or not self._carries([input], op):
+        if not self._reduces([input, output], opts):
             return self.inner._reduce_scatter_base(output, input, *_given(opts))
-        return self._scattered(output, _line(input), op)
+        return self._scattered([output], _line(input), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce several tensors over all ranks, as one; each rank gets its block of each."""
+        pairs = zip(outputs, inputs, strict=True)
+        alike = all(other.numel() == self.size() * one.numel() for one, other in pairs)
+        if not alike or not self._reduces([*inputs, *outputs], opts):
+            return self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, *_given(opts))
+        blocks = zip(*(self._blocks(_line(one)) for one in inputs), strict=True)
+        return self._scattered(outputs, _joined([part for row in blocks for part in row]), opts)
 
     def alltoall_base(
         self,
@@ -231,7 +248,9 @@ class PlannedGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def shutdown(self) -> None:
         """Give up everything."""
@@ -248,14 +267,48 @@ class PlannedGroup(dist.ProcessGroup):
             self.carrier.abort()
         self.inner.abort()
 
-    def _scattered(self, output: torch.Tensor, whole: torch.Tensor, op: str) -> PlannedWork:
-        flat = _line(output)
+    def _reduced(self, tensors: list[torch.Tensor], opts: Any) -> PlannedWork:
+        op, factor = _operation(opts)
+        flat = _times(_joined(tensors), factor)
         return self._started(
-            lambda comm: comm.reduce_scatter(whole, op=op, out=flat, async_op=True),
-            whole,
-            lambda: _put([output], [flat]),
-            [output],
+            lambda comm: comm.all_reduce(flat, op=op, out=flat, async_op=True),
+            flat,
+            lambda: _put(tensors, _parts(flat, tensors)),
+            tensors,
         )
+
+    def _gathered(
+        self,
+        rows: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        told: list[Any],
+        *,
+        then: Callable[[], None] = lambda: None,
+    ) -> PlannedWork:
+        """Gather tensors of every rank into a row of tensors for each."""
+        flat = _joined(inputs)
+        whole = flat.new_empty(self.size() * flat.numel())
+
+        def finish() -> None:
+            for row, line in zip(rows, self._blocks(whole), strict=True):
+                _put(row, _parts(line, row))
+            then()
+
+        return self._started(lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, told)
+
+    def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> PlannedWork:
+        op, factor = _operation(opts)
+        given, flat = _times(whole, factor), _joined(outputs)
+        return self._started(
+            lambda comm: comm.reduce_scatter(given, op=op, out=flat, async_op=True),
+            given,
+            lambda: _put(outputs, _parts(flat, outputs)),
+            outputs,
+        )
+
+    def _blocks(self, line: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A line in a part for each rank."""
+        return line.view(self.size(), -1).unbind() if line.numel() else [line] * self.size()
 
     def _started(
         self,
@@ -269,6 +322,13 @@ class PlannedGroup(dist.ProcessGroup):
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
         return PlannedWork(handle, future, tensors)
+
+    def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
+        """Whether a plan can reduce tensors so."""
+        op, factor = _operation(opts)
+        if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
+            return False
+        return self._carries(tensors, op)
 
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
         """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
@@ -314,11 +374,13 @@ for _name in DELEGATED:
     setattr(PlannedGroup, _name, _delegated(_name))
 
 
-def _operation(opts: Any) -> str | None:
-    """The reduction of a collective's options; None where plans have none."""
+def _operation(opts: Any) -> tuple[str, Any]:
+    """The reduction of a collective, empty where plans have none, and what values are multiplied by before."""
     if opts is None:
-        return None
-    return next((name for op, name in OPERATIONS if opts.reduceOp == op), None)
+        return "", None
+    if opts.reduceOp == dist.ReduceOp.PREMUL_SUM:
+        return "sum", opts.reduceOp.__getstate__()[1]
+    return next((name for op, name in OPERATIONS if opts.reduceOp == op), ""), None
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
@@ -328,6 +390,20 @@ def _given(opts: Any) -> tuple[Any, ...]:
 def _line(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor one after another: its own memory where they lie so, else a copy."""
     return tensor.detach().contiguous().view(-1)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of tensors one after another; of one tensor as `_line`."""
+    return _line(tensors[0]) if len(tensors) == 1 else torch.cat([_line(one) for one in tensors])
+
+
+def _parts(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A line in parts as long as tensors."""
+    return torch.split(line, [one.numel() for one in tensors])
+
+
+def _times(line: torch.Tensor, factor: Any) -> torch.Tensor:
+    return line if factor is None else line * factor
 
 
 def _put(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:

@@ -29,6 +29,7 @@ from collectives.communicator.handle import Handle
 from collectives.staleness.mailbox import Mailbox
 from collectives.staleness.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.integer_codes import IntegerCodeExchange, IntegerCodes
+from collectives.training.kept_memory import NOTHING, KeptMemory, Part, told
 from collectives.training.low_rank import LowRank, LowRankExchange
 from collectives.training.recorder import Recorder
 from collectives.training.significance import Significance, SignificanceExchange
@@ -163,7 +164,9 @@ class Averager(ABC):
         self.due = 0
 
     @abstractmethod
-    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+    def start(
+        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+    ) -> Handle[Any]:
         """Begin to average a gradient.
 
         Parameters
@@ -176,6 +179,8 @@ class Averager(ABC):
             avg; or, in step, sum of gradients that were divided by the number of ranks before.
         out : as ``gradients``
             Where to put the averages; new arrays by default.
+        parts : sequence of Part, optional
+            The parameters whose gradients these are, one after another; by default it is one, called ``key``.
 
         Returns
         -------
@@ -198,6 +203,35 @@ class Averager(ABC):
     def gap(self) -> int | None:
         """See above."""
         return None
+
+    @property
+    def filters(self) -> bool:
+        """Whether something travels in place of dense gradients."""
+        return False
+
+    def filter_state(self) -> dict[str, Any]:
+        """What the filter of dense gradients keeps on this process's ranks, as copies: for a checkpoint.
+
+        Returns
+        -------
+        dict
+            ``filter``: the settings, empty without a filter; and what `KeptMemory.state` gives.
+        """
+        return dict(NOTHING)
+
+    def restore_filter(self, state: Mapping[str, Any]) -> str:
+        """Go on from what `filter_state` gave.
+
+        Returns
+        -------
+        str
+            What is lost, since it was kept by another filter than this run's; empty if nothing is.
+        """
+        return told(state)
+
+    def drop_unused(self) -> str:
+        """Give up what the filter was restored with and has found no use for: what it was."""
+        return ""
 
     def mix(self, parameters: Sequence[Any]) -> None:
         """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
@@ -251,7 +285,14 @@ class InStepAverager(Averager):
         )
 
     def start(
-        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, async_op: bool = True
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        op: str = "avg",
+        out: Any = None,
+        parts: Sequence[Part] = (),
+        async_op: bool = True,
     ) -> Handle[Any]:
         """See `Averager.start`.
 
@@ -262,24 +303,27 @@ class InStepAverager(Averager):
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
-        thin, codes = self._low_rank, self._codes
-        if thin is not None and thin.settings.pays(elements_of(comm, gradients), step):
-            handle = thin.start(key, gradients, op=op, out=out, async_op=async_op)
-            elements, rank = elements_of(comm, gradients), thin.settings.rank
-            part = rank * sum(thin.settings.sides(elements)) / elements
-            told: Mapping[str, Any] = {"density": part, "how": f"rank {rank}", "bound": math.inf}
+        low_rank, codes = self._low_rank, self._codes
+        elements = elements_of(comm, gradients)
+        parts = parts or (Part(key, 0, elements, (elements,)),)
+        if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
+            handle, part = low_rank.start(thin, gradients, parts=parts, op=op, out=out, async_op=async_op)
+            how_told = f"rank {low_rank.settings.rank}"
+            told_of: Mapping[str, Any] = {"density": part, "how": how_told, "bound": math.inf}
         elif codes is not None:
             handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
-            part = codes.settings.nbytes(elements_of(comm, gradients)) / max(nbytes, 1)
-            told = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
+            part = codes.settings.nbytes(elements) / max(nbytes, 1)
+            told_of = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
         elif self._significance is not None:
-            handle, part = self._significance.start(key, gradients, op=op, out=out, async_op=async_op)
+            handle, part = self._significance.start(
+                key, gradients, parts=parts, op=op, out=out, async_op=async_op
+            )
             above = f"above {self._significance.settings.threshold:g}"
-            told = {"density": min(part, 1.0), "how": above, "bound": math.inf}
+            told_of = {"density": min(part, 1.0), "how": above, "bound": math.inf}
         elif how.density is None:
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=async_op))
             plan = comm.plan_for("allreduce", nbytes)
-            told = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
+            told_of = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
         else:
             density = how.density_at(step)
             # first, since it keeps the gradient where ranks cannot agree on how to exchange it
@@ -298,9 +342,46 @@ class InStepAverager(Averager):
             chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
             bound = math.inf if chosen.plan is None else chosen.plan.bound
             dense = chosen.exchange == "dense"
-            told = {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
-        handle.when_done(lambda: recorder.add(key, nbytes, started, step=step, **told))
+            told_of = {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
+        handle.when_done(lambda: recorder.add(key, nbytes, started, step=step, **told_of))
         return handle
+
+    def end_step(self) -> None:
+        """See `Averager.end_step`."""
+        super().end_step()
+        if (memory := self._memory) is not None:
+            memory.end_step()
+
+    @property
+    def filters(self) -> bool:
+        """See `Averager`."""
+        return bool(self._filter)
+
+    def filter_state(self) -> dict[str, Any]:
+        """See `Averager.filter_state`."""
+        kept = super().filter_state() if self._memory is None else self._memory.state()
+        return {**kept, "filter": self._filter}
+
+    def restore_filter(self, state: Mapping[str, Any]) -> str:
+        """See `Averager.restore_filter`."""
+        memory, fits = self._memory, state["filter"] == self._filter
+        if memory is not None:
+            memory.restore(state if fits else NOTHING)
+        return told(state) if memory is None or not fits else ""
+
+    def drop_unused(self) -> str:
+        """See `Averager.drop_unused`."""
+        return "" if self._memory is None else told(self._memory.drop_unused())
+
+    @property
+    def _filter(self) -> str:
+        return ", ".join(f"{one}" for name in FILTERS if (one := getattr(self.settings, name)) is not None)
+
+    @property
+    def _memory(self) -> KeptMemory | None:
+        """What the filter keeps, if there is one that keeps anything."""
+        kept: LowRankExchange | SignificanceExchange | None = self._low_rank or self._significance
+        return None if kept is None else kept.memory
 
 
 class StaleAverager(Averager):
@@ -324,7 +405,9 @@ class StaleAverager(Averager):
         self._library = library
         self._begun = False
 
-    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+    def start(
+        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+    ) -> Handle[Any]:
         """Send a gradient, and average it with what has come; the first of a step waits if this rank is too far ahead.
 
         See `Averager.start`; also where a rank stands still while this one waits for it, a `BackendError`.
@@ -385,7 +468,9 @@ class LocalAverager(Averager):
         self._communicator = communicator
         self._averages_after = mode.averages_after
 
-    def start(self, key: str, gradients: Any, *, op: str = "avg", out: Any = None) -> Handle[Any]:
+    def start(
+        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+    ) -> Handle[Any]:
         """The rank's own gradient: nothing is sent. See `Averager.start`."""
         comm = self._communicator
         given = [gradients] if comm.one_rank else list(gradients)

@@ -18,6 +18,8 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.averaging import Averager
 from collectives.training.buckets import Bucket
+from collectives.training.kept_memory import Part
+from collectives.training.uneven import Presence
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 PerRank = list[list[Any]]
@@ -40,6 +42,7 @@ class BucketMemory:
     ----------
     given, averages : list of arrays, one for each rank
         Lines of the bucket: what is exchanged, and where the averages are put, the same memory or apart.
+    parts : tuple of Part
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class BucketMemory:
             index: (bucket.borders[position], bucket.borders[position + 1])
             for position, index in enumerate(bucket.members)
         }
+        self.parts = tuple(
+            Part(f"gradient {index}", *self._places[index], self._shapes[index]) for index in bucket.members
+        )
         lines: list[Any] = []
         if not self.alone:
             made = communicator.empty(bucket.size, likes[0])
@@ -94,6 +100,12 @@ class BucketMemory:
             library.copy(out, found)
         return out
 
+    def multiply(self, factor: float) -> None:
+        """Multiply the averages, in place."""
+        if factor != 1:
+            for line in self.averages:
+                line *= factor
+
     def forget(self) -> None:
         """Let go of the caller's arrays."""
         if self.alone:
@@ -115,6 +127,8 @@ class BucketExchange:
     ----------
     given : set of int
         The gradients of this step so far.
+    presence : Presence or None
+        Where ranks may have no data in a step.
     """
 
     def __init__(
@@ -129,6 +143,7 @@ class BucketExchange:
         self._recorder = averager.recorder
         self._memory = tuple(memory)
         self._shapes = tuple(shapes)
+        self.presence: Presence | None = None
         self._bucket_of = {index: one.bucket.number for one in memory for index in one.bucket.members}
         self._begin()
 
@@ -147,9 +162,14 @@ class BucketExchange:
     def finish(self, outs: PerRank | None) -> PerRank:
         """Wait for all buckets; the averages, handed over bucket by bucket as they come."""
         averages: PerRank = [[None] * len(self._shapes) for _ in self._comm.ranks]
+        factor = 1.0
+        if self.presence is not None:
+            self.presence.ask(self._recorder.step)
+            factor = self.presence.factor
         for memory, handle in zip(self._memory, self._handles, strict=True):
             with self._about(memory.bucket), self._recorder.waiting():
                 handle.wait()
+            memory.multiply(factor)
             for index in memory.bucket.members:
                 for place, mine in enumerate(averages):
                     mine[index] = memory.take(index, place, None if outs is None else outs[place][index])
@@ -193,10 +213,13 @@ class BucketExchange:
 
     def _start(self, memory: BucketMemory) -> None:
         with self._about(memory.bucket):
+            if self.presence is not None:
+                self.presence.ask(self._recorder.step)
             alone = self._comm.one_rank
             given = memory.given[0] if alone else memory.given
             averages = memory.averages[0] if alone else memory.averages
-            self._handles.append(self._averager.start(_key(memory.bucket), given, out=averages))
+            handle = self._averager.start(_key(memory.bucket), given, out=averages, parts=memory.parts)
+            self._handles.append(handle)
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from collectives.backends.backend import Backend
 from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
@@ -22,11 +24,13 @@ from collectives.training.averaging import (
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
 from collectives.training.integer_codes import IntegerCodes
+from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank
 from collectives.training.proximal import Proximal
 from collectives.training.recorder import Recorder
 from collectives.training.report import log_start, watch
 from collectives.training.significance import Significance
+from collectives.training.uneven import Presence
 from topoplan.errors import BackendError, UsageError
 
 if TYPE_CHECKING:
@@ -126,6 +130,7 @@ class GradientSynchronizer:
         name: str = "gradients",
     ) -> None:
         self.mode = mode_of(mode)
+        self._sparse = density is not None
         how = ExchangeSettings(
             density,
             exchange,
@@ -185,7 +190,7 @@ class GradientSynchronizer:
             self._check_heard()
             if self._exchange.given:
                 raise UsageError("gradients of this step were given with ready already; end it with wait")
-            listed = self._shapes.lists(gradients, "gradient")
+            listed = self._shapes.lists(self._present(gradients), "gradient")
             outs = None if out is None else self._shapes.lists(out, "out array")
         for index in reversed(range(len(self._shapes))):
             wanted = None if outs is None else [one[index] for one in outs]
@@ -227,6 +232,74 @@ class GradientSynchronizer:
                 )
             outs = None if out is None else self._shapes.lists(out, "out array")
         return self._finished(outs)
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        *,
+        use: Callable[[Any], object] | None = None,
+        parameters: Any = None,
+        divide_by: str = "present",
+    ) -> Iterator[None]:
+        """A loop in which ranks have unequally many batches: ``with synchronizer.join(use=use): for batch in …``.
+
+        A rank that leaves the block goes on giving zeros, and what it has kept, until all have left it. All ranks must
+        enter it together. Where this process has several ranks, `step` takes None in place of the gradients of those
+        that have no data any more.
+
+        Parameters
+        ----------
+        use : callable, optional
+            What the optimiser does with the averages of a step; it is called for the steps of the others, so that all
+            ranks go through the same, and end with the same parameters and moments.
+        parameters : as those that the synchronizer was made with, writeable, optional
+            In place of ``use``: those of a rank that was there to the end are copied into them. Moments that an
+            optimiser keeps are each rank's own then.
+        divide_by : str
+            "present" for the ranks that have data in a step, "all" for all of them, by which all samples have the same
+            weight.
+
+        Raises
+        ------
+        UsageError
+            Neither ``use`` nor ``parameters`` is given, or both; the mode is another than `BSP`; gradients are whole
+            numbers, which are not divided by the ranks present.
+        BackendError
+            Another rank failed.
+        """
+        comm = self.communicator
+        with self._refusing("joining"):
+            if (use is None) == (parameters is None):
+                raise UsageError(
+                    "ranks that have run out of data would be left with old parameters; give join either use=..., "
+                    "what the optimiser does with averages, or parameters=..."
+                )
+            if not isinstance(self.mode, BSP):
+                raise UsageError(
+                    f"join is for steps that wait for all ranks, which those of {self.mode} do not"
+                )
+            whole = sorted({one.dtype for one in self.buckets if "float" not in one.dtype})
+            if whole and divide_by == "present":
+                raise UsageError(
+                    f"averages of {whole[0]} are not divided by the ranks present; use divide_by='all'"
+                )
+            weights = None if parameters is None else self._shapes.lists(parameters, "parameter")
+            presence = Presence(comm.size, self._total, here=len(comm.ranks), divide_by=divide_by)
+        self._exchange.presence = presence
+        try:
+            yield
+            self._check_between_steps()
+            presence.here = 0
+            last = True
+            while presence.ask(self.recorder.step):
+                last = False
+                averages = self.step(self._zeros() if comm.one_rank else [None] * len(comm.ranks))
+                if use is not None:
+                    use(averages)
+            if weights is not None:
+                self._copy_from_last(weights, last)
+        finally:
+            self._exchange.presence = None
 
     def after_step(self, parameters: Any) -> None:
         """Call it in every step when the optimiser has used the averages.
@@ -308,6 +381,8 @@ class GradientSynchronizer:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this process must hold: the steps so far, and what was not sent yet, as copies.
 
+        Also what filters of gradients (``low_rank``, ``significance``) keep. Each process saves its own.
+
         Raises
         ------
         UsageError
@@ -315,33 +390,64 @@ class GradientSynchronizer:
         """
         self._check_between_steps()
         pulled = {} if self._proximal is None else {"proximal": self._proximal.state()}
-        residuals = self.communicator.sparse_state()
-        return {**self._same(), "step": self.recorder.step, "residuals": residuals, **pulled}
+        return {
+            **self._same(),
+            "held": list(self.communicator.ranks),
+            "step": self.recorder.step,
+            "residuals": self.communicator.sparse_state(),
+            "filters": self._averager.filter_state(),
+            **pulled,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on the same rank.
+        """Go on from what `state_dict` gave on the same rank, bit for bit.
+
+        A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
+        says what is lost, with counts.
 
         Raises
         ------
         UsageError
-            It is of other parameters, other buckets or another number of ranks; nothing has changed.
+            It is of other parameters, other buckets or another rank; nothing has changed.
         """
         self._check_between_steps()
-        for key, value in self._same().items():
-            if state.get(key) != value:
-                found, wanted = str(state.get(key))[:60], str(value)[:60]
+        same, ranks = self._same(), self.communicator.ranks
+        for key in ("format", "layout"):
+            if state.get(key) != same[key]:
+                found, wanted = str(state.get(key))[:60], str(same[key])[:60]
                 raise UsageError(
                     f"the state was saved with {key} {found}, and here it is {wanted}; restore it with the same "
-                    "parameters, bucket_bytes and number of ranks"
+                    "parameters and bucket_bytes"
                 )
         if self._proximal is not None and "proximal" not in state:
             raise UsageError(
                 f"the state was saved in another mode than {self.mode}, and says nothing of where parameters were last "
                 "averaged; restore it with the same mode"
             )
-        self.communicator.restore_sparse_state(state["residuals"])
-        if self._proximal is not None:
-            self._proximal.restore(state["proximal"])
+        filters = state.get("filters", NOTHING)
+        residuals = {
+            key: [one["residual"] for one in listed] for key, listed in state["residuals"].items() if listed
+        }
+        if state["ranks"] != same["ranks"]:
+            self.communicator.restore_sparse_state({})
+            self._averager.restore_filter(NOTHING)
+            lost = [told({"residuals": residuals}, of="bucket"), told(filters)]
+            if self._proximal is not None:
+                lost.append("the anchors of parameters")
+            warn_of_lost(lost, f"the state is of {state['ranks']} ranks, and this job has {same['ranks']}")
+        elif tuple(state.get("held", ranks)) != tuple(ranks):
+            raise UsageError(
+                f"the state is that of ranks {list(state['held'])}, and this process has {list(ranks)}; every process "
+                "loads what it saved itself"
+            )
+        else:
+            self.communicator.restore_sparse_state(state["residuals"] if self._sparse else {})
+            lost = [self._averager.restore_filter(filters)]
+            if not self._sparse:
+                lost.append(told({"residuals": residuals}, of="bucket"))
+            warn_of_lost(lost, "gradients travel by other settings than when the state was saved")
+            if self._proximal is not None:
+                self._proximal.restore(state["proximal"])
         self.recorder.step = self._heard = int(state["step"])
 
     def close(self) -> None:
@@ -425,6 +531,42 @@ class GradientSynchronizer:
         """What the caller gives, as `average_parameters` takes it."""
         listed = self._shapes.lists(parameters, "parameter")
         return listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True))
+
+    def _present(self, gradients: Any) -> Any:
+        """Inside `join`, zeros in place of what ranks of this process do not give any more."""
+        presence, comm = self._exchange.presence, self.communicator
+        if presence is None or comm.one_rank or not isinstance(gradients, list | tuple):
+            return gradients
+        presence.here = sum(one is not None for one in gradients)
+        return [self._zeros() if one is None else one for one in gradients]
+
+    def _zeros(self) -> list[Any]:
+        """Gradients of a rank that has no data."""
+        library = self.communicator.arrays
+        return [
+            library.of(np.zeros(shape), dtype)
+            for shape, dtype in zip(self._shapes.shapes, self._shapes.dtypes, strict=True)
+        ]
+
+    def _total(self, here: int) -> int:
+        """Of how many ranks of this process have data: how many of all do."""
+        return int(self._over_all(here, "sum"))
+
+    def _over_all(self, number: int, op: str) -> int:
+        """A number of this process's first rank, reduced with those of other processes; zeros of its others."""
+        comm, library = self.communicator, self.communicator.arrays
+        lines = [library.wrapped(np.array([number * (not place)])) for place in range(len(comm.ranks))]
+        given = lines[0] if comm.one_rank else lines
+        comm.all_reduce(given, op=op, out=given)
+        return int(library.values(lines[0])[0])
+
+    def _copy_from_last(self, weights: list[list[Any]], last: bool) -> None:
+        """Give all ranks the parameters of one that had data to the end."""
+        comm = self.communicator
+        root = self._over_all(comm.ranks[0] if last else 0, "max")
+        for one in zip(*weights, strict=True):
+            given = one[0] if comm.one_rank else list(one)
+            comm.broadcast(given, root=root, out=given)
 
     def _check_heard(self) -> None:
         """Whether `after_step` was called in the step before, where it has something to do."""

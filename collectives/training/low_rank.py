@@ -6,9 +6,10 @@ get P Q', and each keeps what is missing of its own M. Q begins the next step (w
 the gradients' strongest directions from step to step. Sums are linear: any plan adds the thin matrices.
 
 What is given up: one gradient is no longer the average but its part of low rank; with feedback what is missing comes
-later, so that over a run everything is used. A bucket is one matrix whatever layers lie in it, which is coarser than a
-matrix for each layer. Matrices are multiplied on the CPU. The product is added up column by column in a fixed order, so
-that every rank has the same bits.
+later, so that over a run everything is used. By default a bucket is one matrix whatever layers lie in it, which is
+coarser than a matrix for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or more
+dimensions is one, and all others travel whole beside them. Matrices are multiplied on the CPU. The product is added up
+column by column in a fixed order, so that every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.training.kept_memory import KeptMemory, Part
 from topoplan.errors import UsageError
 
 Matrix = NDArray[Any]
@@ -41,18 +44,23 @@ class LowRank:
         Whether what is missing of a gradient is kept for the next step.
     begins : int
         The first step, counted from 0, that is approximated; DDP arranges its buckets during the first two.
+    matrices : str
+        "bucket" for one matrix of a whole bucket, "layers" for one of each parameter.
 
     Raises
     ------
     UsageError
-        A rank below one, or a first step below zero.
+        A rank below one, a first step below zero, or other matrices.
     """
 
     rank: int = 2
     feedback: bool = True
     begins: int = 2
+    matrices: str = "bucket"
 
     def __post_init__(self) -> None:
+        if self.matrices not in ("bucket", "layers"):
+            raise UsageError(f"there are no matrices {self.matrices!r} of a low rank; use bucket or layers")
         for name, least in (("rank", 1), ("begins", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -74,17 +82,39 @@ class LowRank:
         rows = max(1, math.isqrt(elements))
         return rows, -(-elements // rows)
 
-    def pays(self, elements: int, step: int) -> bool:
-        """Whether the thin matrices are smaller than the gradient, and the step is one that is approximated."""
-        return step >= self.begins and self.rank * sum(self.sides(elements)) < elements
+    def thin(self, key: str, parts: Sequence[Part], step: int) -> tuple[Thin, ...]:
+        """The matrices of a bucket that are approximated in a step: those whose thin ones are smaller.
+
+        Examples
+        --------
+        >>> layers = [Part("weight", 0, 120, (10, 12)), Part("bias", 120, 130, (10,))]
+        >>> LowRank(2, begins=0).thin("bucket 0", layers, 0)
+        (Thin(key='bucket 0', start=0, stop=130, rows=11, columns=12),)
+        >>> LowRank(2, begins=0, matrices="layers").thin("bucket 0", layers, 0)
+        (Thin(key='weight', start=0, stop=120, rows=10, columns=12),)
+        """
+        if step < self.begins:
+            return ()
+        if self.matrices == "bucket":
+            found = [Thin(key, parts[0].start, parts[-1].stop, *self.sides(parts[-1].stop))]
+        else:
+            found = [
+                Thin(one.name, one.start, one.stop, one.shape[0], math.prod(one.shape[1:]))
+                for one in parts
+                if len(one.shape) > 1
+            ]
+        return tuple(one for one in found if self.rank * (one.rows + one.columns) < one.stop - one.start)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What a gradient leaves for its next step: Q, and the residual of every rank of this process."""
+@dataclass(frozen=True, slots=True)
+class Thin:
+    """A matrix that travels as two thin ones: its name, where it lies in the bucket, and its sides."""
 
-    right: Matrix
-    residuals: list[Matrix] = field(default_factory=list)
+    key: str
+    start: int
+    stop: int
+    rows: int
+    columns: int
 
 
 class LowRankExchange:
@@ -94,20 +124,42 @@ class LowRankExchange:
     ----------
     communicator : Communicator
     settings : LowRank
+
+    Attributes
+    ----------
+    memory : KeptMemory
+        The residuals, and Q of each matrix.
     """
 
     def __init__(self, communicator: Communicator, settings: LowRank) -> None:
         self.communicator = communicator
         self.settings = settings
-        self._kept: dict[str, _Memory] = {}
+        self.memory = KeptMemory()
 
-    def start(self, key: str, gradients: Any, *, op: str, out: Any, async_op: bool) -> Handle[Any]:
-        """Begin to average a gradient; its first, thinner sum is waited for. Parameters as `Averager.start`.
+    def start(
+        self,
+        thin: Sequence[Thin],
+        gradients: Any,
+        *,
+        parts: Sequence[Part],
+        op: str,
+        out: Any,
+        async_op: bool,
+    ) -> tuple[Handle[Any], float]:
+        """Begin to average a gradient, and the part of its bytes that travels; its first, thinner sum is waited for.
+
+        Parameters
+        ----------
+        thin : sequence of Thin
+            What is approximated; the rest travels whole.
+        parts : sequence of Part
+        gradients, op, out, async_op
+            As `Averager.start`.
 
         Raises
         ------
         UsageError
-            The gradient is of no floating type.
+            The gradient is of no floating type, or what was restored does not fit it.
         BackendError
             Another rank failed.
         """
@@ -115,48 +167,75 @@ class LowRankExchange:
         given = [gradients] if comm.one_rank else list(gradients)
         if "float" not in library.dtype(given[0]):
             raise UsageError(f"gradients of {library.dtype(given[0])} have no low rank; give floats")
-        elements = math.prod(library.shape(given[0]))
-        rows, columns = how.sides(elements)
-        memory = self._kept.get(key)
-        if memory is None or memory.right.shape[0] != columns or len(memory.residuals) != len(given):
-            zeros = [np.zeros((rows, columns), np.float32) for _ in given]
-            memory = self._kept[key] = _Memory(_first(key, columns, how.rank), zeros)
-        kept = memory
-        whole = [
-            _matrix(library.values(one), rows, columns) + residual
-            for one, residual in zip(given, kept.residuals, strict=True)
+        approximated = {at.key for at in thin} if how.matrices == "layers" else {one.name for one in parts}
+        held = [one for one in parts if one.name in approximated]
+        whole = [one for one in parts if one.name not in approximated]
+        values = [library.values(one).reshape(-1) for one in given]
+        lines = [one.astype(np.float32) for one in values]
+        self.memory.add_to(held, lines)
+        matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
+        rights = [self._right(at) for at in thin]
+        products = [
+            [
+                *(m @ right for m, right in zip(mine, rights, strict=True)),
+                *(one[p.start : p.stop] for p in whole),
+            ]
+            for mine, one in zip(matrices, values, strict=True)
         ]
-        left = orthonormal(
-            self._sum([one @ kept.right for one in whole], given, op, async_op=False).wait()[0]
-        )
+        summed = self._sum(products, given, op, async_op=False).wait()
+        lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
+        # what travels whole has arrived with the first sum
+        total = values[0].copy()
+        for part, line in zip(whole, summed[len(thin) :], strict=True):
+            total[part.start : part.stop] = line
+        again = [[m.T @ left for m, left in zip(mine, lefts, strict=True)] for mine in matrices]
 
-        def product(rights: list[Matrix]) -> Any:
-            right = rights[0]
-            average = outer(left, right)
-            # of a sum that was divided before, each rank has given its part
-            share = average / np.float32(comm.size) if op == "sum" else average
+        def product(found: list[Matrix]) -> Any:
+            for at, left, one in zip(thin, lefts, found, strict=True):
+                right = one.astype(np.float32)
+                average = outer(left, right).reshape(-1)[: at.stop - at.start]
+                total[at.start : at.stop] = average
+                # of a sum that was divided before, each rank has given its part
+                share = average / np.float32(comm.size) if op == "sum" else average
+                for line in lines:
+                    line[at.start : at.stop] -= share
+                dead = ~right.any(axis=0)
+                kept = np.where(dead, _first(at.key, at.columns, how.rank), right)
+                self.memory.arrays[at.key] = [kept]
             if how.feedback:
-                kept.residuals = [one - share for one in whole]
-            dead = ~right.any(axis=0)
-            kept.right = np.where(dead, _first(key, columns, how.rank), right)
-            return put_in_all(comm, average.reshape(-1)[:elements], given, out)
+                self.memory.keep(held, lines)
+            return put_in_all(comm, total, given, out)
 
-        return self._sum([one.T @ left for one in whole], given, op, async_op=async_op).then(product)
+        numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
+        handle = self._sum(again, given, op, async_op=async_op).then(product)
+        return handle, numbers / values[0].size
+
+    def _right(self, at: Thin) -> Matrix:
+        """Where the search for a matrix's directions goes on, or begins."""
+        kept = self.memory.array(at.key)
+        if kept is None or kept[0].shape != (at.columns, self.settings.rank):
+            return _first(at.key, at.columns, self.settings.rank)
+        return kept[0]
 
     def _sum(
-        self, matrices: Sequence[Matrix], given: Sequence[Any], op: str, *, async_op: bool
+        self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
     ) -> Handle[list[Matrix]]:
-        """The sum, or average, of a matrix of every rank, as one for each rank of this process."""
+        """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type."""
         comm, library = self.communicator, self.communicator.arrays
         lines = []
-        for matrix, like in zip(matrices, given, strict=True):
-            line = library.empty((matrix.size,), like)
-            library.put(line, matrix.reshape(-1).astype(library.values(line).dtype))
+        for mine, like in zip(matrices, given, strict=True):
+            line = library.empty((sum(one.size for one in mine),), like)
+            told = np.concatenate([one.reshape(-1).astype(library.values(line).dtype) for one in mine])
+            library.put(line, told)
             lines.append(line)
+        shapes = [one.shape for one in matrices[0]]
+        borders = list(accumulate((one.size for one in matrices[0]), initial=0))
         sent = lines[0] if comm.one_rank else lines
-        shape = matrices[0].shape
         return Handle.around(comm.all_reduce(sent, op=op, out=sent, async_op=async_op)).then(
-            lambda _: [library.values(line).astype(np.float32).reshape(shape) for line in lines]
+            lambda _: [
+                library.values(lines[0])[start:stop].reshape(shape).copy()
+                for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)
+            ]
         )
 
 
@@ -199,11 +278,11 @@ def outer(left: Matrix, right: Matrix) -> Matrix:
     return total
 
 
-def _matrix(values: Matrix, rows: int, columns: int) -> Matrix:
-    """A gradient as a matrix, zeros behind its end."""
-    whole = np.zeros(rows * columns, np.float32)
-    whole[: values.size] = values.reshape(-1)
-    return whole.reshape(rows, columns)
+def _matrix(values: Matrix, at: Thin) -> Matrix:
+    """A line as a matrix, zeros behind its end."""
+    whole = np.zeros(at.rows * at.columns, np.float32)
+    whole[: values.size] = values
+    return whole.reshape(at.rows, at.columns)
 
 
 def _first(key: str, columns: int, rank: int) -> Matrix:

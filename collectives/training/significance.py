@@ -12,14 +12,14 @@ each adds them in the order of the ranks: all have the same bits. Where that wou
 gradient goes by the dense plan, zeros where nothing is sent.
 
 What is given up: an average lacks what the ranks have kept; without feedback they forget it. Unlike a density, a
-threshold does not say how much is sent. Entries are chosen on the CPU, and residuals and counts are no part of a
-checkpoint.
+threshold does not say how much is sent. Entries are chosen on the CPU.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.training.kept_memory import KeptMemory, Part
 from collectives.training.low_rank import put_in_all
 from topoplan.errors import UsageError
 
@@ -90,6 +91,8 @@ class CountMin:
         Counters in a row, a power of two.
     depth : int
         Rows, each with a hash of its own.
+    counts : (depth, width) array, optional
+        What was counted before; it is written.
 
     Examples
     --------
@@ -100,11 +103,11 @@ class CountMin:
     [3, 0, 3]
     """
 
-    def __init__(self, *, width: int, depth: int) -> None:
+    def __init__(self, *, width: int, depth: int, counts: NDArray[np.int64] | None = None) -> None:
         self._shift = np.uint64(65 - width.bit_length())
         odd, even = ((np.arange(1, depth + 1, dtype=np.uint64) * np.uint64(one)) for one in _MIXERS)
         self._factors, self._terms = (odd | np.uint64(1))[:, None], even[:, None]
-        self.counts = np.zeros((depth, width), dtype=np.int64)
+        self.counts = np.zeros((depth, width), dtype=np.int64) if counts is None else counts
 
     def add(self, numbers: NDArray[Any]) -> None:
         """Count each of some numbers once."""
@@ -124,14 +127,6 @@ class CountMin:
         return places
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What a gradient leaves for its next step, for every rank of this process."""
-
-    residuals: list[Line]
-    sketches: list[CountMin] = field(default_factory=list)
-
-
 class SignificanceExchange:
     """Averages gradients by their significant entries over a communicator.
 
@@ -139,15 +134,20 @@ class SignificanceExchange:
     ----------
     communicator : Communicator
     settings : Significance
+
+    Attributes
+    ----------
+    memory : KeptMemory
+        The residuals, and the counts of each bucket.
     """
 
     def __init__(self, communicator: Communicator, settings: Significance) -> None:
         self.communicator = communicator
         self.settings = settings
-        self._kept: dict[str, _Memory] = {}
+        self.memory = KeptMemory()
 
     def start(
-        self, key: str, gradients: Any, *, op: str, out: Any, async_op: bool
+        self, key: str, gradients: Any, *, parts: Sequence[Part], op: str, out: Any, async_op: bool
     ) -> tuple[Handle[Any], float]:
         """Begin to average a gradient, and the bytes that each rank gives over those of the gradient.
 
@@ -156,7 +156,7 @@ class SignificanceExchange:
         Raises
         ------
         UsageError
-            The gradient is of no floating type.
+            The gradient is of no floating type, or what was restored does not fit it.
         BackendError
             Another rank failed.
         """
@@ -166,7 +166,7 @@ class SignificanceExchange:
             raise UsageError(f"gradients of {library.dtype(given[0])} have no threshold; give floats")
         wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
-        chosen = self._choose(key, lines)
+        chosen = self._choose(key, parts, lines)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
         agreed = counts[0] if comm.one_rank else counts
         comm.all_reduce(agreed, op="max", out=agreed)
@@ -202,25 +202,33 @@ class SignificanceExchange:
         handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=async_op))
         return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
 
-    def _choose(self, key: str, lines: list[Line]) -> list[tuple[NDArray[np.int64], Line]]:
+    def _choose(
+        self, key: str, parts: Sequence[Part], lines: list[Line]
+    ) -> list[tuple[NDArray[np.int64], Line]]:
         """Indices and values of what each rank of this process sends; the others stay with it."""
-        how, memory = self.settings, self._kept.get(key)
-        if memory is None or memory.residuals[0].size != lines[0].size:
-            memory = self._kept[key] = _Memory([np.zeros_like(one) for one in lines])
-            if how.admission > 1:
-                memory.sketches = [CountMin(width=how.width, depth=how.depth) for _ in lines]
+        how = self.settings
+        sketches = self._sketches(key) if how.admission > 1 else []
+        self.memory.add_to(parts, lines)
         found = []
         for place, line in enumerate(lines):
-            whole = line + memory.residuals[place]
-            indices = np.flatnonzero(np.abs(whole) > how.threshold)
-            if how.admission > 1:
-                memory.sketches[place].add(indices)
-                indices = indices[memory.sketches[place].estimate(indices) >= how.admission]
-            found.append((indices, whole[indices]))
-            if how.feedback:
-                whole[indices] = 0
-                memory.residuals[place] = whole
+            indices = np.flatnonzero(np.abs(line) > how.threshold)
+            if sketches:
+                sketches[place].add(indices)
+                indices = indices[sketches[place].estimate(indices) >= how.admission]
+            found.append((indices, line[indices]))
+            line[indices] = 0
+        if how.feedback:
+            self.memory.keep(parts, lines)
         return found
+
+    def _sketches(self, key: str) -> list[CountMin]:
+        """What counts a bucket's entries, for every rank of this process."""
+        how, kept = self.settings, self.memory.array(key)
+        if kept is None or kept[0].shape != (how.depth, how.width):
+            made = [CountMin(width=how.width, depth=how.depth) for _ in self.communicator.ranks]
+            self.memory.arrays[key] = [one.counts for one in made]
+            return made
+        return [CountMin(width=how.width, depth=how.depth, counts=one) for one in kept]
 
 
 def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Line:

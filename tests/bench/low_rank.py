@@ -32,6 +32,7 @@ def main() -> None:
         runs += [
             (f"rank {rank}", LowRank(rank)),
             (f"rank {rank}, no feedback", LowRank(rank, feedback=False)),
+            (f"rank {rank}, by layers", LowRank(rank, matrices="layers")),
         ]
     runs += [(f"{bits} bits", IntegerCodes(bits)) for bits in (16, 8)]
     for threshold in (0.01, 0.03, 0.1):

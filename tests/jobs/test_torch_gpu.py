@@ -188,8 +188,8 @@ def check_process_group(device: str) -> None:
         raise AssertionError(f"sums {sums}")
 
 
-def check_two_ranks(device: str) -> None:
-    """A norm in backward beside the hook, and others' collectives beside those of plans, each on a GPU of its own."""
+def check_two_ranks(device: str, what: str = "hook") -> None:
+    """Two ranks, each on a GPU of its own, that do one of `OF_TWO`."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         raise UsageError(f"two ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +199,7 @@ def check_two_ranks(device: str) -> None:
         settings = {"PYTHONPATH": path, "TOPOPLAN_PLAN": str(plan), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), folder, device],
+                [sys.executable, __file__, str(rank), folder, device, what],
                 env={**os.environ, **settings},
                 stderr=subprocess.PIPE,
                 text=True,
@@ -217,13 +217,18 @@ def check_two_ranks(device: str) -> None:
                 raise AssertionError(f"rank {rank} ended with {one.returncode}: {told[rank][-1000:]}")
 
 
-def one_of_two(rank: int, folder: str, device: str) -> None:
+def one_of_two(rank: int, folder: str, device: str, what: str) -> None:
     """What a rank of `check_two_ranks` does."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    OF_TWO[what](rank, folder, device)
+
+
+def hook_of_two(rank: int, folder: str, device: str) -> None:
+    """A norm in backward beside the hook, and others' collectives beside those of plans."""
     from collectives.torch import HookState
 
     norm = device == "cuda"  # on the CPU torch has none
-    if norm:
-        torch.cuda.set_device(rank)
     with job(library_of(device), rank=rank, size=2, folder=folder):
         wanted = trained(device, None, norm=norm)
         for engine in ("auto", "messages") if norm else ("auto",):
@@ -231,9 +236,7 @@ def one_of_two(rank: int, folder: str, device: str) -> None:
             found = trained(device, state, norm=norm)
             said = state.communicator.engine if state.communicator else state.reason
             state.close()
-            worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
-            if not worst <= 1e-5:
-                raise AssertionError(f"losses differ by {worst:.3g} with {said}: {found} instead of {wanted}")
+            near(f"losses with {said}", found, wanted)
             if norm:
                 print(f"engine={engine}: {said}")
     with job("topoplan", rank=rank, size=2, folder=folder):
@@ -256,6 +259,77 @@ def one_of_two(rank: int, folder: str, device: str) -> None:
             got = [tensor.unique().tolist(), moved.unique().tolist(), other[0].item() if rank == 0 else 3.0]
             if got != [[3.0], [7.0 * step], 3.0]:
                 raise AssertionError(f"step {step} gave {got}")
+
+
+def norm_of_two(rank: int, folder: str, device: str) -> None:
+    """SyncBatchNorm beside the hook, dense and sparse, and under the process group, whose plans carry it."""
+    from collectives.torch import HookState
+
+    with job(library_of(device), rank=rank, size=2, folder=folder):
+        wanted = trained(device, None, norm=True)
+        hooks: tuple[dict[str, Any], ...] = ({}, {"density": 1.0, "exchange": "pairs"})
+        for options in hooks:
+            state = HookState(PLAN_OF_TWO, **options)
+            near("losses beside the hook", trained(device, state, norm=True), wanted)
+            state.close()
+    with job("topoplan", rank=rank, size=2, folder=folder):
+        near("losses under the process group", trained(device, None, norm=True), wanted)
+
+
+def fsdp_of_two(rank: int, folder: str, device: str) -> None:
+    """FSDP2 under the process group, by plan, trains as under torch's own."""
+    from collectives.torch import PlannedGroup
+
+    with job(library_of(device), rank=rank, size=2, folder=folder):
+        wanted = sharded(device)
+    with job("topoplan", rank=rank, size=2, folder=folder):
+        found = sharded(device)
+        group = dist.group.WORLD
+        assert isinstance(group, PlannedGroup)
+        if group.communicator is None or not any(group.communicator.bytes_sent().values()):
+            raise AssertionError(f"nothing went by plan: {group.reason}")
+    near("losses of FSDP2", found, wanted)
+
+
+def sharded(device: str) -> list[float]:
+    """Losses of some steps of FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(40, 301), nn.Tanh(), nn.Linear(301, 299), nn.Tanh(), nn.Linear(299, 5))
+    model.to(device=device)
+    for layer in (*model, model):
+        if layer is model or isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    losses = []
+    for _ in range(STEPS):
+        generator = torch.Generator().manual_seed(7 + dist.get_rank())
+        given = torch.randn(16, 40, generator=generator).to(device)
+        loss = (model(given) - given[:, :5].sin()).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.05)  # type: ignore[arg-type]  # each has one
+        losses.append(loss.item())
+    return losses
+
+
+def near(what: str, found: list[float], wanted: list[float]) -> None:
+    """Raise where losses differ by more than 1e-5."""
+    worst = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    if not worst <= 1e-5:
+        raise AssertionError(f"{what} differ by {worst:.3g}: {found} instead of {wanted}")
+
+
+OF_TWO: dict[str, Callable[[int, str, str], None]] = {
+    "hook": hook_of_two,
+    "norm": norm_of_two,
+    "fsdp": fsdp_of_two,
+}
+"""What two ranks do, by its name."""
 
 
 def check_bad_input() -> None:
@@ -307,6 +381,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "process group": lambda: check_process_group("cuda"),
     "bad input": check_bad_input,
     "two ranks": lambda: check_two_ranks("cuda"),
+    "two ranks, SyncBatchNorm": lambda: check_two_ranks("cuda", "norm"),
+    "two ranks, FSDP2": lambda: check_two_ranks("cuda", "fsdp"),
 }
 """What is to be checked on a GPU, by its name."""
 
@@ -316,7 +392,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 def test_on_a_gpu_torch_holds_what_it_holds_on_the_cpu(name: str) -> None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         pytest.skip("torch finds no GPU, or has no NCCL")
-    if name == "two ranks" and torch.cuda.device_count() < 2:
+    if name.startswith("two ranks") and torch.cuda.device_count() < 2:
         pytest.skip(f"two ranks need two GPUs, and torch finds {torch.cuda.device_count()}")
     if "hundredth" in name or "sparse" in name:
         try:
@@ -343,9 +419,10 @@ def test_ddp_under_the_process_group_of_one_rank_trains_as_under_torchs() -> Non
 
 
 @pytest.mark.thorough
-def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold() -> None:
-    check_two_ranks("cpu")
+@pytest.mark.parametrize("what", ["hook", "fsdp"])
+def test_two_ranks_with_the_hook_and_the_process_group_hold_what_torchs_own_hold(what: str) -> None:
+    check_two_ranks("cpu", what)
 
 
 if __name__ == "__main__":
-    one_of_two(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    one_of_two(int(sys.argv[1]), *sys.argv[2:5])

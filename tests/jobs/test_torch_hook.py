@@ -123,11 +123,11 @@ def test_a_run_restored_from_a_file_goes_on_bit_for_bit(two: Told, name: str) ->
         assert bool(one["restored"][name]["kept"]) == (name != "dense")
 
 
-def test_the_state_of_another_rank_or_world_or_momentum_is_refused(two: Told) -> None:
+def test_the_state_of_another_rank_or_momentum_is_refused_and_of_another_world_told_of(two: Told) -> None:
     for rank, one in enumerate(two):
         refused = one["restored"]["refused"]
         assert f"the state is that of rank {1 - rank} of 2, and this is rank {rank} of 2" in refused["rank"]
-        assert f"of 8, and this is rank {rank} of 2" in refused["ranks"]
+        assert "the state is of 8 ranks, and this job has 2: residuals of " in refused["ranks"]
         assert "kept with momentum 0.5 and goes on with 0" in refused["momentum"]
 
 
@@ -265,7 +265,7 @@ def test_a_plan_may_be_named_by_its_file_or_its_machine(four: Told) -> None:
 
 
 MISPLACED = {
-    "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP() or LocalSGD(8), or their names: ",
+    "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
     "kind of mode": "is no synchronisation mode",
     "density": "a density of '0.01' is not above 0 and at most 1; give for example 0.01",
     "wire": "wire 'float16' is no format; give for example collectives.wire.WireFormat(values='float16')",

@@ -64,9 +64,12 @@ def plan() -> Any:
     return forest_plan(dist.get_world_size(), "allreduce", "star")
 
 
-def batch(step: int, *, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and targets of this rank in a step."""
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+def batch(
+    step: int, *, dtype: torch.dtype = torch.float64, rank: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs and targets of a rank, by default this one, in a step."""
+    seed = 100 * step + (dist.get_rank() if rank is None else rank)
+    generator = torch.Generator().manual_seed(seed)
     given = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     return given.to(dtype), torch.sin(given @ torch.linspace(-1, 1, 18).double().view(6, 3)).to(dtype)
 
@@ -285,7 +288,7 @@ def restored() -> dict[str, Any]:
 
 
 def refused(file: bytes) -> dict[str, str]:
-    """What is said of states that do not fit."""
+    """What is said of states that do not fit: errors, and of another number of ranks a warning."""
     mine = torch.load(io.BytesIO(file))["hook"]
     state = HookState(plan(), density=0.1)
     found = {}
@@ -295,8 +298,10 @@ def refused(file: bytes) -> dict[str, str]:
         "momentum": {"momentum": 0.5},
     }.items():
         try:
-            state.load_state_dict({**mine, **change})
-        except UsageError as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                state.load_state_dict({**mine, **change})
+        except (UsageError, UserWarning) as error:
             found[name] = str(error)
     state.close()
     return found

@@ -222,6 +222,13 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
     Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
+    Row(
+        "torch/sync-batch-norm",
+        partial(ranks.torch_checks, "two ranks, SyncBatchNorm"),
+        90,
+        (gpu, two_gpus, *TORCH_CHECKS),
+    ),
+    Row("torch/fsdp", partial(ranks.torch_checks, "two ranks, FSDP2"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
     Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
     *(
         Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))

@@ -230,8 +230,10 @@ def test_a_state_of_another_model_or_size_is_refused() -> None:
     with sparse(whole_numbers(0, SPARSE), bucket_bytes=100) as other:
         with pytest.raises(UsageError, match="saved with layout"):
             other.load_state_dict(state)
-        with pytest.raises(UsageError, match="saved with ranks 8, and here it is 4"):
-            other.load_state_dict({**state, "ranks": 8})
+        with pytest.raises(
+            UsageError, match=r"that of ranks \[3\], and this process has \[0, 1, 2, 3\]; every"
+        ):
+            other.load_state_dict({**state, **other._same(), "held": [3]})
         with pytest.raises(UsageError, match="saved with format None"):
             other.load_state_dict({})
         other.ready(0, [rank[0] for rank in whole_numbers(0, SPARSE)])

@@ -1,0 +1,246 @@
+"""What filters keep: in a checkpoint bit for bit, by parameter whatever the buckets, and told of where it is lost."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from collectives import Communicator, GradientSynchronizer
+from collectives.training.averaging import ExchangeSettings, InStepAverager
+from collectives.training.kept_memory import KeptMemory, Part, told
+from collectives.training.low_rank import LowRank
+from collectives.training.recorder import Recorder
+from collectives.training.significance import Significance
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
+
+RANKS = 3
+SHAPES = ((9, 8), (8,), (2, 3, 8), ())
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "low rank": {"low_rank": LowRank(2, begins=1)},
+    "layers": {"low_rank": LowRank(2, begins=0, matrices="layers")},
+    "codes": {"codes": 8},
+    "significance": {"significance": 0.7},
+    "admission": {"significance": Significance(0.7, admission=3, width=64)},
+}
+
+
+def drawn(steps: int, ranks: int = RANKS, dtype: str = "float32") -> list[list[list[NDArray[Any]]]]:
+    draw = np.random.default_rng(5)
+    return [
+        [[draw.standard_normal(shape).astype(dtype) for shape in SHAPES] for _ in range(ranks)]
+        for _ in range(steps)
+    ]
+
+
+def made(ranks: int = RANKS, **options: Any) -> GradientSynchronizer:
+    zeros = [[np.zeros(shape, np.float32) for shape in SHAPES] for _ in range(ranks)]
+    plan = forest_plan(ranks, "allreduce", "chain")
+    return GradientSynchronizer(zeros, plan, backend="loopback", bucket_bytes=300, **options)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_restored_run_goes_on_bit_for_bit(name: str) -> None:
+    """Six steps, a checkpoint through pickle, six more in a new synchronizer: as twelve in one."""
+    steps = drawn(12)
+    with made(**FILTERS[name]) as synchronizer:
+        straight = [synchronizer.step(one) for one in steps]
+    with made(**FILTERS[name]) as synchronizer:
+        for one in steps[:6]:
+            synchronizer.step(one)
+        saved = pickle.dumps(synchronizer.state_dict())
+        synchronizer.step(steps[6])  # which does not reach into the checkpoint
+    with made(**FILTERS[name]) as synchronizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synchronizer.load_state_dict(pickle.loads(saved))
+        again = [synchronizer.step(one) for one in steps[6:]]
+    assert pickle.dumps(again) == pickle.dumps(straight[6:])
+
+
+@pytest.mark.parametrize("name", ["low rank", "layers", "significance", "admission"])
+def test_without_what_was_kept_it_does_not(name: str) -> None:
+    """So that the test above can fail."""
+    steps = drawn(12)
+    with made(**FILTERS[name]) as synchronizer:
+        straight = [synchronizer.step(one) for one in steps]
+    with made(**FILTERS[name]) as synchronizer:
+        synchronizer.recorder.step = 6
+        again = [synchronizer.step(one) for one in steps[6:]]
+    assert pickle.dumps(again) != pickle.dumps(straight[6:])
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        (FILTERS["significance"], r"residuals of 4 parameters \(387 elements, .* in all\)"),
+        (
+            FILTERS["low rank"],
+            r"residuals of 4 parameters \(387 elements, .* in all\) and 2 warm starts or sketches \(36 numbers\)",
+        ),
+        ({"density": 0.1}, r"residuals of 2 buckets \(387 elements, .* in all\)"),
+    ],
+)
+def test_a_state_of_another_number_of_ranks_gives_the_step_and_says_what_is_lost(
+    options: dict[str, Any], lost: str
+) -> None:
+    with made(**options) as synchronizer:
+        for one in drawn(3):
+            synchronizer.step(one)
+        state = synchronizer.state_dict()
+    with made(2, **options) as synchronizer:
+        with pytest.warns(
+            UserWarning, match=f"the state is of 3 ranks, and this job has 2: {lost} of the checkpoint"
+        ):
+            synchronizer.load_state_dict(state)
+        assert synchronizer.recorder.step == 3
+        synchronizer.step(drawn(1, 2)[0])
+
+
+def test_a_state_of_no_residuals_is_loaded_by_any_number_of_ranks_without_a_word() -> None:
+    with made() as synchronizer:
+        synchronizer.step(drawn(1)[0])
+        state = synchronizer.state_dict()
+    with made(2) as synchronizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synchronizer.load_state_dict(state)
+        assert synchronizer.recorder.step == 1
+
+
+@pytest.mark.parametrize("name", ["low rank", "significance"])
+def test_a_state_of_another_filter_gives_what_fits_and_says_what_is_lost(name: str) -> None:
+    with made(**FILTERS[name]) as synchronizer:
+        for one in drawn(3):
+            synchronizer.step(one)
+        state = synchronizer.state_dict()
+    others: list[dict[str, Any]] = [{}, {"density": 0.1}, {"significance": 0.2}]
+    for options in others:
+        with made(**options) as synchronizer:
+            with pytest.warns(UserWarning, match=r"by other settings .*: residuals of \d parameters"):
+                synchronizer.load_state_dict(state)
+            synchronizer.step(drawn(1)[0])
+    del state["filters"]  # as it was saved before filters were
+    with made(**FILTERS[name]) as synchronizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synchronizer.load_state_dict(state)
+
+
+def test_sparse_residuals_are_told_of_where_gradients_are_whole_now() -> None:
+    with made(density=0.1) as synchronizer:
+        synchronizer.step(drawn(1)[0])
+        state = synchronizer.state_dict()
+    with made() as synchronizer, pytest.warns(UserWarning, match=r"residuals of 2 buckets \(387 elements"):
+        synchronizer.load_state_dict(state)
+
+
+def parts(*numbers: int) -> tuple[Part, ...]:
+    """Parameters of 30 + 6 n elements, one after another."""
+    found, start = [], 0
+    for number in numbers:
+        found.append(Part(f"parameter {number}", start, start + 30 + 6 * number, (5 + number, 6)))
+        start = found[-1].stop
+    return tuple(found)
+
+
+def stepped(averager: InStepAverager, buckets: Sequence[tuple[int, ...]], seed: int) -> tuple[Any, Any]:
+    """One step with buckets of these parameters: gradients and average of each parameter."""
+    draw, given, got = np.random.default_rng(seed), {}, {}
+    for numbers in buckets:
+        layout = parts(*numbers)
+        lines = [draw.standard_normal(layout[-1].stop) for _ in range(RANKS)]
+        averages = averager.start(f"{numbers}", lines, parts=layout).wait()
+        for part in layout:
+            given[part.name] = np.sum([one[part.start : part.stop] for one in lines], axis=0)
+            got[part.name] = RANKS * averages[0][part.start : part.stop]
+    averager.end_step()
+    return given, got
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"significance": Significance(1.5)},
+        {"significance": Significance(1.5, admission=2)},
+        {"low_rank": LowRank(1, begins=0)},
+        {"low_rank": LowRank(1, begins=0, matrices="layers")},
+    ],
+)
+def test_nothing_is_lost_when_buckets_are_arranged_anew(options: dict[str, Any]) -> None:
+    """At every element: what was sent and what is kept now is what all ranks had."""
+    arranged: list[list[tuple[int, ...]]] = [[(0, 1, 2)], [(2, 0), (1,)], [(2, 0), (1,)], [(1, 0), (2,)]]
+    with Communicator(forest_plan(RANKS, "allreduce", "chain")) as comm:
+        averager = InStepAverager(comm, ExchangeSettings(**options), Recorder("test", ranks=RANKS))
+        left = {part.name: np.zeros(part.stop - part.start) for part in parts(0, 1, 2)}
+        for seed, buckets in enumerate(arranged):
+            given, got = stepped(averager, buckets, seed)
+            for name in left:
+                left[name] += given[name] - got[name]
+        kept = averager.filter_state()["residuals"]
+    for name, total in left.items():
+        np.testing.assert_allclose(np.sum(kept[name], axis=0), total, atol=2e-5)
+        assert np.abs(total).max() > 0.1
+
+
+def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None:
+    """Parameter 2 is in no bucket any more, and what was kept of the bucket (0, 1) finds none of its name."""
+    how = ExchangeSettings(low_rank=LowRank(1, begins=0))
+    with Communicator(forest_plan(RANKS, "allreduce", "chain")) as comm:
+        averager = InStepAverager(comm, how, Recorder("test", ranks=RANKS))
+        stepped(averager, [(0, 1), (2,)], 0)
+        state = averager.filter_state()
+        averager = InStepAverager(comm, how, Recorder("test", ranks=RANKS))
+        assert averager.restore_filter(state) == ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for seed in range(2):
+                stepped(averager, [(0,), (1,)], seed)
+        with pytest.warns(
+            UserWarning,
+            match=r"are others .* of 1 parameter \(126 elements, .*\) and 2 warm starts or sketches .* not used",
+        ):
+            stepped(averager, [(0,), (1,)], 2)
+        assert sorted(averager.filter_state()["residuals"]) == ["parameter 0", "parameter 1"]
+        stepped(averager, [(0,), (1,)], 3)
+
+
+def test_a_residual_of_another_length_is_refused() -> None:
+    memory = KeptMemory()
+    memory.keep([Part("weight", 0, 4, (4,))], [np.ones(4)])
+    with pytest.raises(UsageError, match="4 elements are kept for weight, which has 3"):
+        memory.add_to([Part("weight", 0, 3, (3,))], [np.zeros(3)])
+
+
+def test_nothing_kept_is_told_in_no_words() -> None:
+    assert told(KeptMemory().state()) == ""
+
+
+def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
+    """The weight 9 x 8 as two matrices of one column, the rest as they are; exact where a weight has that rank."""
+    draw = np.random.default_rng(9)
+    column = draw.standard_normal((9, 1))
+    steps = drawn(2)
+    for rank in steps[1]:
+        rank[0] = (column @ draw.standard_normal((1, 8))).astype(np.float32)
+    how = LowRank(1, begins=1, matrices="layers")
+    with GradientSynchronizer(
+        steps[0], forest_plan(RANKS, "allreduce", "chain"), backend="loopback", low_rank=how
+    ) as synchronizer:
+        synchronizer.step(steps[0])
+        (first, *others) = synchronizer.step(steps[1])
+        assert synchronizer.recorder.exchanges()[-1].density == pytest.approx((17 + 8 + 26 + 1) / 129)
+    for index in (0, 1, 3):
+        right = np.mean([rank[index] for rank in steps[1]], axis=0)
+        np.testing.assert_allclose(first[index], right, rtol=1e-4, atol=1e-5)
+    for one in others:
+        assert all((a == b).all() for a, b in zip(one, first, strict=True))
+
+
+def test_there_are_no_other_matrices_than_of_buckets_and_layers() -> None:
+    with pytest.raises(UsageError, match="there are no matrices 'rows' of a low rank; use bucket or layers"):
+        LowRank(2, matrices="rows")

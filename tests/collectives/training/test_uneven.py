@@ -1,0 +1,114 @@
+"""Ranks that run out of data: with all ranks in one process, against averages by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from collectives import GradientSynchronizer
+from collectives.training.uneven import Presence
+from tests.support.hand_plans import forest_plan
+from topoplan.errors import UsageError
+
+RANKS = 4
+BATCHES = (2, 5, 0, 3)
+SHAPES = ((4, 5), (), (0,), (7,))
+PLAN = forest_plan(RANKS, "allreduce", "chain")
+
+
+def gradient(rank: int, step: int) -> list[NDArray[Any]] | None:
+    """What a rank has in a step: whole numbers, or nothing."""
+    if step >= BATCHES[rank]:
+        return None
+    draw = np.random.default_rng([rank, step])
+    return [np.asarray(draw.integers(-9, 9, shape) * 12.0) for shape in SHAPES]
+
+
+def made(dtype: str = "float64", **options: Any) -> GradientSynchronizer:
+    zeros = [[np.zeros(shape, dtype) for shape in SHAPES] for _ in range(RANKS)]
+    return GradientSynchronizer(zeros, PLAN, backend="loopback", **options)
+
+
+@pytest.mark.parametrize("divide_by", ["present", "all"])
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+def test_averages_are_over_the_ranks_that_have_data_or_over_all(divide_by: str, bucket_bytes: int) -> None:
+    used: list[Any] = []
+    with made(bucket_bytes=bucket_bytes) as synchronizer:
+        with synchronizer.join(use=used.append, divide_by=divide_by):
+            for step in range(max(BATCHES)):
+                given = [gradient(rank, step) for rank in range(RANKS)]
+                there = [one for one in given if one is not None]
+                averages = synchronizer.step(given)
+                over = len(there) if divide_by == "present" else RANKS
+                for rank in range(RANKS):
+                    for index, one in enumerate(averages[rank]):
+                        right = sum(g[index] for g in there) / over
+                        np.testing.assert_allclose(one, right, rtol=1e-15)
+        assert used == []
+        with pytest.raises(UsageError, match="give a list of gradients"):
+            synchronizer.step([None] * RANKS)
+
+
+def test_one_by_one_too() -> None:
+    with made() as synchronizer, synchronizer.join(use=list):
+        ones = [np.ones(shape) for shape in SHAPES]
+        for index in reversed(range(len(SHAPES))):
+            synchronizer.ready(index, [np.asarray(ones[index] * rank) for rank in range(RANKS)])
+        assert synchronizer.wait()[0][1] == 1.5
+
+
+def test_nothing_is_lost_of_sparse_gradients() -> None:
+    """Divided by all: the averages so far times the ranks, and what is kept, are all that was given."""
+    total, given = np.zeros((4, 5)), np.zeros((4, 5))
+    with made(density=0.1) as synchronizer:
+        with synchronizer.join(use=list, divide_by="all"):
+            for step in range(max(BATCHES)):
+                lists = [gradient(rank, step) for rank in range(RANKS)]
+                total += sum(one[0] for one in lists if one is not None)
+                given += RANKS * synchronizer.step(lists)[0][0]
+        kept = np.sum([one["residual"] for one in synchronizer.state_dict()["residuals"]["bucket 0"]], axis=0)
+    assert kept.any()
+    np.testing.assert_array_equal(given + kept[-20:].reshape(4, 5), total)
+
+
+@pytest.mark.parametrize(
+    ("options", "join", "words"),
+    [
+        ({}, {}, "would be left with old parameters; give join either use"),
+        ({}, {"use": list, "parameters": []}, "would be left with old parameters; give join either use"),
+        ({}, {"use": list, "divide_by": "some"}, "not divided by 'some'; use present or all"),
+        (
+            {"mode": "local:2"},
+            {"use": list},
+            "join is for steps that wait for all ranks, which those of Local",
+        ),
+        ({"dtype": "int64"}, {"use": list}, "averages of int64 are not divided by the ranks present"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], join: dict[str, Any], words: str) -> None:
+    with made(**options) as synchronizer, pytest.raises(UsageError, match=words), synchronizer.join(**join):
+        pass
+
+
+def test_an_error_in_the_block_is_that_of_the_caller_and_a_step_must_be_over() -> None:
+    with made() as synchronizer:
+        with pytest.raises(ZeroDivisionError), synchronizer.join(use=list):
+            raise ZeroDivisionError
+        with pytest.raises(UsageError, match="the step is not over"), synchronizer.join(use=list):
+            synchronizer.ready(0, [np.zeros((4, 5))] * RANKS)
+
+
+def test_ranks_are_asked_once_a_step() -> None:
+    asked: list[int] = []
+
+    def total(here: int) -> int:
+        asked.append(here)
+        return here + 1
+
+    presence = Presence(4, total, here=1)
+    assert [presence.ask(step) for step in (0, 0, 1, 1, 1)] == [2] * 5
+    presence.here = 0
+    assert (presence.ask(2), presence.factor, asked) == (1, 4.0, [1, 1, 0])

@@ -1,0 +1,238 @@
+"""What one process of the tests of FSDP2 does: started by torchrun as one of four, it writes ``OUT/RANK.json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from collectives.torch import PlannedGroup
+
+_coalescing_manager: Any = distributed_c10d._coalescing_manager
+
+STEPS = 4
+
+PLANNED: Counter[str] = Counter()
+BENEATH: Counter[str] = Counter()
+"""Calls so far that ran by a plan, by the method of the communicator, and those that went to gloo."""
+
+
+def count_calls(groups: list[PlannedGroup]) -> None:
+    """Count what groups do from now on, by plan and beneath."""
+
+    class Beneath:
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self.group, name)
+            if name not in ("rank", "size") and callable(found):
+                BENEATH[name] += 1
+            return found
+
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)  # which finds the plan, over gloo
+        comm = group.communicator
+        assert comm is not None, group.reason
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+            setattr(comm, name, counted(getattr(comm, name), name))
+        group.inner = Beneath(group.inner)  # type: ignore[assignment]
+
+
+def counted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def count(*given: Any, **named: Any) -> Any:
+        PLANNED[name] += 1
+        return call(*given, **named)
+
+    return count
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Layers whose elements no number of ranks divides."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Sequential:
+    """The same, each layer a unit of FSDP2."""
+    model = network(dtype)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def trained(
+    model: nn.Module, dtype: torch.dtype, *, before_step: Callable[[], object] = lambda: None
+) -> list[float]:
+    """This rank's losses, and the parameters in the end."""
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        given = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        target = torch.sin(given @ torch.linspace(-1, 1, 18).double().view(6, 3)).to(dtype)
+        model.zero_grad()
+        loss = (model(given.to(dtype)) - target).square().mean()
+        loss.backward()
+        before_step()
+        with torch.no_grad():
+            for one in model.parameters():
+                assert one.grad is not None
+                one.sub_(one.grad, alpha=0.1)
+        losses.append(loss.item())
+    whole = [whole_of(one).double().reshape(-1) for one in model.parameters()]
+    return [*losses, *torch.cat(whole).tolist()]
+
+
+def whole_of(parameter: Any) -> torch.Tensor:
+    """A parameter, put together of its shards if it has any."""
+    found: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return found.detach()
+
+
+def plainly(group: Any, dtype: torch.dtype, *, factor: float | None = None) -> list[float]:
+    """The same by averages of whole gradients over gloo."""
+    model = network(dtype)
+
+    def average() -> None:
+        for one in model.parameters():
+            assert one.grad is not None
+            dist.all_reduce(one.grad, group=group)
+            one.grad /= dist.get_world_size(group) if factor is None else factor
+
+    return trained(model, dtype, before_step=average)
+
+
+def furthest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def steps_of_fsdp() -> dict[str, Any]:
+    """How far losses and parameters are from those of plain averages, and what was called."""
+    world = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pairs = grid["shard"]
+    gloo = dist.new_group(backend="gloo")
+    # each rank has the other of its own pair
+    pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+    groups: list[Any] = [world.get_group(), grid.get_group("replicate"), grid.get_group("shard")]
+    count_calls(groups)
+    found: dict[str, Any] = {"groups": [type(one).__name__ for one in groups]}
+    wide, narrow = torch.float64, torch.float32
+    cases: dict[str, tuple[DeviceMesh, torch.dtype, dict[str, Any], Any, float | None]] = {
+        "pair": (pairs, wide, {}, pair, None),
+        "four": (world, wide, {}, gloo, None),
+        "hybrid": (grid, wide, {}, gloo, None),
+        "float32": (world, narrow, {}, gloo, None),
+        "bfloat16": (
+            world,
+            narrow,
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+            gloo,
+            None,
+        ),
+        "divided": (world, narrow, {}, gloo, 8.0),
+        "kept whole": (world, wide, {"reshard_after_forward": False}, gloo, None),
+    }
+    for name, (mesh, dtype, options, group, factor) in cases.items():
+        right = plainly(group, dtype, factor=factor)
+        PLANNED.clear()
+        BENEATH.clear()
+        model: Any = sharded(mesh, dtype, **options)
+        if factor is not None:
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(factor)
+        far = furthest(trained(model, dtype), right)
+        found[name] = {"furthest": far, "planned": dict(PLANNED), "beneath": dict(BENEATH)}
+    model = sharded(world)
+    alone = network()
+    for one in (*model.parameters(), *alone.parameters()):
+        one.grad = one.detach().clone()
+    norms = [float(nn.utils.clip_grad_norm_(one.parameters(), 1.0)) for one in (model, alone)]
+    found["norm"] = abs(norms[0] / norms[1] - 1)
+    return found
+
+
+def several_at_once() -> dict[str, Any]:
+    """Collectives of several tensors, some of them empty."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.group.WORLD
+    found: dict[str, Any] = {}
+    lengths = (3, 0, 5)
+
+    def ours(length: int) -> torch.Tensor:
+        return torch.arange(length, dtype=torch.float64) + 10 * rank
+
+    PLANNED.clear()
+    BENEATH.clear()
+    with _coalescing_manager():
+        sums = [ours(length) for length in lengths]
+        for one in sums:
+            dist.all_reduce(one)
+    found["all_reduce"] = [one.tolist() for one in sums]
+    gathered = [torch.full((size, length), -1.0, dtype=torch.float64) for length in lengths]
+    with _coalescing_manager(async_ops=True) as work:
+        for one, length in zip(gathered, lengths, strict=True):
+            dist.all_gather_single(one, ours(length))
+    work.wait()
+    found["all_gather"] = [one.tolist() for one in gathered]
+    blocks = [torch.full((length,), -1.0, dtype=torch.float64) for length in lengths]
+    with _coalescing_manager():
+        for one, length in zip(blocks, lengths, strict=True):
+            dist.reduce_scatter_single(one, ours(size * length), op=dist.ReduceOp.AVG)
+    found["reduce_scatter"] = [one.tolist() for one in blocks]
+    rows = [[torch.zeros(length, dtype=torch.float64) for length in lengths] for _ in range(size)]
+    group.allgather_coalesced(rows, [ours(length) for length in lengths]).wait()
+    found["rows"] = [[one.tolist() for one in row] for row in rows]
+    functional = torch.ops._c10d_functional
+    made = functional.all_reduce_coalesced([ours(2), ours(1)], "sum", group.group_name)
+    found["functional"] = [functional.wait_tensor(one).tolist() for one in made]
+    found["planned"], found["beneath"] = dict(PLANNED), dict(BENEATH)
+    return found
+
+
+def saved() -> bool:
+    """Whether a sharded model, saved by torch.distributed.checkpoint and loaded into another, makes it the same."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    mesh = init_device_mesh("cpu", (4,))
+    one, other = sharded(mesh), sharded(mesh)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    folder = str(Path(sys.argv[1], "checkpoint"))
+    save({"model": get_model_state_dict(one)}, checkpoint_id=folder)
+    state = {"model": get_model_state_dict(other)}
+    load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state["model"])
+    found = [[whole_of(each) for each in model.parameters()] for model in (one, other)]
+    return all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*found, strict=True))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
+    found = {"fsdp": steps_of_fsdp(), "several": several_at_once(), "saved": saved()}
+    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
