@@ -166,7 +166,7 @@ def test_probed_machines(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Sound ones give no alarm; a GPU in MIG mode, one that does not answer and a link that may not be used are named."""
+    """Sound ones give no alarm; MIG mode, a GPU that does not answer and a link that may not be used are named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_here(machine)
     assert [fault.kind for fault in diagnose(topoplan.probe()).faults] == wanted
