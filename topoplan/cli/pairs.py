@@ -22,7 +22,7 @@ from topoplan.export.nccl.pair_script import STARTERS, pair_script, parse_hosts
 from topoplan.formats.load import read_text
 from topoplan.topology import Topology
 
-FORMATS = ("text", "json", *STARTERS)
+FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
 MOST_SHOWN, WELL_BELOW = 8, 0.7
 """Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least."""
@@ -35,7 +35,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="text, json, or a script with which nccl-tests run the rounds: mpirun starts every test here, ssh on the "
+        help="text, json, csv (a line for each test), or a script with which nccl-tests run the rounds: mpirun starts every test here, ssh on the "
         "first of its two servers (default: text)",
     )
     parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
@@ -156,6 +156,13 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
         return 0
     if form == "json":
         print_json(rounds_to_object(possible, rounds))
+        return 0
+    if form == "csv":
+        print("round,src,dst,channel,stated")
+        named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
+        for name, tests in (*named, *((tests[0].together, tests) for tests in rounds.fill)):
+            for test in tests:
+                print(f"{name},{test.src},{test.dst},{test.channel},{test.rate:g}")
         return 0
     print(f"{topology.name}: {_summary(possible, rounds)}")
     proved = len(rounds.rounds) == rounds.fewest

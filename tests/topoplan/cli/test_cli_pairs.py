@@ -41,6 +41,9 @@ def test_rounds_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(tests) for tests in made["rounds"]] == [2, 2, 2]
     assert made["fewest"] == 3
     assert run(capsys, *FOUR, "--format", "json")[1] == out
+    lines = run(capsys, *FOUR, "--format", "csv")[1].splitlines()
+    assert lines[:2] == ["round,src,dst,channel,stated", "1,s0.gpu0,s1.gpu0,network,12.5"]
+    assert len(lines) == 7
 
 
 @pytest.mark.parametrize("starter", ["mpirun", "ssh"])
