@@ -35,8 +35,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="text, json, csv (a line for each test), or a script with which nccl-tests run the rounds: mpirun starts every test here, ssh on the "
-        "first of its two servers (default: text)",
+        help="text, json, csv (a line for each test), or a script with which nccl-tests run the rounds: mpirun starts "
+        "every test here, ssh on the first of its two servers (default: text)",
     )
     parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
     parser.add_argument(
