@@ -73,8 +73,9 @@ def cases(number: int, seed: int = SEED) -> list[Case]:
             kinds = rng.sample(allowed, 2)
         whole = read_library(name)
         broken, damages = damaged(whole, kinds, rng)
-        if not damages:
-            broken, damages = damaged(whole, ["bare"] if text else ["slow PCIe"], rng)
+        for kind in ("bare", "slow PCIe"):
+            if not damages:
+                broken, damages = damaged(whole, [kind], rng)
         made.append(_judged(name, sort, "text" if text else "JSON", broken, damages))
     return made
 

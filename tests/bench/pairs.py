@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy
 
 import topoplan
 from topoplan.calibration.links import Key
-from topoplan.calibration.pair_rounds import TIMES, plan_rounds
-from topoplan.calibration.pair_tests import PairTest, possible_tests, wire_names
+from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
+from topoplan.calibration.pair_tests import FILLED, PairTest, possible_tests, wire_names
 from topoplan.calibration.slow_links import Measured, Verdict, attribute
 
 HEALTHY, NOISE = 0.93, 0.03
@@ -56,6 +56,24 @@ def measured(
         Measured(test, HEALTHY * rate * float(one))
         for test, rate, one in zip(tests, rates, noise, strict=True)
     ]
+
+
+def fills(
+    rounds: Rounds, slow: Mapping[Key, float], random: numpy.random.Generator
+) -> tuple[list[Measured], set[Key]]:
+    """Rates of tests where wide links have so many GB/s, which the tests of a round share; and the keys of these."""
+    results = measured(tuple(test for tests in rounds.rounds for test in tests), slow, random)
+    keys: set[Key] = set()
+    for tests in rounds.fill:
+        limits = {}
+        for (src, dst, channel), rate in slow.items():
+            key = src, dst, channel + FILLED
+            sharing = sum(key in test.links for test in tests)
+            if sharing:
+                limits[key] = rate / sharing
+        keys |= limits.keys()
+        results += measured(tests, limits, random)
+    return results, keys
 
 
 def counted(verdict: Verdict, slow: Mapping[Key, float]) -> Counts:
@@ -107,3 +125,21 @@ def main() -> None:
             ends = f"{gpus} GPU{'s' * (gpus > 1)} a NIC"
             ways = "one" if one_way else "both"
             print(f"{ends:<15}  {ways:>4}  {times:>5}  {len(rounds.rounds):>6}  {number:>4}  {figures}")
+    print(
+        "\nuplinks of 50 GB/s at 30 to 70 %, which no pair of 12.5 GB/s sees, with and without rounds that fill them"
+    )
+    rounds = plan_rounds(possible_tests(fat_tree(32, oversubscription=1)), fill=True)
+    uplinks = sorted(key for key in {key for test in rounds.tests for key in test.links} if "spine0" in key)
+    uplinks = [key for key in uplinks if not key[2].endswith(FILLED)]
+    for fill in (False, True):
+        random = numpy.random.default_rng(7)
+        total = Counts()
+        for _ in range(100):
+            key = uplinks[int(random.integers(len(uplinks)))]
+            slow = {key: 50 * float(random.uniform(0.3, 0.7))}
+            results, keys = fills(rounds if fill else replace(rounds, fill=()), slow, random)
+            total.add(counted(attribute(results), dict.fromkeys(keys or slow, 0.0)))
+        figures = "  ".join(f"{getattr(total, field.name):>12}" for field in fields(Counts))
+        print(
+            f"{'with' if fill else 'without':<33}{len(rounds.rounds) + fill * len(rounds.fill):>5}  {1:>4}  {figures}"
+        )

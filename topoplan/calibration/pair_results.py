@@ -3,7 +3,8 @@
 CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
 lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
 with ``"one_way": true``, and as `topoplan calibrate` prints it, data ran from ``src`` to ``dst`` alone. Ends are GPUs
-by name, or servers that have one end. ``failed`` in place of a number counts as 0.
+by name, or servers that have one end. ``failed`` in place of a number counts as 0. A
+fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A result as it stands in a file: where, the two ends, and GB/s."""
+    """A result as it stands in a file: where, the two ends, GB/s, and the round that it filled links in, or none."""
 
     where: str
     src: str
     dst: str
     rate: float
+    together: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,10 @@ def _from_csv(text: str) -> Results:
         )
     lines = []
     for number, cells in rows[1:]:
-        if len(cells) != 3 or not all(cells):
+        if len(cells) not in (3, 4) or not all(cells):
             there = sum(map(bool, cells))
             raise UsageError(f"line {number} of the results has {there} of 3 values; was the file cut?")
-        lines.append(_line(f"line {number}", cells[0], cells[1], cells[2]))
+        lines.append(_line(f"line {number}", cells[0], cells[1], cells[2], *cells[3:]))
     return Results(HEADS[head], False, tuple(lines))
 
 
@@ -110,11 +112,13 @@ def _from_json(text: str) -> Results:
             isinstance(pair.get(end), str) and pair[end] for end in ("src", "dst")
         ):
             raise UsageError(f"{where} of the results is {shown(pair)}, and needs src, dst and bandwidth")
-        lines.append(_line(where, pair["src"], pair["dst"], pair.get("bandwidth")))
+        lines.append(
+            _line(where, pair["src"], pair["dst"], pair.get("bandwidth"), str(pair.get("together", "")))
+        )
     return Results(one_way, "method" in value, tuple(lines))
 
 
-def _line(where: str, src: str, dst: str, rate: object) -> Line:
+def _line(where: str, src: str, dst: str, rate: object, together: str = "") -> Line:
     number = math.nan
     if rate == FAILED:
         number = 0.0
@@ -125,11 +129,15 @@ def _line(where: str, src: str, dst: str, rate: object) -> Line:
             number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(f"{where} of the results: {shown(rate)} is no rate in GB/s, 0 or more, nor {FAILED}")
-    return Line(where, src, dst, number)
+    return Line(where, src, dst, number, together)
 
 
 def match_results(
-    results: Results, possible: PairTests, asked: Sequence[PairTest] | None = None
+    results: Results,
+    possible: PairTests,
+    asked: Sequence[PairTest] | None = None,
+    *,
+    fill: Sequence[PairTest] = (),
 ) -> tuple[Measured, ...]:
     """The tests that results are of.
 
@@ -140,19 +148,26 @@ def match_results(
         Of the machine, one way or both ways as the results are.
     asked : sequence of PairTest or None
         Those that were to be run; None for any.
+    fill : sequence of PairTest
+        Those of rounds that fill wide links.
 
     Raises
     ------
     UsageError
         A result names what is no GPU of the machine, two that are no pair, or a pair that was not asked for.
     """
-    tests = possible.named()
+    tests = possible.named(fill)
     wanted = None if asked is None else {test.name for test in asked}
     ends = _ends(possible)
     found = []
     for line in results.lines:
         src, dst = (_end(line, name, ends, possible) for name in (line.src, line.dst))
-        test = tests.get((src, dst))
+        test = tests.get((src, dst, line.together))
+        if test is None and line.together and (src, dst, "") in tests:
+            raise UsageError(
+                f"{line.where} of the results: {line.src} and {line.dst} have no test of a round "
+                f"{shown(line.together)}; give --fill, and the other options with which the rounds were planned"
+            )
         if test is None:
             raise UsageError(
                 f"{line.where} of the results: {line.src} and {line.dst} are no pair of {possible.topology.name}"

@@ -13,12 +13,12 @@ of the least number: each link must be crossed so often, and the ends behind a l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from topoplan.calibration.links import Key
-from topoplan.calibration.pair_tests import PairTest, PairTests, link_classes, wire_names
+from topoplan.calibration.pair_tests import FILLED, PairTest, PairTests, link_classes, wire_names
 from topoplan.units import TOLERANCE
 
 TIMES = 3
@@ -47,6 +47,8 @@ class Rounds:
         Sets of links that the tests of these rounds cannot tell apart, and those that all tests together could not.
     wide : tuple of (str, float, float)
         Links that no test fills: name, GB/s, and the GB/s below which a test sees them slow.
+    fill : tuple of tuple of PairTest
+        Rounds of `fill_rounds`, where they were asked for.
     """
 
     rounds: tuple[tuple[PairTest, ...], ...]
@@ -57,15 +59,18 @@ class Rounds:
     classes: int
     finest: int
     wide: tuple[tuple[str, float, float], ...]
+    fill: tuple[tuple[PairTest, ...], ...] = ()
 
     @property
     def tests(self) -> tuple[PairTest, ...]:
         """Of all rounds, one after another."""
-        return tuple(test for tests in self.rounds for test in tests)
+        return tuple(test for tests in (*self.rounds, *self.fill) for test in tests)
 
 
-def plan_rounds(possible: PairTests, *, times: int = TIMES) -> Rounds:
+def plan_rounds(possible: PairTests, *, times: int = TIMES, fill: bool = False) -> Rounds:
     """Rounds in which every link that a test can cross is crossed ``times`` times, or as often as there are tests.
+
+    With ``fill`` there are rounds besides that fill the wide links between switches (see `fill_rounds`).
 
     Examples
     --------
@@ -102,7 +107,60 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES) -> Rounds:
         -best[1],
         finest,
         _wide(possible, room),
+        fill_rounds(possible, room) if fill else (),
     )
+
+
+def fill_rounds(possible: PairTests, room: _Room) -> tuple[tuple[PairTest, ...], ...]:
+    """Rounds in which tests side by side fill wires between switches that no test fills by itself.
+
+    Together they take no more than a wire has, so each is as fast as by itself while the wire is whole. What goes over
+    a filled wire is a link of its own to those who look for slow ones, since tests by themselves do not clear it. Each
+    wire is filled twice, by tests to different places as far as there are any.
+    """
+    most: dict[Key, float] = {}
+    for test in possible.tests:
+        for key in test.links:
+            if key in room.unshared:
+                most[key] = max(most.get(key, 0.0), test.load(key))
+    wide = {key for key, load in most.items() if load * (1 + TOLERANCE) < room.bandwidth[key]}
+    crossed = [frozenset(key for key in test.links if key in wide) for test in possible.tests]
+    met: set[frozenset[Key]] = set()
+    rounds: list[tuple[PairTest, ...]] = []
+    for _ in range(2):
+        left = set(wide)
+        while left:
+            order = sorted(
+                (number for number, keys in enumerate(crossed) if keys & left),
+                key=lambda number: (crossed[number] in met, -len(crossed[number] & left), number),
+            )
+            taken: dict[Key, float] = {}
+            busy: set[str] = set()
+            chosen: list[int] = []
+            for number in order:
+                test = possible.tests[number]
+                loads = {key: taken.get(key, 0.0) + test.load(key) for key in test.links}
+                if {test.src, test.dst} & busy or any(
+                    load > room.bandwidth[key] * (1 + TOLERANCE) for key, load in loads.items()
+                ):
+                    continue
+                taken |= loads
+                busy |= {test.src, test.dst}
+                chosen.append(number)
+            met |= {crossed[number] for number in chosen}
+            left -= {key for number in chosen for key in crossed[number]}
+            name = f"fill{len(rounds) + 1}"
+            rounds.append(tuple(_filling(possible.tests[number], wide, name) for number in sorted(chosen)))
+    return tuple(rounds)
+
+
+def _filling(test: PairTest, wide: set[Key], name: str) -> PairTest:
+    def both(links: Mapping[Key, float]) -> dict[Key, float]:
+        more = {(src, dst, f"{channel}{FILLED}"): load for (src, dst, channel), load in links.items()}
+        kept = {key: load for key, load in more.items() if (*key[:2], key[2].removesuffix(FILLED)) in wide}
+        return {**links, **kept}
+
+    return replace(test, out=both(test.out), back=both(test.back), together=name)
 
 
 class _Room:

@@ -23,6 +23,9 @@ MOST_TESTS = 20_000
 
 MOST_ENDS = 4096
 
+FILLED = " filled"
+"""Behind the channel of a link that several tests fill together, and behind its name."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairTest:
@@ -38,6 +41,9 @@ class PairTest:
         GB/s that the links let through each way, as stated.
     out, back : mapping of key to float
         GB/s that the test takes of each link on its way at that rate; ``back`` is empty where it is one way.
+    together : str
+        Name of the round in which it fills wide links together with others (see `topoplan.calibration.pair_rounds`);
+        their channel is then there a second time, as ``network filled``. Empty for a test by itself.
     """
 
     src: str
@@ -46,11 +52,13 @@ class PairTest:
     rate: float
     out: Mapping[Key, float] = field(hash=False)
     back: Mapping[Key, float] = field(default_factory=dict, hash=False)
+    together: str = ""
 
     @property
     def name(self) -> str:
-        """Such as ``gpu0-gpu3``, and ``gpu0>gpu3`` where it is one way."""
-        return f"{self.src}{'-' if self.back else '>'}{self.dst}"
+        """Such as ``gpu0-gpu3``, and ``gpu0>gpu3`` where it is one way; behind it the round that it fills links in."""
+        name = f"{self.src}{'-' if self.back else '>'}{self.dst}"
+        return f"{name} ({self.together})" if self.together else name
 
     @property
     def links(self) -> tuple[Key, ...]:
@@ -83,11 +91,12 @@ class PairTests:
     one_way: bool
     alone: tuple[str, ...] = ()
 
-    def named(self) -> dict[tuple[str, str], PairTest]:
-        """The tests by their ends; those that are both ways under both orders."""
-        found = {(test.src, test.dst): test for test in self.tests}
+    def named(self, others: Sequence[PairTest] = ()) -> dict[tuple[str, str, str], PairTest]:
+        """These tests and others by their ends and rounds; those that are both ways under both orders."""
+        every = (*self.tests, *others)
+        found = {(test.src, test.dst, test.together): test for test in every}
         if not self.one_way:
-            found |= {(test.dst, test.src): test for test in self.tests}
+            found |= {(test.dst, test.src, test.together): test for test in every}
         return found
 
 
@@ -237,13 +246,16 @@ def wire_names(links: Iterable[Key]) -> tuple[str, ...]:
     >>> wire_names([("gpu0", "gpu1", "nvlink"), ("gpu1", "gpu0", "nvlink"), ("nic0.tx", "leaf0", "network")])
     ('gpu0-gpu1', 'nic0>leaf0')
     """
-    ends = dict.fromkeys((nic_name(src), nic_name(dst)) for src, dst, _ in links)
+    ends = dict.fromkeys(
+        (nic_name(src), nic_name(dst), FILLED if channel.endswith(FILLED) else "")
+        for src, dst, channel in links
+    )
     named: dict[str, None] = {}
-    for src, dst in ends:
-        if (dst, src) in ends:
+    for src, dst, filled in ends:
+        if (dst, src, filled) in ends:
             # What stands in a server comes first.
             first, second = sorted((src, dst), key=lambda name: ("." not in name, name))
-            named[f"{first}-{second}"] = None
+            named[f"{first}-{second}{filled}"] = None
         else:
-            named[f"{src}>{dst}"] = None
+            named[f"{src}>{dst}{filled}"] = None
     return tuple(sorted(named))

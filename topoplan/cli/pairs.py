@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from topoplan.calibration.links import TOLERANCE, Key
 from topoplan.calibration.pair_results import match_results, parse_results
 from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
-from topoplan.calibration.pair_tests import PairTests, possible_tests, wire_names
+from topoplan.calibration.pair_tests import FILLED, PairTest, PairTests, possible_tests, wire_names
 from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
@@ -22,7 +22,7 @@ from topoplan.export.nccl.pair_script import STARTERS, pair_script, parse_hosts
 from topoplan.formats.load import read_text
 from topoplan.topology import Topology
 
-FORMATS = ("text", "json", *STARTERS)
+FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
 MOST_SHOWN, WELL_BELOW = 8, 0.7
 """Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least."""
@@ -35,8 +35,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="text, json, or a script with which nccl-tests run the rounds: mpirun starts every test here, ssh on the "
-        "first of its two servers (default: text)",
+        help="text, json, csv (a line for each test), or a script with which nccl-tests run the rounds: mpirun starts "
+        "every test here, ssh on the first of its two servers (default: text)",
     )
     parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
     parser.add_argument(
@@ -53,6 +53,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     parser.add_argument(
         "--one-way", action="store_true", help="test each direction by itself (default: both at once)"
+    )
+    parser.add_argument(
+        "--fill",
+        action="store_true",
+        help="rounds besides in which several pairs together fill the wires between switches that one pair does not",
     )
     parser.add_argument(
         "--hosts",
@@ -112,13 +117,14 @@ def run(options: argparse.Namespace) -> int:
         possible = possible_tests(topology, gpus, every_gpu=options.every_gpu, one_way=one_way)
         rounds = None
         if results is None or not (results.calibrated or options.any_pair):
-            rounds = plan_rounds(possible, times=options.times)
+            rounds = plan_rounds(possible, times=options.times, fill=options.fill)
     if results is None:
         assert rounds is not None, "planned above"
         return _plan(options, form, possible, rounds)
     asked = None if rounds is None else rounds.tests
     try:
-        measured = match_results(results, possible, asked)
+        fill = () if rounds is None else [test for tests in rounds.fill for test in tests]
+        measured = match_results(results, possible, asked, fill=fill)
         found = attribute(
             measured, tolerance=options.tolerance, possible=possible.tests if asked is None else asked
         )
@@ -139,7 +145,9 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
     if form in STARTERS:
         servers = list(dict.fromkeys(topology.device(end).server for end in possible.ends))
         hosts = {} if options.hosts is None else parse_hosts(_text(options.hosts, "the hosts"), servers)
-        text = pair_script(topology, rounds.rounds, starter=form, hosts=hosts, nbytes=options.size)
+        text = pair_script(
+            topology, (*rounds.rounds, *rounds.fill), starter=form, hosts=hosts, nbytes=options.size
+        )
         if options.output in (None, "-"):
             sys.stdout.write(text)
             return 0
@@ -148,6 +156,13 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
         return 0
     if form == "json":
         print_json(rounds_to_object(possible, rounds))
+        return 0
+    if form == "csv":
+        print("round,src,dst,channel,stated")
+        named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
+        for name, tests in (*named, *((tests[0].together, tests) for tests in rounds.fill)):
+            for test in tests:
+                print(f"{name},{test.src},{test.dst},{test.channel},{test.rate:g}")
         return 0
     print(f"{topology.name}: {_summary(possible, rounds)}")
     proved = len(rounds.rounds) == rounds.fewest
@@ -165,8 +180,18 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
         print(f"\nround {number}")
         for start in range(0, len(tests), 4):
             print("  " + "  ".join(test.name for test in tests[start : start + 4]))
+    for tests in rounds.fill:
+        print(f"\nround {tests[0].together}, all at once to fill {_some(_filled_by(tests))}")
+        for start in range(0, len(tests), 4):
+            print("  " + "  ".join(test.name.split(" ")[0] for test in tests[start : start + 4]))
     print_notes(*topology.notes, *_rounds_notes(possible, rounds))
     return 0
+
+
+def _filled_by(tests: Sequence[PairTest]) -> list[str]:
+    """Names of the links that tests fill together."""
+    names = wire_names(key for test in tests for key in test.links if key[2].endswith(FILLED))
+    return [name.removesuffix(FILLED) for name in names]
 
 
 def _text(path: str, what: str) -> str:
@@ -178,16 +203,19 @@ def _text(path: str, what: str) -> str:
 
 def _summary(possible: PairTests, rounds: Rounds) -> str:
     ways = "one way" if possible.one_way else "both ways at once"
+    fill = f" and {len(rounds.fill)} that fill wide links" if rounds.fill else ""
     return (
         f"{counted(len(possible.ends), 'GPU')}, {counted(len(rounds.tests), 'test')} in "
-        f"{counted(len(rounds.rounds), 'round')}, {ways}"
+        f"{counted(len(rounds.rounds), 'round')}{fill}, {ways}"
     )
 
 
 def _rounds_notes(possible: PairTests, rounds: Rounds) -> list[str]:
     notes = []
-    for bandwidth, seen in dict.fromkeys((bandwidth, seen) for _, bandwidth, seen in rounds.wide):
-        names = [name for name, *figures in rounds.wide if figures == [bandwidth, seen]]
+    filled = {name for tests in rounds.fill for name in _filled_by(tests)}
+    wide = [one for one in rounds.wide if one[0] not in filled]
+    for bandwidth, seen in dict.fromkeys((bandwidth, seen) for _, bandwidth, seen in wide):
+        names = [name for name, *figures in wide if figures == [bandwidth, seen]]
         notes.append(
             f"a test fills {seen:g} of {bandwidth:g} GB/s of {_some(names)}: seen as slow only below that"
         )
@@ -210,6 +238,14 @@ def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
                 for test in tests
             ]
             for tests in rounds.rounds
+        ],
+        "fill": [
+            {
+                "together": tests[0].together,
+                "fills": _filled_by(tests),
+                "tests": [{"src": test.src, "dst": test.dst} for test in tests],
+            }
+            for tests in rounds.fill
         ],
         "fewest": rounds.fewest,
         "why": rounds.why,

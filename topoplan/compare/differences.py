@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from topoplan.bounds.upper_bound import bound
 from topoplan.compare.twins import twins
-from topoplan.errors import InfeasibleError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.units import TOLERANCE
@@ -26,7 +26,7 @@ ABSENT = "-"
 _Ends = tuple[str, str, str]
 
 Bounds = tuple[float, ...]
-"""GB/s of algorithm bandwidth for each of `COLLECTIVES`; 0 where no path joins the GPUs."""
+"""GB/s of algorithm bandwidth for each of `COLLECTIVES`; 0 where no path joins the GPUs, or nothing can be placed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,11 @@ def differences(
         for change in alike:
             if change.apply is not None:
                 changed = change.apply(changed)
-        bounds = None if changed is first else _bounds(changed, placed)
+        try:
+            bounds = None if changed is first else _bounds(changed, placed)
+        except UsageError:
+            # Half of a change may leave what no cluster is made of, such as NICs of several speeds.
+            bounds = (0.0,) * len(COLLECTIVES)
         rows.append(Difference(what, tuple(change.name for change in alike), mine, other, bounds))
     return Differences(first, second, _bounds(first, placed), _bounds(second, placed), tuple(rows))
 

@@ -8,6 +8,7 @@ equal sums.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations
@@ -22,12 +23,15 @@ MOST = 3 / 4
 NEARLY_ALL = 0.9
 """Part of the pairs of GPUs that have NVLinks, where the others are said to lack them: more than this."""
 
+_WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00")
+"""In the names of GPUs that are sold on boards with NVLink between every two alone. V100-SXM2 are not: see a DGX-1."""
+
 
 def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
     """What NVLinks lack: of the machine that a server is, else of what is usual in it."""
     have = {(link.src, link.dst): link for link in server_nvlinks(server)}
     if not have:
-        return []
+        return _dark(server)
     if found.wires:
         wanted = {(link.src, link.dst): link for link in found.wires}
     elif any(server.device(end).kind == "nvswitch" for ends in have for end in ends):
@@ -39,6 +43,14 @@ def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
     if found.machine is not None or faults:
         return faults
     return _fewer(server)
+
+
+def _dark(server: Topology) -> list[Fault]:
+    """All GPUs of a server without any NVLink, whose boards join every two of them; those in MIG mode are cut off."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    wired = len(gpus) > 1 and all(_WIRED.search(gpu.model) and not gpu.fact("mig") for gpu in gpus)
+    should_be = "some, as on every such board (is the fabric manager running?)"
+    return [Fault("no NVLink", server.gpus, "no NVLink", should_be)] if wired else []
 
 
 def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:

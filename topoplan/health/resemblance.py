@@ -22,8 +22,9 @@ from topoplan.health.embedding import ALIKE, embed, short_pairs
 from topoplan.health.faults import SLOW, lower_median
 from topoplan.topology import Link, Topology
 
-MOST_SHORT = 1 / 3
-"""Part of a machine's wires that may be short in a server that is said to be one with faults: less than this."""
+MOST_SHORT, MOST_SHORT_OF_TWIN = 1 / 3, 1 / 2
+"""Parts of a machine's wires less than which may be short in a server that is said to be one with faults: the second
+where it has as many devices of each kind."""
 
 MOST_BARE = 1 / 3
 """Part of the GPUs that may have lost all NVLinks besides."""
@@ -329,8 +330,9 @@ def _credible(
     wanted = sum(other.carried[places[i]][places[j]] for i in rest for j in rest)
     lost = wanted - sum(min(have[i][j], other.carried[places[i]][places[j]]) for i in rest for j in rest)
     whole = len(have) == len(other.gpus)
-    if lost >= (MOST_SHORT if whole else MOST_SHORT / 2) * wanted:
+    twin = whole and same_parts(server, machine)
+    if lost >= (MOST_SHORT_OF_TWIN if twin else MOST_SHORT if whole else MOST_SHORT / 2) * wanted:
         return False
     if len(bare) > (MOST_BARE * len(have) if whole else 0):
         return False
-    return not shape.regular or (whole and same_parts(server, machine))
+    return twin or not shape.regular

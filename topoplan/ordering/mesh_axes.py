@@ -21,8 +21,9 @@ from itertools import permutations, product
 from math import prod
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.ordering.hop_loads import HopLoads, summed
+from topoplan.ordering.hop_loads import HopLoads
 from topoplan.ordering.search import RankOrder, best_order
+from topoplan.ordering.server_ways import summed
 from topoplan.packing.mesh import mesh_weights, plan_mesh
 from topoplan.plans.mesh_plans import groups_along
 from topoplan.plans.plan import COLLECTIVES

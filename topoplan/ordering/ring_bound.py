@@ -63,7 +63,7 @@ def _by_hops(hops: HopLoads) -> list[Fraction]:
 def _by_server_hops(hops: HopLoads) -> list[Fraction]:
     count = len(hops.servers)
     rates = [
-        [hops.rate(hops.between(tail, head)) if tail != head else Fraction(0) for head in range(count)]
+        [hops.rate(hops.ways.between(tail, head)) if tail != head else Fraction(0) for head in range(count)]
         for tail in range(count)
     ]
     return [_joining(rates)]

@@ -8,7 +8,8 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.ordering.hop_loads import HopLoads, Loads, tree_edges
+from topoplan.ordering.hop_loads import HopLoads, tree_edges
+from topoplan.ordering.server_ways import Loads
 
 DIGITS = 9
 """Rates are compared after rounding, so that the last bits of a sum decide nothing."""
@@ -50,7 +51,7 @@ class HopTable:
             self.missing[tail, head] = loads is None
             for number, part in (loads or {}).items():
                 table[tail * size + head, column[number]] = float(part / hops.capacity[number])
-                self.switched[tail, head] += float(part) * (number in hops.between_switches)
+                self.switched[tail, head] += float(part) * (number in hops.ways.between_switches)
         for number, part in (extra or {}).items():
             table[-1, column[number]] = float(part / hops.capacity[number])
         distinct: Floats = np.unique(table, axis=1)

@@ -19,9 +19,10 @@ from itertools import combinations, permutations
 import numpy as np
 
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.ordering.hop_loads import HopLoads, OrderRates, summed
+from topoplan.ordering.hop_loads import HopLoads, OrderRates
 from topoplan.ordering.ring_bound import ring_bound
 from topoplan.ordering.scores import DIGITS, HopTable, least
+from topoplan.ordering.server_ways import summed
 from topoplan.schedules.rings.hamiltonian_cycles import all_cycles
 from topoplan.topology import Topology
 
@@ -140,8 +141,8 @@ def near_servers(hops: HopLoads) -> Levels:
     levels: list[tuple[Order, ...]] = [tuple((server,) for server in range(count))]
     if count == 1:
         return tuple(levels)
-    plugs = [hops.plugs(server) for server in range(count)]
-    ways = hops.switch_ways()
+    plugs = [hops.ways.plugs(server) for server in range(count)]
+    ways = hops.ways.switch_ways()
     homes = [{device for channel in channels for device in channel} for channels in plugs]
     if ways and all(len(home) == 1 and home <= set(ways) for home in homes):
         own = [ways[home.pop()] for home in homes]
@@ -157,10 +158,12 @@ def near_servers(hops: HopLoads) -> Levels:
         kinds.setdefault(channels, []).append(server)
     shown = [servers[0] for servers in kinds.values()]
     apart = {
-        (a, b): max(hops.distance(x, y), hops.distance(y, x))
+        (a, b): max(hops.ways.distance(x, y), hops.ways.distance(y, x))
         for (a, x), (b, y) in combinations(enumerate(shown), 2)
     }
-    inside = [hops.distance(*servers[:2]) if len(servers) > 1 else Fraction(0) for servers in kinds.values()]
+    inside = [
+        hops.ways.distance(*servers[:2]) if len(servers) > 1 else Fraction(0) for servers in kinds.values()
+    ]
     members = list(kinds.values())
     for reach in sorted({*apart.values(), *inside} - {Fraction(0)}):
         root = list(range(len(members)))
@@ -230,7 +233,7 @@ def _inside(
     if len(ranks) == 1:
         return ranks
     closed = server == following
-    through = () if closed else (hops.between(server, following), hops.between(following, server))
+    through = () if closed else (hops.ways.between(server, following), hops.ways.between(following, server))
     extra = summed((loads, Fraction(1)) for loads in through if loads)
     ends = zip(ranks, (*ranks[1:], ranks[0]) if closed else ranks[1:], strict=False)
     walk = [hops.hop(*pair) for pair in ends]
@@ -258,7 +261,7 @@ def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -
     met = hops.rate(hops.ring_loads(doors)) >= limit
     if len(now) > (LARGEST_TUNED if met else LARGEST_SEARCHED):
         return near
-    rows = [[None if a == b else hops.between(a, b) for b in now] for a in now]
+    rows = [[None if a == b else hops.ways.between(a, b) for b in now] for a in now]
     table = HopTable(hops, rows, now)
     if len(now) <= LARGEST_LISTED:
         return tuple(now[place] for place in _listed(table, len(now), tree=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from tests.bench.pairs import Counts, fat_tree, trial
+from tests.bench.pairs import Counts, fat_tree, fills, trial
 from topoplan.calibration.links import Key
 from topoplan.calibration.pair_results import match_results, parse_results
 from topoplan.calibration.pair_rounds import Rounds, plan_rounds
@@ -216,6 +217,35 @@ def test_random_slow_links_are_named_under_noise(number: int, gpus: int) -> None
     assert (total.missed, total.false_alarms, total.alternative) == (0, 0, 0)
     assert total.exact + total.in_class == 10 * number
     assert gpus == 1 or total.exact == 10 * number
+
+
+def test_rounds_that_fill_wide_links_find_an_uplink_that_no_pair_sees() -> None:
+    """50 GB/s at half: a pair of 12.5 GB/s is none the slower, four at once are, and the uplink is named."""
+    rounds = plan_rounds(possible_tests(fat_tree(16, oversubscription=1)), fill=True)
+    bandwidth = {("leaf1", "spine0", "network"): 25.0}
+    for tests in rounds.fill:
+        ends = [end for test in tests for end in (test.src, test.dst)]
+        assert len(ends) == len(set(ends)) == 16
+    results, _ = fills(rounds, bandwidth, numpy.random.default_rng(5))
+    found = attribute(results)
+    assert [wire_names(one.links) for one in found.named] == [("leaf1-spine0 filled",)]
+    assert found.named[0].rate == pytest.approx(0.93 * 25 / 4, rel=0.05)
+    results, _ = fills(replace(rounds, fill=()), bandwidth, numpy.random.default_rng(5))
+    assert not attribute(results).slow
+
+
+def test_results_of_rounds_that_fill_links_say_so() -> None:
+    """A fourth value names the round; without --fill nobody asked for it."""
+    possible = possible_tests(fat_tree(8, oversubscription=1))
+    rounds = plan_rounds(possible, fill=True)
+    text = "a,b,GB/s\ns0,s4,11\ns0,s4,6,fill1\n"
+    fill = [test for tests in rounds.fill for test in tests]
+    measured = match_results(parse_results(text), possible, rounds.tests, fill=fill)
+    assert [(one.test.together, one.rate) for one in measured] == [("", 11.0), ("fill1", 6.0)]
+    with pytest.raises(
+        UsageError, match="line 3 of the results: s0 and s4 have no test of a round 'fill1'; give --fill"
+    ):
+        match_results(parse_results(text), possible, possible.tests)
 
 
 def test_noise_alone_blames_nobody() -> None:

@@ -11,6 +11,7 @@ import topoplan
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.fake_machine.fixtures import Installer
 from topoplan.cli.main import main
+from topoplan.health.diagnosis import diagnose
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -143,3 +144,29 @@ def test_this_machine_is_checked_without_a_name(
         ("link slow", ["gpu5", "gpu6"]),
     ]
     assert "warning: gpu0: NVLink 2 of 6 is down" in told["notes"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("machine", "wanted"),
+    [
+        *(
+            (name, [])
+            for name in ("dgx1p", "dgx1v", "dgx2", "dgx_a100", "dgx_h100", "pcie_box", "hidden_switch")
+        ),
+        ("one_mig", ["MIG"]),
+        ("lost_gpu", ["told", "told"]),
+        ("refused_p2p", ["link missing"]),
+    ],
+)
+def test_probed_machines(
+    machine: str,
+    wanted: list[str],
+    fake_here: Installer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Sound ones give no alarm; MIG mode, a GPU that does not answer and a link that may not be used are named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fake_here(machine)
+    assert [fault.kind for fault in diagnose(topoplan.probe()).faults] == wanted

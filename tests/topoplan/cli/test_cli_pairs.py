@@ -41,6 +41,9 @@ def test_rounds_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(tests) for tests in made["rounds"]] == [2, 2, 2]
     assert made["fewest"] == 3
     assert run(capsys, *FOUR, "--format", "json")[1] == out
+    lines = run(capsys, *FOUR, "--format", "csv")[1].splitlines()
+    assert lines[:2] == ["round,src,dst,channel,stated", "1,s0.gpu0,s1.gpu0,network,12.5"]
+    assert len(lines) == 7
 
 
 @pytest.mark.parametrize("starter", ["mpirun", "ssh"])
@@ -96,6 +99,27 @@ def test_within_a_server_the_script_needs_no_mpi(capsys: pytest.CaptureFixture[s
     script = tmp_path / "run.sh"
     script.write_text(out)
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_rounds_that_fill_links_run_longer_and_say_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their tests have a name of the round as the last word, and its results as fourth value."""
+    words = ["dgx-1v", "--servers", "4", "--nic-gbps", "100", "--nics", "1", "--nic-access", "direct"]
+    words += ["--network", "fat-tree", "--leaf-size", "2", "--fill"]
+    script, results, calls = (tmp_path / name for name in ("run.sh", "r.csv", "calls"))
+    run(capsys, *words, "--format", "mpirun", "-o", str(script))
+    (tmp_path / "mpirun").write_text(MPIRUN)
+    (tmp_path / "mpirun").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OUT": str(results), "CALLS": str(calls)}
+    subprocess.run(["bash", str(script)], env=environment, capture_output=True, check=True)
+    filled = [line for line in results.read_text().splitlines() if line.count(",") == 3]
+    ends = ("s0.gpu0,s2.gpu0", "s1.gpu0,s3.gpu0")
+    assert filled == [f"{two},11.5,fill{turn}" for turn in (1, 2) for two in ends]
+    assert sum("-n 1000" in line for line in calls.read_text().splitlines()) == 4
+    assert run(capsys, *words, "--results", str(results))[0] == 0
+    assert "give --fill" in run(capsys, *words[:-1], "--results", str(results))[2]
 
 
 def test_healthy_results_end_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

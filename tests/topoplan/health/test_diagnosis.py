@@ -204,3 +204,21 @@ def test_two_gpus_without_nvlinks_cost_each_its_own() -> None:
     costs = costs_of(diagnose(both))
     assert [round(cost.alone, 6) for cost in costs[:1]] == [round(topoplan.plan(cut).rate, 6)]
     assert len(costs) == 2
+
+
+def test_boards_whose_nvlinks_are_all_dark_are_named() -> None:
+    """As without a fabric manager; two V100 of a DGX-1 may have none between them, and cards have none at all."""
+
+    def dark(model: str, gpus: int) -> list[str]:
+        machine = topoplan.load("pcie-x8").subset(range(gpus))
+        devices = tuple(replace(d, model=model) if d.kind == "gpu" else d for d in machine.devices)
+        return found(replace(machine, devices=devices))
+
+    says = "gpu0, gpu1: no NVLink, should be some, as on every such board (is the fabric manager running?)"
+    assert dark("NVIDIA A100-SXM4-80GB", 2) == dark("NVIDIA H100 80GB HBM3", 2) == [says]
+    assert (
+        dark("NVIDIA A100-SXM4-80GB", 1)
+        == dark("Tesla V100-SXM2-32GB", 2)
+        == dark("NVIDIA H100 PCIe", 2)
+        == []
+    )

@@ -100,14 +100,15 @@ def pair_script(
         *([] if inside else ["MPIRUN=${MPIRUN:-mpirun}"]),
         "part=$(mktemp -d) && trap 'rm -rf \"$part\"' EXIT",
         f'test="$NCCL_TESTS/{program} {sizes} -g {2 if inside else 1}"',
-        "# number, first GPU, its host, its number there, second GPU, its host, its number there",
+        "# number, first GPU, its host, its number there, second GPU, its host, its number there; and the round where",
+        "# tests fill links together, for which they run long enough to do so at the same time",
         "pair() {",
         "  local log rate",
         "  log=$part/$1.log",
         *_command(starter, inside=inside),
         "  rate=$(awk '/Avg bus bandwidth/ { print $NF }' \"$log\")",
         '  [ -n "$rate" ] || cp "$log" "$OUT.$1.log"',
-        '  echo "$2,$5,${rate:-failed}" > "$part/$(printf %06d "$1").csv"',
+        '  echo "$2,$5,${rate:-failed}${8:+,$8}" > "$part/$(printf %06d "$1").csv"',
         "}",
         'done_with() { wait; cat "$part"/*.csv >> "$OUT"; rm -f "$part"/*; echo "round $1 done"; }',
         f"echo '{'src,dst' if one_way else 'a,b'},GB/s' > \"$OUT\"",
@@ -119,6 +120,7 @@ def pair_script(
             words = [str(number)]
             for end in (test.src, test.dst):
                 words += [end, hosts.get(server[end], server[end] or "localhost"), str(numbers[end])]
+            words += [test.together] if test.together else []
             lines.append(f"pair {' '.join(map(quote, words))} &")
         lines.append(f"done_with {turn}")
     return "\n".join(lines) + "\n"
@@ -127,9 +129,9 @@ def pair_script(
 def _command(starter: str, *, inside: bool) -> list[str]:
     """The lines that run a test and write its log."""
     if inside:
-        return ['  CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=$4,$7 $test > "$log" 2>&1']
+        return ['  CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=$4,$7 $test ${8:+-n 1000} > "$log" 2>&1']
     ranks = " : ".join(
-        f"-np 1 --host ${host} env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=${gpu} $test"
+        f"-np 1 --host ${host} env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=${gpu} $test ${{8:+-n 1000}}"
         for host, gpu in ((3, 4), (6, 7))
     )
     if starter == "ssh":
