@@ -170,6 +170,24 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def format_gpu_list(numbers: Iterable[int]) -> str:
+    """Numbers as `parse_gpu_list` reads them, in their order, three and more that follow one another as a range.
+
+    Examples
+    --------
+    >>> format_gpu_list([0, 1, 2, 3, 6]), format_gpu_list([1, 4, 5, 7])
+    ('0-3,6', '1,4,5,7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return ",".join(parts)
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 

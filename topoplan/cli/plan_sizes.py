@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, write_whole
+from topoplan.cli.output import counted, draw_plot, plan_notes, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
         )
     seconds = time.perf_counter() - started
     if options.plot:
-        _draw(choice, options.plot)
+        _draw(choice, options)
     plans = choice.plans
     if options.output == "-":
         print(plans.to_json(), end="")
@@ -376,8 +376,7 @@ def _summary(plan: Plan) -> dict[str, object]:
     }
 
 
-def _draw(choice: Choice, path: str) -> None:
-    from topoplan.plot.canvas import save_figure
+def _draw(choice: Choice, options: argparse.Namespace) -> None:
     from topoplan.plot.sweep import draw_sweep
     from topoplan.simulation.table import row
 
@@ -389,4 +388,4 @@ def _draw(choice: Choice, path: str) -> None:
             row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
         ]
     title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
-    save_figure(draw_sweep(curves, title=title), path)
+    draw_plot(options, lambda: draw_sweep(curves, title=title))

@@ -12,6 +12,9 @@ from topoplan.plans.json_values import finite
 NO_RING = "none"
 """Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
 
+DOUBLE_TREE = "double binary tree"
+"""Kind of a rival that NCCL does not have in this form."""
+
 _EQUAL = 1e-6
 
 
@@ -82,6 +85,28 @@ class Comparison:
     nccl_kind: str = NO_RING
     nccl_ratio: float | None = None
     in_network: float | None = None
+
+    @property
+    def rival(self) -> tuple[float, str]:
+        """Rate of the fastest of NCCL's best and the double binary tree, and what it is; 0 where there is none.
+
+        Examples
+        --------
+        >>> from topoplan.compare import compare
+        >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
+        >>> round(row.rival[0], 2), row.rival[1], row.rival_ratio
+        (33.33, 'relay ring', 1.5)
+        """
+        double = self.double_tree or 0.0
+        return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
+
+    @property
+    def rival_ratio(self) -> float | None:
+        """``trees`` over the rate of `rival`; None where there is nothing to divide."""
+        rate, kind = self.rival
+        if kind != DOUBLE_TREE:
+            return self.nccl_ratio
+        return self.trees / rate if math.isfinite(self.trees) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
 from topoplan.formats.machine_warnings import machine_warnings
 from topoplan.hosts.notes import kind_of, warnings_first
-from topoplan.plot.canvas import STROKES, VERMILLION, new_figure
+from topoplan.plot.canvas import STROKES, VERMILLION, fitted, new_figure, points
 from topoplan.plot.crossways import crossways, tree_routes
 from topoplan.plot.hanging import Forest, hanging_layout
 from topoplan.plot.host_panel import host_panel, serving_wires
@@ -40,6 +40,7 @@ MOST_LINES = 6
 _MARGIN = 0.3
 _NARROWEST = 6.5
 _TITLE = 0.34
+_TITLE_ROW = 0.2
 _HEADING = 0.28
 _GAP = 0.3
 _LEGEND_ROW = 0.2
@@ -85,21 +86,25 @@ def draw_topology(topology: TopologyLike) -> Figure:
     width = max([_NARROWEST, *(right - left + 2 * _MARGIN for left, _, right, _ in extents)])
     columns = max(1, int((width - _MARGIN) / _LEGEND_COLUMN))
     legend = _LEGEND_ROW * (-(-len(kinds) // columns) + 1) + _MARGIN if kinds else 0.0
+    titles = fitted(headline, 12, width - 2 * _MARGIN)
+    title = _TITLE + _TITLE_ROW * (len(titles) - 1)
     lines = _note_lines(notes, int((width - 2 * _MARGIN) / _NOTE_LETTER))
-    head = _MARGIN / 2 + _TITLE + _NOTE_ROW * len(lines)
+    head = _MARGIN / 2 + title + _NOTE_ROW * len(lines)
     tall = sum(up - low + _HEADING + _GAP for _, low, _, up in extents)
     height = head + tall + legend + _MARGIN / 2
     figure = new_figure(width, height)
     left = _MARGIN / width
-    figure.suptitle(headline, x=left, y=1 - _MARGIN / 2 / height, ha="left", va="top", fontsize=12)
+    figure.suptitle(
+        "\n".join(titles), x=left, y=1 - _MARGIN / 2 / height, ha="left", va="top", fontsize=points(12)
+    )
     for number, (line, warning) in enumerate(lines):
         figure.text(
             left,
-            1 - (_MARGIN / 2 + _TITLE + _NOTE_ROW * number) / height,
+            1 - (_MARGIN / 2 + title + _NOTE_ROW * number) / height,
             line,
             ha="left",
             va="top",
-            fontsize=7.5,
+            fontsize=points(7.5),
             color=VERMILLION if warning else "#404040",
         )
     strokes = wire_widths(drawn)
@@ -107,7 +112,7 @@ def draw_topology(topology: TopologyLike) -> Figure:
     for panel, (west, low, east, up) in zip(panels, extents, strict=True):
         top -= _HEADING + _GAP / 2
         axes = figure.add_axes((0, (top - (up - low)) / height, 1, (up - low) / height), label=panel.title)
-        axes.set_title(panel.title, loc="left", x=left, fontsize=10)
+        axes.set_title(panel.title, loc="left", x=left, fontsize=points(10))
         draw_panel(axes, topology, panel, strokes)
         spare = (width - (east - west)) / 2
         axes.set_xlim(west - spare, east + spare)
@@ -171,7 +176,7 @@ def _draw_legend(
             [],
             color=STROKES[k[0]].colour,
             linestyle=STROKES[k[0]].style,
-            linewidth=strokes[k],
+            linewidth=points(strokes[k]),
             label=kind_text(k),
         )
         for k in kinds
@@ -183,10 +188,10 @@ def _draw_legend(
         borderaxespad=0,
         borderpad=0,
         ncols=columns,
-        fontsize=8,
+        fontsize=points(8),
         frameon=False,
         title="bandwidth in each direction; a wire without a number is one link",
-        title_fontsize=8,
+        title_fontsize=points(8),
         alignment="left",
         handlelength=3,
     )
