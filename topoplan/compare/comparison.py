@@ -80,22 +80,7 @@ def compare(
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     topology, collective, chosen = asked.machine, asked.collective, asked.gpus
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
-    rivals: dict[str, Plan] = {}
-    missing = []
-    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
-    for schedule in (*columns(), *nccl_only):
-        if schedule.fits(trees):
-            try:
-                rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
-            except InfeasibleError as error:
-                if schedule not in nccl_only:
-                    missing.append(f"{schedule.words}: {error}")
-    if collective == ALL_TO_ALL and len(chosen) > 1:
-        sent = direct_sends(topology, gpus=chosen)
-        if sent is None:
-            missing.append("direct sends: some GPUs are joined through others only")
-        else:
-            rivals[DIRECT] = replace(sent, schedule=DIRECT)
+    rivals, missing = find_rivals(trees, topology, gpus=chosen, root=root)
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
@@ -141,6 +126,48 @@ def compare(
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
         in_network=helped,
     )
+
+
+def find_rivals(
+    trees: Plan, topology: Topology, *, gpus: Sequence[int], root: int | None = None
+) -> tuple[dict[str, Plan], tuple[str, ...]]:
+    """The plans that packed trees are compared with, by the names of their schedules, and why others are missing.
+
+    Parameters
+    ----------
+    trees : Plan
+        The packed trees, whose collective is meant.
+    topology : Topology
+        The whole machine.
+    gpus, root : sequence of int, int or None
+        The allocation by GPU number.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> found, _ = find_rivals(topoplan.plan(machine, gpus=[1, 4, 5, 7]), machine, gpus=[1, 4, 5, 7])
+    >>> {name: round(one.rate, 1) for name, one in found.items()}
+    {'ring': 5.3, 'relay-ring': 33.3, 'double-tree': 25.0, 'nccl-tree': 50.0}
+    """
+    collective = trees.collective
+    rivals: dict[str, Plan] = {}
+    missing = []
+    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
+    for schedule in (*columns(), *nccl_only):
+        if schedule.fits(trees):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=gpus, root=root)
+            except InfeasibleError as error:
+                if schedule not in nccl_only:
+                    missing.append(f"{schedule.words}: {error}")
+    if collective == ALL_TO_ALL and len(gpus) > 1:
+        sent = direct_sends(topology, gpus=gpus)
+        if sent is None:
+            missing.append("direct sends: some GPUs are joined through others only")
+        else:
+            rivals[DIRECT] = replace(sent, schedule=DIRECT)
+    return rivals, tuple(missing)
 
 
 def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ The panel of the network has switches, and below each the NICs that are wired to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -72,16 +72,9 @@ def draw_topology(topology: TopologyLike) -> Figure:
     >>> [axes.get_title(loc="left") for axes in figure.axes]
     ['NVLink', 'PCIe']
     """
-    topology = as_topology(topology)
-    headline = _headline(topology)
-    notes = [*machine_warnings(topology), *topology.notes]
-    if len(topology.devices) > MAX_DEVICES:
-        topology = _excerpt(topology)
-        notes = [*notes, topology.notes[-1]]
-    topology = whole_nics(topology)
-    drawn = wires(topology)
-    kinds = sorted({wire.kind for wire in drawn}, key=lambda kind: (list(STROKES).index(kind[0]), kind[1:]))
-    panels = [panel for make in (nvlink_panel, host_panel, network_panel) if (panel := make(topology, drawn))]
+    laid_out = lay_out(as_topology(topology))
+    topology, notes, panels, kinds = laid_out.shown, laid_out.notes, laid_out.panels, laid_out.kinds
+    headline, strokes = laid_out.headline, laid_out.widths
     extents = [panel.extent() for panel in panels]
     width = max([_NARROWEST, *(right - left + 2 * _MARGIN for left, _, right, _ in extents)])
     columns = max(1, int((width - _MARGIN) / _LEGEND_COLUMN))
@@ -107,7 +100,6 @@ def draw_topology(topology: TopologyLike) -> Figure:
             fontsize=points(7.5),
             color=VERMILLION if warning else "#404040",
         )
-    strokes = wire_widths(drawn)
     top = height - head
     for panel, (west, low, east, up) in zip(panels, extents, strict=True):
         top -= _HEADING + _GAP / 2
@@ -120,6 +112,58 @@ def draw_topology(topology: TopologyLike) -> Figure:
         top -= up - low + _GAP / 2
     _draw_legend(figure, kinds, strokes, columns)
     return figure
+
+
+Kind = tuple[str, float, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A machine laid out in panels, whoever draws them.
+
+    Parameters
+    ----------
+    headline : str
+        Its name and GPUs.
+    shown : Topology
+        What is drawn: NICs of two devices as one, and of a large cluster one server of those that are alike.
+    notes : tuple of str
+        Warnings and notes, with what is left out.
+    panels : tuple of Panel
+        Of NVLink, of the host and of the network, as far as there are such links.
+    kinds : tuple
+        The kinds of wires (`topoplan.plot.wires.Wire.kind`) for the legend.
+    widths : mapping
+        Width of the wires of each kind in points.
+    """
+
+    headline: str
+    shown: Topology
+    notes: tuple[str, ...]
+    panels: tuple[Panel, ...]
+    kinds: tuple[Kind, ...]
+    widths: Mapping[Kind, float]
+
+
+def lay_out(topology: Topology) -> Layout:
+    """The panels of a machine; UsageError where it has more devices than a figure can show.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> [panel.title for panel in lay_out(topoplan.load("dgx-1v")).panels]
+    ['NVLink', 'PCIe']
+    """
+    headline = _headline(topology)
+    notes = [*machine_warnings(topology), *topology.notes]
+    if len(topology.devices) > MAX_DEVICES:
+        topology = _excerpt(topology)
+        notes = [*notes, topology.notes[-1]]
+    topology = whole_nics(topology)
+    drawn = wires(topology)
+    kinds = sorted({wire.kind for wire in drawn}, key=lambda kind: (list(STROKES).index(kind[0]), kind[1:]))
+    panels = [panel for make in (nvlink_panel, host_panel, network_panel) if (panel := make(topology, drawn))]
+    return Layout(headline, topology, tuple(notes), tuple(panels), tuple(kinds), wire_widths(drawn))
 
 
 def _note_lines(notes: Sequence[str], letters: int) -> list[tuple[str, bool]]:
