@@ -22,7 +22,7 @@ ORDER = [
     *("hosts", "clusters", "calibration"),
     *("formats", "machines", "probing"),
     *("simplex", "fabric", "symmetry", "trees"),
-    *("plans", "bounds", "columns", "simulation", "packing"),
+    *("plans", "bounds", "columns", "simulation", "packing", "health"),
     *("schedules", "choice", "compare", "plot", "export", "interpreters"),
     "cli",
 ]

@@ -20,6 +20,7 @@ from topoplan.degraded import (
     without_links,
 )
 from topoplan.errors import UsageError
+from topoplan.health.diagnosis import machine_warnings
 from topoplan.topology import Topology
 
 DAMAGE_OPTIONS = ("overlay", "without_link", "slow_link", "without_gpu", "without_device")
@@ -36,10 +37,19 @@ class Machine:
         Links and devices are taken out or slowed, but all GPUs are there, under their numbers.
     left : tuple of int
         The GPUs that are not taken out.
+    described : Topology or None
+        The machine as its description has it, before it became a cluster or broke on request.
     """
 
     whole: Topology
     left: tuple[int, ...]
+    described: Topology | None = None
+
+    def warnings(self, gpus: tuple[int, ...] | None) -> tuple[str, ...]:
+        """What is amiss in the description, as far as it hurts an allocation; not what was broken on request."""
+        machine = self.whole if self.described is None else self.described
+        apart = gpus is None or machine.gpus != self.whole.gpus
+        return machine_warnings(machine, gpus=None if apart else [machine.gpus[gpu] for gpu in gpus or ()])
 
     @property
     def topology(self) -> Topology:

@@ -26,6 +26,7 @@ COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
     "probe": "this machine, through its driver and Linux",
+    "check": "is a machine healthy, and what does each fault cost",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
     "verify": "check a plan and its proof without the solver",

@@ -10,7 +10,7 @@ from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.bounds.upper_bound import bound
 from topoplan.cli import arguments, plan_mesh, plan_sizes
 from topoplan.cli.cluster_options import add_cluster, add_in_network
-from topoplan.cli.damage_options import add_damage
+from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
     check_plot,
@@ -163,8 +163,12 @@ def run(options: argparse.Namespace) -> int:
         return plan_sizes.run(options)
     if options.mesh is not None:
         return plan_mesh.run(options)
+    machine = read_machine(options)
+    warnings = machine.warnings(machine.allocation(options.gpus))
+    if not options.json and options.output != "-":
+        print_notes(*warnings)
     with progress_line("planning") as progress:
-        made = plan_sparse(options) if sparse else _plan(options, progress)
+        made = plan_sparse(options, machine) if sparse else _plan(options, machine, progress)
     explained = explanations(made) if options.explain else {}
     if options.plot:
         from topoplan.plot.trees import draw_trees
@@ -176,7 +180,8 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         write_whole(options.output, made.to_json())
     if options.json:
-        print_json({**plan_object(made), **{name: one.to_object() for name, one in explained.items()}})
+        told = {name: one.to_object() for name, one in explained.items()}
+        print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **told})
     else:
         print_plan(made, options.order or "height", tuple(explained.values()))
         for place in (options.output, options.plot):
@@ -198,9 +203,8 @@ def _check_schedule(options: argparse.Namespace) -> None:
         )
 
 
-def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plan:
+def _plan(options: argparse.Namespace, machine: Machine, progress: Callable[[str], None] | None) -> Plan:
     """The plan of elements that is asked for."""
-    machine = read_machine(options)
     if options.schedule != TREES:
         from topoplan.schedules.registry import make_schedule
 
@@ -255,6 +259,7 @@ def _run_bound(options: argparse.Namespace) -> int:
             }
         )
         return 0
+    print_notes(*machine.warnings(gpus))
     count = counted(len(proved.ranks), "GPU")
     print(f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}")
     print(f"bound  {proved.rate:.6g} GB/s: {explain_certificate(proved)}")
@@ -412,11 +417,10 @@ def asked_for(options: argparse.Namespace) -> bool:
     return True
 
 
-def plan_sparse(options: argparse.Namespace) -> Plan:
+def plan_sparse(options: argparse.Namespace, machine: Machine) -> Plan:
     """The sparse plan that is asked for."""
     from topoplan.schedules.sparse_plan import sparse_plan
 
-    machine = read_machine(options)
     return sparse_plan(
         machine.whole,
         density=options.density,

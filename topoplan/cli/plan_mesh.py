@@ -130,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({**mesh.to_object(), "gap": mesh.gap, "seconds": mesh.seconds})
         return 0
+    print_notes(*machine.warnings(machine.allocation(options.gpus)))
     print_mesh(mesh)
     if mesh.seconds is not None:
         print(f"planned in {format_seconds(mesh.seconds)}")

@@ -147,6 +147,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_object(choice, lines, notes, seconds))
         return 0
+    print_notes(*machine.warnings(machine.allocation(options.gpus)))
     _print(choice, lines)
     print(f"planned in {format_seconds(seconds)}")
     print_notes(*notes)

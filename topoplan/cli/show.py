@@ -18,8 +18,8 @@ from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes, 
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
-from topoplan.formats.machine_warnings import machine_warnings
 from topoplan.formats.matrix import affinity_columns, relation_matrix
+from topoplan.health.diagnosis import machine_warnings
 from topoplan.hosts.notes import listed
 from topoplan.topology import Topology
 from topoplan.units import exact

@@ -53,9 +53,11 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
-    whole = as_cluster(options, overlaid(options, topology), gpus=used)
+    described = overlaid(options, topology)
+    whole = as_cluster(options, described, gpus=used)
     which = getattr(options, "in_network", None)
-    return damaged(options, whole if which is None else with_in_network(whole, which))
+    machine = damaged(options, whole if which is None else with_in_network(whole, which))
+    return replace(machine, described=described)
 
 
 def read_topology(options: argparse.Namespace) -> Topology:

@@ -11,9 +11,9 @@ from typing import Literal
 WARNING = "warning: "
 """How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
 
-Kind = Literal["", "warning", "stopped", "height open", "height asked"]
-"""Of a machine: a warning or not. Of a plan: its search was stopped in time, or its height was not proved lowest or was
-limited on request."""
+Kind = Literal["", "warning", "filled in", "stopped", "height open", "height asked"]
+"""Of a machine: a warning, or rows of a listing that were filled in, or neither. Of a plan: its search was stopped in
+time, or its height was not proved lowest or was limited on request."""
 
 
 class Note(str):
@@ -23,6 +23,8 @@ class Note(str):
     ----------
     text : str
     kind : str
+    devices : tuple of str
+        Those it speaks of, where that is to be known.
 
     Examples
     --------
@@ -32,14 +34,16 @@ class Note(str):
     """
 
     kind: Kind
+    devices: tuple[str, ...]
 
-    def __new__(cls, text: str, kind: Kind) -> Note:
+    def __new__(cls, text: str, kind: Kind, devices: tuple[str, ...] = ()) -> Note:
         made = super().__new__(cls, text)
         made.kind = kind
+        made.devices = devices
         return made
 
-    def __getnewargs__(self) -> tuple[str, Kind]:  # type: ignore[override]
-        return str(self), self.kind
+    def __getnewargs__(self) -> tuple[str, Kind, tuple[str, ...]]:  # type: ignore[override]
+        return str(self), self.kind, self.devices
 
 
 def warning(text: str) -> Note:

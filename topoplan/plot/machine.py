@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
-from topoplan.formats.machine_warnings import machine_warnings
+from topoplan.health.diagnosis import machine_warnings
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plot.canvas import STROKES, VERMILLION, fitted, new_figure, points
 from topoplan.plot.crossways import crossways, tree_routes

@@ -36,7 +36,7 @@ from topoplan.hosts.link_rates import (
     GpuGeneration,
     checked_rate,
 )
-from topoplan.hosts.notes import listed
+from topoplan.hosts.notes import Note, listed
 from topoplan.topology import Device, Link, Topology, facts
 from topoplan.units import several
 
@@ -102,11 +102,15 @@ def parse_nvidia_smi(
     nvlink = nvlink_given or generation.nvlink
     pcie = pcie_given or generation.pcie
     socket = socket_given or generation.socket
-    notes = [*nvlinks.notes, *tree.notes]
+    notes: list[str] = [*nvlinks.notes, *tree.notes]
     if matrix.cut:
         notes.insert(
             0,
-            f"{listed(matrix.cut).lower()}: no row; filled by symmetry, no NVLink where none is stated",
+            Note(
+                f"{listed(matrix.cut).lower()}: no row; filled by symmetry, no NVLink where none is stated",
+                "filled in",
+                tuple(name.lower() for name in matrix.cut),
+            ),
         )
     if nvlink_given is None and generation is not UNKNOWN:
         other = "; a B200 has 50" if generation is H100 else ""

@@ -1,0 +1,136 @@
+"""``topoplan check``: is a machine healthy, and what does each of its faults cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
+from topoplan.cli.output import counted, print_json, print_notes, printable, table
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import as_asked, read_machine
+from topoplan.errors import UsageError
+from topoplan.health.costs import Cost, costs_of
+from topoplan.health.diagnosis import Diagnosis, diagnose
+from topoplan.health.faults import Fault
+from topoplan.hosts.notes import kind_of
+from topoplan.probing.probe import probe
+from topoplan.simulation.model import bus_factor
+from topoplan.topology import Topology
+
+ALWAYS = "allreduce"
+"""The collective whose cost is always told."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``check``."""
+    arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
+    arguments.add_collective(parser)
+    arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Say what is amiss in a machine and what each fault costs; exit status 1 if there is any."""
+    found = diagnose(_machine(options))
+    asked = dict.fromkeys((ALWAYS, options.collective))
+    with progress_line("planning") as progress:
+        costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
+    if options.json:
+        print_json(_object(found, costs))
+    else:
+        _print(found, costs)
+    return 0 if found.healthy else 1
+
+
+def _machine(options: argparse.Namespace) -> Topology:
+    """The machine that is asked for, or this one."""
+    if options.topo is not None:
+        return read_machine(options).topology
+    given = arguments.first_given(
+        options, dict.fromkeys(("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"))
+    )
+    if given:
+        raise UsageError(f"{given} belongs to a description; give TOPO, or leave {given} out")
+    return as_asked(options, probe()).topology
+
+
+def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, object]:
+    """What ``--json`` prints; a machine of less than two GPUs has no rates."""
+    return {
+        "healthy": found.healthy,
+        "machine": found.topology.name,
+        "resembles": found.resembles or None,
+        "faults": [
+            {
+                "kind": fault.kind,
+                "devices": list(fault.devices),
+                "is": fault.state,
+                "should_be": fault.should_be,
+                "cost": {
+                    collective: {"now": each[i].now, "healthy": each[i].healthy, "alone": each[i].alone}
+                    for collective, each in costs.items()
+                    if each
+                },
+            }
+            for i, fault in enumerate(found.faults)
+        ],
+        "notes": [note for note in found.topology.notes if kind_of(note) != "warning"],
+    }
+
+
+def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
+    gpus = len(found.topology.gpus)
+    print(f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {_verdict(found)}")
+    print(f"resembles  {_resembles(found)}")
+    for collective, each in costs.items():
+        if each:
+            factor = bus_factor(collective, gpus)
+            now, healthy = each[0].now, each[0].healthy
+            print(
+                f"{collective}  {now:.6g} GB/s now, {healthy:.6g} healthy (bus bandwidth {now * factor:.6g}, "
+                f"{healthy * factor:.6g})"
+            )
+    if found.faults:
+        print()
+        print(_table(found.faults, costs))
+    notes = [note for note in found.topology.notes if kind_of(note) not in ("warning", "filled in")]
+    if notes:
+        print()
+        print_notes(*notes)
+
+
+def _verdict(found: Diagnosis) -> str:
+    return "healthy" if found.healthy else f"{counted(len(found.faults), 'fault')}"
+
+
+def _resembles(found: Diagnosis) -> str:
+    if not found.resembles:
+        return "no machine of the library; it was held against itself"
+    servers = max(1, len(found.topology.servers))
+    whole = found.parts * servers
+    if len(found.topology.gpus) == whole:
+        return found.resembles if servers == 1 else f"{found.resembles}, {servers} servers"
+    return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
+
+
+_WIDEST_CELL = 40
+
+
+def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
+    """A row for each fault; ``alone`` is what the machine does with this fault and no other."""
+    rated = [collective for collective, each in costs.items() if each]
+    header = ("kind", "devices", "is", "should be", *(f"{name} alone" for name in rated))
+    rows = []
+    for i, fault in enumerate(faults):
+        cells = (fault.kind, _short(", ".join(fault.devices)), _short(fault.state), _short(fault.should_be))
+        rows.append((*cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
+    return table(header, rows)
+
+
+def _short(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"

@@ -1,0 +1,82 @@
+"""What faults cost: rates of the machine as it is, without any of them, and with one alone, by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from topoplan.bounds.upper_bound import bound
+from topoplan.errors import InfeasibleError
+from topoplan.health.diagnosis import Diagnosis
+from topoplan.health.faults import Fault, mended
+from topoplan.packing.planner import plan
+from topoplan.topology import Topology
+
+MOST_PLANNED = 72
+"""GPUs up to which rates are those of plans; of larger machines they are what no plan can exceed."""
+
+TIME_LIMIT = 20.0
+"""Seconds after which a plan of a machine with faults is taken as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Rates of a collective over all GPUs, in GB/s of algorithm bandwidth; 0 where no links join them.
+
+    Parameters
+    ----------
+    now, healthy : float
+        Of the machine as it is, and with all its faults mended.
+    alone : float
+        Of the machine with this fault and no other.
+    """
+
+    now: float
+    healthy: float
+    alone: float
+
+
+def costs_of(
+    found: Diagnosis, collective: str = "allreduce", *, progress: Callable[[str], None] | None = None
+) -> tuple[Cost, ...]:
+    """What each fault costs a collective over all GPUs; nothing where there are fewer than two.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> from topoplan.health.diagnosis import diagnose
+    >>> broken = topoplan.without_links("dgx-1v", ["gpu0-gpu3", "gpu5-gpu6"])
+    >>> [(round(c.now, 1), round(c.healthy, 1), round(c.alone, 1)) for c in costs_of(diagnose(broken))]
+    [(71.4, 85.7, 78.6), (71.4, 85.7, 78.6)]
+    """
+    topology = found.topology
+    if len(topology.gpus) < 2 or not found.faults:
+        return ()
+    rates: dict[tuple[object, ...], float] = {}
+
+    def rate(machine: Topology) -> float:
+        key = (machine.devices, frozenset(machine.links))
+        if key not in rates:
+            if progress is not None:
+                progress(f"{len(rates)} machines planned")
+            rates[key] = _rate(machine, collective)
+        return rates[key]
+
+    now, healthy = rate(topology), rate(_without(topology, found.faults))
+    return tuple(
+        Cost(now, healthy, rate(_without(topology, [one for one in found.faults if one is not fault])))
+        for fault in found.faults
+    )
+
+
+def _without(topology: Topology, faults: Sequence[Fault]) -> Topology:
+    return mended(topology, faults)
+
+
+def _rate(machine: Topology, collective: str) -> float:
+    try:
+        if len(machine.gpus) > MOST_PLANNED:
+            return float(bound(machine, collective).rate)
+        return float(plan(machine, collective, time_limit=TIME_LIMIT).rate)
+    except InfeasibleError:
+        return 0.0

@@ -1,0 +1,198 @@
+"""A fault of a machine as data: what it is, which devices it hurts, and the links as they would be without it.
+
+`compared` finds those of links: it holds what is there against what should be there, whoever says so. A link that
+carries nine tenths of what it should is whole, since the measured rates of equal links differ by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from topoplan.hosts.notes import listed
+from topoplan.topology import Link, Topology
+
+Kind = Literal[
+    "link missing",
+    "link slow",
+    "link one-way",
+    "no NVLink",
+    "fewer NVLinks",
+    "PCIe missing",
+    "PCIe slow",
+    "PCIe one-way",
+    "NIC far",
+    "NUMA",
+    "MIG",
+    "no peer access",
+    "unreachable",
+    "row missing",
+    "told",
+]
+"""``told``: a warning of the driver, or of whoever wrote the file, in its words."""
+
+SLOW = 0.9
+"""A link slower than this part of what it should be is named."""
+
+Ends = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is amiss.
+
+    Parameters
+    ----------
+    kind : str
+    devices : tuple of str
+        Those it hurts; of a link its two ends.
+    state, should_be : str
+        What is found, and what a healthy machine has, in words.
+    links : tuple of Link
+        The links as they should be: in place of those between the same devices, or where there are none.
+
+    Examples
+    --------
+    >>> Fault("link missing", ("gpu0", "gpu3"), "1 NVLink of 25 GB/s", "2 NVLinks of 25 GB/s").text
+    'gpu0-gpu3: 1 NVLink of 25 GB/s, should be 2 NVLinks of 25 GB/s'
+    """
+
+    kind: Kind
+    devices: tuple[str, ...]
+    state: str
+    should_be: str
+    links: tuple[Link, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """One line for a person."""
+        if self.kind == "told":
+            return self.state
+        where = "-".join(self.devices) if _of_a_link(self.kind) else listed(self.devices)
+        return f"{where}: {self.state}, should be {self.should_be}"
+
+
+def _of_a_link(kind: Kind) -> bool:
+    return kind.startswith(("link ", "PCIe "))
+
+
+def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
+    """The machine with the links of some faults as they should be.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> machine = topoplan.load("dgx-1v")
+    >>> broken = topoplan.without_links(machine, ["gpu0-gpu3"])
+    >>> both = tuple(link for link in machine.links if {link.src, link.dst} == {"gpu0", "gpu3"})
+    >>> fault = Fault("link missing", ("gpu0", "gpu3"), "no NVLink", "2 NVLinks of 25 GB/s", both)
+    >>> sorted(mended(broken, [fault]).links, key=str) == sorted(machine.links, key=str)
+    True
+    """
+    wanted = {(link.src, link.dst, link.channel): link for fault in faults for link in fault.links}
+    kept = tuple(wanted.pop((link.src, link.dst, link.channel), link) for link in topology.links)
+    return replace(topology, links=(*kept, *wanted.values()))
+
+
+def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterable[str] = ()) -> list[Fault]:
+    """Faults of links of one sort, both directions of a pair in one, in the order of ``want``.
+
+    Parameters
+    ----------
+    have, want : mapping of (str, str) to Link
+        What is there, and what should be, by source and destination.
+    gpus : iterable of str
+        GPUs that should have links of this sort; of one that has none at all that is one fault.
+
+    Examples
+    --------
+    >>> wires = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 50.0, 2)}
+    >>> half = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 25.0, 2)}
+    >>> print(compared(half, wires)[0].text)
+    gpu0-gpu1: 2 NVLinks of 12.5 GB/s, should be 2 NVLinks of 25 GB/s
+    """
+    wrong = {ends for ends, link in want.items() if _short_of(have.get(ends), link)}
+    bare = [
+        gpu
+        for gpu in gpus
+        if any(gpu in ends for ends in want) and not any(gpu in ends and ends in have for ends in want)
+    ]
+    faults = []
+    for gpu in bare:
+        links = tuple(link for ends, link in want.items() if gpu in ends and ends not in have)
+        count = sum(link.count for link in links if link.src == gpu)
+        rate = max((link.bandwidth / link.count for link in links), default=0.0)
+        faults.append(
+            Fault("no NVLink", (gpu,), "no NVLink", nvlinks(count, rate), links)
+            if links and links[0].channel == "nvlink"
+            else Fault("PCIe missing", (gpu,), "no PCIe link", f"{rate:g} GB/s", links)
+        )
+    for ends in want:
+        back = (ends[1], ends[0])
+        if not {ends, back} & wrong or set(ends) & set(bare) or (back in want and _seen(want, ends)):
+            continue
+        faults.append(_pair_fault(ends, have, want, {ends, back} & wrong))
+    return faults
+
+
+def _seen(want: Mapping[Ends, Link], ends: Ends) -> bool:
+    """Whether the other direction stands before this one."""
+    return next(pair for pair in want if set(pair) == set(ends)) != ends
+
+
+def _short_of(link: Link | None, wanted: Link) -> bool:
+    """Whether a link is slow, or carries half a wire less than it should: one of 18 wires is no tenth."""
+    if link is None or link.bandwidth < SLOW * wanted.bandwidth:
+        return True
+    wire = wanted.bandwidth / wanted.count
+    return link.count < wanted.count and link.bandwidth < wanted.bandwidth - wire / 2
+
+
+def _pair_fault(ends: Ends, have: Mapping[Ends, Link], want: Mapping[Ends, Link], wrong: set[Ends]) -> Fault:
+    """What is wrong between two devices; of directions that differ in their fault, what the worse one has."""
+    back = (ends[1], ends[0])
+    links = tuple(want[pair] for pair in (ends, back) if pair in wrong)
+    nvlink = links[0].channel == "nvlink"
+    worst = min(
+        (pair for pair in (ends, back) if pair in wrong),
+        key=lambda pair: have[pair].bandwidth if pair in have else 0.0,
+    )
+    should = _worded(want[worst])
+    is_there, both = have.get(worst), {ends, back} <= wrong
+    alone = "" if both or back not in want else f" from {worst[0]} to {worst[1]}"
+    if is_there is None:
+        other = have.get((worst[1], worst[0]))
+        if other is not None:
+            state = f"{_worded(other)} from {other.src} to {other.dst} only"
+            kind: Kind = "link one-way" if nvlink else "PCIe one-way"
+            return Fault(kind, ends, state, f"{should} both ways", links)
+        return Fault(
+            "link missing" if nvlink else "PCIe missing",
+            ends,
+            "no NVLink" if nvlink else "no PCIe link",
+            should,
+            links,
+        )
+    state = f"{_worded(is_there)}{alone}"
+    wire, full = is_there.bandwidth / is_there.count, want[worst].bandwidth / want[worst].count
+    if nvlink and is_there.count < want[worst].count and wire >= SLOW * full:
+        return Fault("link missing", ends, state, should, links)
+    return Fault("link slow" if nvlink else "PCIe slow", ends, state, should, links)
+
+
+def _worded(link: Link) -> str:
+    if link.channel == "nvlink":
+        return nvlinks(link.count, link.bandwidth / link.count)
+    return f"{'PCIe' if link.channel == 'pcie' else link.channel} of {link.bandwidth:g} GB/s"
+
+
+def nvlinks(count: int, rate: float) -> str:
+    """Wires in words.
+
+    Examples
+    --------
+    >>> nvlinks(1, 25.0), nvlinks(6, 12.5)
+    ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
+    """
+    return f"{count} NVLink{'s' * (count > 1)} of {rate:g} GB/s"
