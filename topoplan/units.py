@@ -171,21 +171,22 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_gpu_list(numbers: Iterable[int]) -> str:
-    """Numbers as `parse_gpu_list` reads them, in their order, three and more that follow one another as a range.
+    """GPU numbers as `parse_gpu_list` reads them, ascending, three or more in a row as a range.
 
     Examples
     --------
-    >>> format_gpu_list([0, 1, 2, 3, 6]), format_gpu_list([1, 4, 5, 7])
+    >>> format_gpu_list([6, 0, 1, 2, 3]), format_gpu_list([1, 4, 5, 7])
     ('0-3,6', '1,4,5,7')
     """
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return ",".join(parts)
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run) for run in runs
+    )
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -258,6 +258,17 @@ def add_json(parser: OneLineParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def add_csv(parser: OneLineParser) -> None:
+    """Comma-separated values instead of text."""
+    parser.add_argument("--csv", action="store_true", help="print the rows as comma-separated values")
+
+
+def check_csv(options: argparse.Namespace) -> None:
+    """Refuse two forms of one answer."""
+    if options.json and options.csv:
+        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+
+
 PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
 """How a figure looks, as argparse stores it; None where an option was not given."""
 

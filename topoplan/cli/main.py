@@ -29,6 +29,7 @@ COMMANDS = {
     "check": "is a machine healthy, and what does each fault cost",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
+    "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "export": "a plan or a machine as a file for NCCL",

@@ -6,12 +6,14 @@ A target is refused before the work begins, then written whole or not at all.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -111,6 +113,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2)
         ]
         lines.append((" " * gap).join(cells).rstrip())
     return "\n".join(lines)
+
+
+def print_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows as comma-separated values under their heads; nothing stands for None and for infinite rates."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(header)
+    for row in rows:
+        writer.writerow(
+            "" if cell is None or (isinstance(cell, float) and not math.isfinite(cell)) else cell
+            for cell in row
+        )
 
 
 def _is_number(cell: str) -> bool:

@@ -2,16 +2,19 @@
 
 from topoplan.compare.allocations import AllocationClass, allocation_classes
 from topoplan.compare.comparison import compare, compare_all
+from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.compare.table import Comparison, Summary, format_table, summary, to_object
 
 __all__ = [
     "AllocationClass",
     "Comparison",
+    "GpuSet",
     "Summary",
     "allocation_classes",
     "compare",
     "compare_all",
     "format_table",
+    "recommend",
     "summary",
     "to_object",
 ]

@@ -54,7 +54,7 @@ class AllocationClass:
     members : int
         Number of allocations in the class.
     allocations : tuple of tuple of int
-        The members in ascending order; empty where there are more than `MOST_LISTED`.
+        The members in ascending order; empty where there are more than are listed.
     channel : str or None
         nvlink, all (NVLink islands with the PCIe between them) or pcie; None where no path joins the GPUs and so no
         plan exists.
@@ -67,7 +67,11 @@ class AllocationClass:
 
 
 def allocation_classes(
-    topology: TopologyLike, *, sizes: Collection[int] | None = None, channels: str = "auto"
+    topology: TopologyLike,
+    *,
+    sizes: Collection[int] | None = None,
+    channels: str = "auto",
+    most_listed: int = MOST_LISTED,
 ) -> tuple[AllocationClass, ...]:
     """Every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
 
@@ -79,6 +83,8 @@ def allocation_classes(
         Numbers of GPUs to look at; 2 to N for None.
     channels : str
         auto, nvlink or pcie, as for `topoplan.plan`.
+    most_listed : int
+        Members of a class up to which they are listed.
 
     Returns
     -------
@@ -128,7 +134,7 @@ def allocation_classes(
         # Swaps must keep the channels before this one too: they decide whether this one is used at all.
         groups = twin_groups(machine_wiring(topology, tried))
         _check_number(topology, groups, left)
-        joined, apart = _Sorter(wiring, groups), _Sorter(wiring, groups)
+        joined, apart = (_Sorter(wiring, groups, most_listed) for _ in range(2))
         for counts in count_vectors(groups, left):
             gpus = last_allocation(groups, counts)
             if not any(one(gpus) for one in earlier):
@@ -163,9 +169,10 @@ class _First:
 class _Sorter:
     """Count vectors on their way into classes; compared when the classes are asked for."""
 
-    def __init__(self, wiring: Wiring, groups: Groups) -> None:
+    def __init__(self, wiring: Wiring, groups: Groups, most_listed: int) -> None:
         self._wiring = wiring
         self._groups = groups
+        self._most_listed = most_listed
         self._vectors: list[tuple[int, ...]] = []
 
     def add(self, counts: tuple[int, ...]) -> None:
@@ -190,7 +197,7 @@ class _Sorter:
 
     def _class(self, alike: list[tuple[int, ...]], channel: str | None) -> AllocationClass:
         members = sum(number_of_allocations(self._groups, counts) for counts in alike)
-        listed = members <= MOST_LISTED
+        listed = members <= self._most_listed
         return AllocationClass(
             gpus=max(last_allocation(self._groups, counts) for counts in alike),
             members=members,

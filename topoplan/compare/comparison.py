@@ -234,11 +234,12 @@ def compare_all(
     for number, one in enumerate(classes):
         if progress:
             progress(f"class {number + 1} of {len(classes)}: GPUs {', '.join(str(gpu) for gpu in one.gpus)}")
-        rows.append(_compare_class(topology, collective, one))
+        rows.append(compare_class(topology, collective, one))
     return tuple(rows)
 
 
-def _compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
+def compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
+    """As `compare`, of the representative of a class; rates of 0 where no path joins it."""
     try:
         return replace(compare(topology, collective, gpus=one.gpus), members=one.members)
     except InfeasibleError as error:

@@ -107,7 +107,8 @@ def draw_steps(plan: Plan) -> Markup:
     """A picture for each shape of trees, with buttons, and its steps as text."""
     if len(plan.vertices) > MOST_RANKS:
         return element(
-            "p", f"Trees of {len(plan.vertices)} ranks are too wide to be drawn; more than {MOST_RANKS} are not."
+            "p",
+            f"Trees of {len(plan.vertices)} ranks are too wide to be drawn; more than {MOST_RANKS} are not.",
         )
     every = steps_of(plan)
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
@@ -118,7 +119,9 @@ def draw_steps(plan: Plan) -> Markup:
 
 def _key(plan: Plan) -> Markup:
     """What the colours say."""
-    crossed = {edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges}
+    crossed = {
+        edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges
+    }
     channels = [
         element(
             "li",

@@ -1,0 +1,171 @@
+"""Which GPUs to take: every set as it does when planned on its own, best first, and what the best leave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from itertools import combinations
+from math import comb
+
+import pytest
+from hypothesis import given, settings
+
+import topoplan
+from tests.support.checkout import Run
+from tests.support.small_fabrics import direct_machines
+from topoplan.compare.recommendation import GpuSet, recommend
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.topology import Topology
+
+
+def alone(machine: Topology, gpus: tuple[int, ...]) -> tuple[float, float, float]:
+    """Rate, bound and ring of a set that is planned on its own; 0 where there is none."""
+    try:
+        made = topoplan.plan(machine, gpus=gpus)
+    except InfeasibleError:
+        return 0.0, 0.0, 0.0
+    try:
+        return made.rate, made.bound, topoplan.ring(machine, gpus=gpus).rate
+    except InfeasibleError:
+        return made.rate, made.bound, 0.0
+
+
+def check_against_all(
+    machine: Topology, count: int, free: tuple[int, ...] | None = None
+) -> tuple[GpuSet, ...]:
+    """All sets are there, each as fast as alone, and what the best leave is the best of what is left."""
+    among = free or tuple(range(len(machine.gpus)))
+    sets = recommend(machine, count, free=free)
+    assert sorted(one.gpus for one in sets) == list(combinations(among, count))
+    for one in sets:
+        assert (one.rate, one.bound, one.ring) == pytest.approx(alone(machine, one.gpus)), one.gpus
+    assert [one.rate for one in sets] == sorted((one.rate for one in sets), reverse=True)
+    rate = {one.gpus: one.rate for one in sets}
+    for one in sets:
+        rest = tuple(gpu for gpu in among if gpu not in one.gpus)
+        fastest = one.rate == sets[0].rate
+        following = [rate[others] for others in combinations(rest, count)]
+        assert one.following == (max(following) if fastest and following else None)
+        left = alone(machine, rest)[0] if fastest and len(rest) > 1 else None
+        assert one.left == (left if left is None else pytest.approx(left))
+    best = [one for one in sets if one.rate == sets[0].rate]
+    assert best == sorted(best, key=lambda one: (-(one.following or 0), -(one.left or 0), -one.ring))
+    return sets
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "free"),
+    [
+        ("v100x4", 2, None),
+        ("v100x4", 3, None),
+        ("pcie-x8", 3, (0, 1, 4, 6)),
+        ("dgx-1p", 3, (0, 1, 2, 5, 6)),
+        pytest.param("dgx-1v", 2, None, marks=pytest.mark.thorough),
+        ("dgx-1v", 4, (0, 1, 4, 5, 7)),
+        pytest.param("dgx-1v", 4, None, marks=pytest.mark.thorough),
+        pytest.param("dgx-1v", 5, None, marks=pytest.mark.thorough),
+        pytest.param("dgx-1v", 3, None, marks=pytest.mark.thorough),
+        pytest.param("dgx-1p", 4, None, marks=pytest.mark.thorough),
+        pytest.param("pcie-x8", 2, None, marks=pytest.mark.thorough),
+        pytest.param("pcie-x8", 4, None, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_set_is_as_fast_as_when_planned_on_its_own(
+    name: str, count: int, free: tuple[int, ...] | None
+) -> None:
+    check_against_all(topoplan.load(name), count, free)
+
+
+@settings(max_examples=6, deadline=None)
+@given(direct_machines(most=5))
+def test_random_machines_too(machine: Topology) -> None:
+    """Links in one direction only, and GPUs that nothing joins, included."""
+    check_against_all(machine, 2)
+    if len(machine.gpus) > 2:
+        check_against_all(machine, 3)
+
+
+def test_the_halves_of_the_cube_come_first() -> None:
+    """Each leaves the other for the next job."""
+    sets = recommend("dgx-1v", 4)
+    assert [(one.gpus, one.following, one.left) for one in sets[:2]] == [
+        ((0, 1, 2, 3), 75.0, 75.0),
+        ((4, 5, 6, 7), 75.0, 75.0),
+    ]
+    assert sets[2].rate < 75
+
+
+def test_of_equally_fast_pairs_those_come_first_that_leave_a_fast_rest() -> None:
+    """Behind a thin uplink, two GPUs of one switch leave the pair of the other switch."""
+    sets = check_against_all(topoplan.load("pcie-x8"), 3, free=(0, 1, 2, 4, 5))
+    assert sets[0].gpus == (0, 1, 2)
+
+
+def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
+    """12,870 sets of 8, planned once."""
+    sets = recommend("dgx-2", 8)
+    assert len(sets) == comb(16, 8)
+    assert {(one.rate, one.number, one.following) for one in sets} == {(sets[0].rate, 1, sets[0].rate)}
+
+
+@pytest.mark.parametrize(
+    ("count", "free", "told"),
+    [
+        (9, None, "no set of 9 GPUs can be chosen from 8; ask for 2 to 8"),
+        (1, None, "no set of 1 GPUs"),
+        (3, (0, 1), "no set of 3 GPUs can be chosen from 2"),
+        (2, (0, 11), "GPU 11"),
+    ],
+)
+def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        recommend("dgx-1v", count, free=free)
+
+
+def test_too_many_sets_are_refused_before_any_is_planned() -> None:
+    with pytest.raises(UsageError, match=r"10,518,300 sets of 8 GPUs among 32 are too many: at most 20,000"):
+        recommend(topoplan.nvswitch_cluster(4), 8)
+
+
+class TestCommand:
+    def test_json_lists_every_set_best_first(self, run: Run) -> None:
+        """With the four keys that others rely on, under the machine's own numbers where a GPU is gone."""
+        out = run("recommend", "dgx-1v", "--count", "3", "--without-gpu", "0", "--json")[1]
+        sets = json.loads(out)["sets"]
+        assert len(sets) == comb(7, 3)
+        assert all({"gpus", "rate", "ring", "bound"} <= set(one) for one in sets)
+        assert [one["rate"] for one in sets] == sorted((one["rate"] for one in sets), reverse=True)
+        assert {gpu for one in sets for gpu in one["gpus"]} == set(range(1, 8))
+        assert sets[0]["busbw"] == pytest.approx(sets[0]["rate"] * 4 / 3)
+
+    def test_csv_has_the_same_rows(self, run: Run) -> None:
+        rows = [*csv.reader(io.StringIO(run("recommend", "dgx-1v", "--count", "2", "--csv")[1]))]
+        sets = json.loads(run("recommend", "dgx-1v", "--count", "2", "--json")[1])["sets"]
+        assert rows[0] == list(sets[0])
+        assert [float(row[1]) for row in rows[1:]] == [one["rate"] for one in sets]
+        assert rows[1][0] == "0,4"
+
+    def test_text_says_what_is_best_and_what_it_leaves(self, run: Run) -> None:
+        out = run("recommend", "dgx-1v", "--count", "3")[1]
+        assert "56 sets of 3 GPUs, in 9 classes, best first" in out
+        assert "leaves 1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
+        assert max(len(line) for line in out.splitlines()) <= 120
+
+    def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
+        out = run("recommend", "dgx-2", "--count", "8")[1]
+        assert "… and 12,800 more: --json and --csv list all" in out
+        assert max(len(line) for line in out.splitlines()) <= 120
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ((), "say how many GPUs the job has with --count"),
+            (("--count", "0"), "'0' is no number of GPUs"),
+            (("--count", "4", "--json", "--csv"), "two forms of one answer"),
+            (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
+        ],
+    )
+    def test_bad_input_is_one_line(self, run: Run, arguments: tuple[str, ...], told: str) -> None:
+        status, _, err = run("recommend", "dgx-1v", *arguments)
+        assert (status, err.count("\n"), told in err) == (2, 1, True)

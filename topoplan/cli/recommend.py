@@ -1,0 +1,194 @@
+"""``topoplan recommend``: which GPUs to take, for one job or for several side by side."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster, add_in_network
+from topoplan.cli.damage_options import Machine, add_damage
+from topoplan.cli.output import counted, print_csv, print_json, print_notes, table
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_machine
+from topoplan.compare.recommendation import GpuSet, recommend
+from topoplan.errors import UsageError
+from topoplan.fabric.fabric import channel_words
+from topoplan.plans.plan import check_collective
+from topoplan.simulation.model import bus_factor
+from topoplan.units import format_gpu_list
+
+MOST_SHOWN = 70
+"""Sets of a class that the text lists: all of classes of 8 GPUs or fewer."""
+
+WIDTH = 116
+"""Columns of the text."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``recommend``."""
+    arguments.add_machine(parser)
+    parser.add_argument(
+        "--count", type=arguments.whole(1, 999_999, "number of GPUs"), metavar="K", help="GPUs of the job"
+    )
+    parser.add_argument(
+        "--free",
+        type=arguments.gpu_list,
+        metavar="LIST",
+        help="GPUs to choose from, such as 0,1,4-7 (default: all)",
+    )
+    arguments.add_collective(parser)
+    arguments.add_json(parser)
+    arguments.add_csv(parser)
+    add_cluster(parser)
+    add_in_network(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List all sets of so many GPUs, best first, with what the best leave for the next job."""
+    collective = check_collective(options.collective)
+    arguments.check_csv(options)
+    if options.count is None:
+        raise UsageError("say how many GPUs the job has with --count, such as --count 4")
+    machine = read_machine(options)
+    free = _free(options, machine)
+    with progress_line("comparing") as progress:
+        sets = recommend(machine.whole, options.count, collective, free=free, progress=progress)
+    factor = bus_factor(collective, options.count)
+    if options.json:
+        print_json(
+            {
+                "machine": machine.whole.name,
+                "collective": collective,
+                "count": options.count,
+                "free": list(free),
+                "sets": [_object(one, factor) for one in sets],
+                "notes": list(machine.whole.notes),
+            }
+        )
+    elif options.csv:
+        rows = [_object(one, factor) for one in sets]
+        print_csv(
+            tuple(rows[0]),
+            (
+                [format_gpu_list(one.gpus), *list(row.values())[1:]]
+                for one, row in zip(sets, rows, strict=True)
+            ),
+        )
+    else:
+        _print_sets(machine, collective, sets, factor)
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def _free(options: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
+    """The GPUs to choose from, ascending."""
+    if options.free is None:
+        return machine.left
+    chosen = machine.whole.select(options.free)
+    gone = [gpu for gpu in chosen if gpu not in machine.left]
+    if gone:
+        raise UsageError(
+            f"GPU {gone[0]} is named by --free and by --without-gpu; leave it out of one of them"
+        )
+    return tuple(sorted(chosen))
+
+
+def _object(one: GpuSet, factor: float) -> dict[str, object]:
+    """A set for JSON."""
+    return {
+        "gpus": list(one.gpus),
+        "rate": one.rate,
+        "ring": one.ring,
+        "bound": one.bound,
+        "busbw": one.rate * factor,
+        "ring_kind": one.ring_kind,
+        "nccl": one.nccl,
+        "nccl_kind": one.nccl_kind,
+        "channel": one.channel,
+        "class": one.number,
+        "following": one.following,
+        "left": one.left,
+    }
+
+
+def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
+    """Classes best first, each with its sets, and what the best set leaves."""
+    best = sets[0]
+    classes = [
+        list(group)
+        for _, group in groupby(sorted(sets, key=lambda one: one.number), key=lambda one: one.number)
+    ]
+    print(
+        f"{collective} on {machine.whole.name}: {counted(len(sets), 'set')} of {len(best.gpus)} GPUs, "
+        f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
+    )
+    over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
+    print(
+        f"best   {format_gpu_list(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
+    )
+    print(f"leaves {_leaves(best, sets)}")
+    print()
+    rows = [
+        (
+            str(group[0].number),
+            f"{group[0].rate:.6g}",
+            f"{group[0].rate * factor:.6g}",
+            f"{group[0].bound:.6g}",
+            _span([one.ring for one in group]),
+            group[0].ring_kind,
+            f"{group[0].nccl:.6g}",
+            group[0].nccl_kind,
+            group[0].channel or "none",
+            str(len(group)),
+        )
+        for group in classes
+    ]
+    heads = ("class", "GB/s", "busbw", "bound", "ring", "ring is", "NCCL", "NCCL is", "over", "sets")
+    print(table(heads, rows))
+    print()
+    for group in classes:
+        print(_members(group))
+    print()
+    print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
+    print(
+        "ring: NCCL's before 2.8; NCCL: the best of its rings, tree and NVLS; sets of a class have equal wires"
+    )
+
+
+def _span(rates: Sequence[float]) -> str:
+    """A rate, or the least and the largest."""
+    least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
+    return least if least == most else f"{least}-{most}"
+
+
+def _members(group: Sequence[GpuSet]) -> str:
+    """The sets of a class; of very many the first."""
+    texts = [format_gpu_list(one.gpus) for one in group[:MOST_SHOWN]]
+    if len(group) > MOST_SHOWN:
+        texts.append(f"… and {len(group) - MOST_SHOWN:,} more: --json and --csv list all")
+    head = f"class {group[0].number}: "
+    return textwrap.fill(
+        "  ".join(texts),
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+    )
+
+
+def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
+    """What the best set leaves for the next job."""
+    free = sorted({gpu for one in sets for gpu in one.gpus})
+    rest = [gpu for gpu in free if gpu not in best.gpus]
+    if not rest:
+        return "no GPU"
+    told = [format_gpu_list(rest)]
+    if best.following is not None:
+        told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
+    if best.left is not None and len(rest) != len(best.gpus):
+        told.append(f"{best.left:.6g} for one of all {len(rest)}")
+    return f"{told[0]}: {', '.join(told[1:])}" if told[1:] else f"{told[0]}, no pair"
