@@ -23,7 +23,7 @@ ORDER = [
     *("formats", "machines", "probing"),
     *("simplex", "fabric", "symmetry", "trees"),
     *("plans", "bounds", "columns", "simulation", "packing", "health"),
-    *("schedules", "choice", "compare", "plot", "export", "interpreters"),
+    *("schedules", "choice", "compare", "plot", "export", "interpreters", "report"),
     "cli",
 ]
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
+    "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others

@@ -1,1 +1,1 @@
-"""One page that says what a machine can do: the machine, what is wrong with it, the plan, its proof, times over sizes."""
+"""One page on a machine: links, what is amiss, which GPUs to take, the plan with its proof, times over sizes."""

@@ -13,13 +13,17 @@ VOID = frozenset({"br", "hr", "meta"})
 """Elements that have no end."""
 
 
+_LONG = 60
+"""Characters from which a cell is broken into lines."""
+
+
 class Markup(str):
     """Characters that are HTML already."""
 
     __slots__ = ()
 
 
-def element(name: str, *inside: str | Markup, **attributes: str | float | bool | None) -> Markup:
+def element(name: str, /, *inside: str | Markup, **attributes: str | float | bool | None) -> Markup:
     """An element; ``class_`` is written ``class``, other underscores as hyphens, and what is None or False left out.
 
     Examples
@@ -61,7 +65,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, capt
     numeric = ["number" if column and all(map(_is_number, column)) else None for column in columns]
 
     def row(cells: Sequence[str | Markup], kind: str) -> Markup:
-        made = (element(kind, cell, class_=right) for cell, right in zip(cells, numeric, strict=True))
+        made = (
+            element(kind, cell, class_="long" if len(cell) > _LONG else right)
+            for cell, right in zip(cells, numeric, strict=True)
+        )
         return element("tr", *made)
 
     head = element("thead", row(header, "th"))

@@ -17,15 +17,16 @@ h1 { font-size: 1.6rem; margin: 0.5rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 0.5rem; border-bottom: 1px solid var(--rule); }
 h3 { font-size: 1.05rem; margin: 1.5rem 0 0.4rem; }
 p, li, figcaption { overflow-wrap: anywhere; }
-nav ul, ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0.2rem 1.4rem; margin: 0.5rem 0; }
+nav ul, ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0.2rem 1.4rem;
+  margin: 0.5rem 0; }
 ul.legend { font-size: 0.85rem; }
 ul.legend svg { vertical-align: middle; }
 a { color: var(--nvlink); }
 .small, caption { font-size: 0.85rem; color: var(--faint); }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; margin: 0.6rem 0; }
+table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums; margin: 0.6rem 0; }
 caption { text-align: left; padding-bottom: 0.3rem; }
-th, td { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: 0.2rem 0.7rem 0.2rem 0; text-align: left; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 td.long { white-space: normal; min-width: 18rem; overflow-wrap: anywhere; }
 th.number, td.number { text-align: right; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; }
@@ -51,7 +52,8 @@ svg text.beside { font-size: 8.5px; fill: var(--faint); }
 .curve line { stroke-width: 2; fill: none; } .curve circle, .curve polygon { stroke: var(--ground); stroke-width: 1; }
 .curve0 { stroke: var(--nvlink); fill: var(--nvlink); } .curve1 { stroke: var(--pcie); fill: var(--pcie); }
 .curve2 { stroke: var(--down); fill: var(--down); } .curve3 { stroke: var(--sys); fill: var(--sys); }
-.curve1 line { stroke-dasharray: 7 3; } .curve2 line { stroke-dasharray: 2 3; } .curve3 line { stroke-dasharray: 9 3 2 3; }
+.curve1 line { stroke-dasharray: 7 3; } .curve2 line { stroke-dasharray: 2 3; }
+.curve3 line { stroke-dasharray: 9 3 2 3; }
 figure.steps { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 0.7rem 1rem; }
 figure.steps:focus-visible { outline: 2px solid var(--nvlink); }
 .controls { display: flex; flex-wrap: wrap; gap: 0.4rem; align-items: center; margin: 0.5rem 0; }
@@ -67,7 +69,8 @@ button { font: inherit; font-size: 0.9rem; padding: 0.15rem 0.8rem; border: 1px 
 .chunk circle, .sign { stroke: var(--ground); }
 .chunk.up circle { fill: #d55e00; } .chunk.down circle { fill: #00805d; }
 .chunk text { fill: #ffffff; font-weight: 700; stroke: none; }
-.sign { display: inline-block; min-width: 1.2em; border-radius: 50%; text-align: center; color: #ffffff; font-weight: 700; }
+.sign { display: inline-block; width: 1.4em; line-height: 1.4em; border-radius: 50%; text-align: center; color: #ffffff;
+  font-weight: 700; }
 .sign.up { background: #d55e00; } .sign.down { background: #00805d; }
 .sign.has { background: #8fe0c0; color: #000000; border: 1px solid #000000; font-weight: 400; }
 @media print { :root { --ground: #ffffff; --ink: #000000; --faint: #444444; --rule: #bbbbbb; --card: #ffffff;

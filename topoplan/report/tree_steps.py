@@ -29,7 +29,7 @@ CHUNKS = 4
 MOST_RANKS = 128
 """Ranks up to which trees are drawn."""
 
-_SLOT, _LAYER, _PAD = 34.0, 78.0, 26.0
+_SLOT, _LAYER, _PAD = 34.0, 96.0, 26.0
 _NODE = 12.0
 
 
@@ -72,6 +72,7 @@ class TreeSteps:
         if last.op == "reduce":
             return {last.root: arrived[last.root]}
         down = {edge.child for edge in last.edges} | {last.root}
+        # The root of a broadcast has everything before the first step.
         return {rank: arrived.get(rank, -1) for rank in sorted(down)}
 
 
@@ -83,8 +84,8 @@ def steps_of(plan: Plan) -> tuple[TreeSteps, ...]:
     Up the stars of a DGX-2 in one step and down in another; up and down the packed trees of a DGX-1V in two each.
 
     >>> import topoplan
-    >>> [one.depth for one in steps_of(topoplan.plan("dgx-2"))], {one.depth for one in steps_of(topoplan.plan("dgx-1v"))}
-    ([2], {4})
+    >>> [{one.depth for one in steps_of(topoplan.plan(name))} for name in ("dgx-2", "dgx-1v")]
+    [{2}, {4}]
     """
     shapes = tree_shapes(plan, apart=DRAWN_APART)
     if not shapes:
@@ -207,10 +208,10 @@ def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions:
     places = {rank: (_PAD + slot * _SLOT, _PAD + depth * layer) for rank, (slot, depth) in slots.items()}
     edges, signs = [], []
     for edge in stage.top_down():
-        ends = places[edge.parent], places[edge.child]
-        edges.append(line(*ends, class_=f"wire {edge.channel}", stroke_width=2))
+        here = places[edge.parent], places[edge.child]
+        edges.append(line(*here, class_=f"wire {edge.channel}", stroke_width=2))
         for upwards, step in runs.get((edge.parent, edge.child), ()):
-            signs.append(_sign(*ends, upwards=upwards, step=step))
+            signs.append(_sign(*here, upwards=upwards, step=step))
     results = one.results()
     nodes = [
         element(
@@ -218,7 +219,7 @@ def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions:
             element("circle", cx=x, cy=y, r=_NODE),
             text((x, y), str(rank)),
             class_="rank root" if rank == stage.root else "rank",
-            data_has=results.get(rank),
+            data_has=-CHUNKS if results.get(rank) == -1 else results.get(rank),
         )
         for rank, (x, y) in places.items()
     ]
@@ -231,7 +232,7 @@ def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions:
 
 def _sign(parent: Point, child: Point, *, upwards: bool, step: int) -> Markup:
     """The mark of a chunk on an edge, nearer to where it comes from; hidden until its step."""
-    part = 0.62 if upwards else 0.38
+    part = 0.78 if upwards else 0.52
     x, y = (start + (end - start) * part for start, end in zip(parent, child, strict=True))
     return element(
         "g",
