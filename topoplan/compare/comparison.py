@@ -129,7 +129,12 @@ def compare(
 
 
 def find_rivals(
-    trees: Plan, topology: Topology, *, gpus: Sequence[int], root: int | None = None
+    trees: Plan,
+    topology: Topology,
+    *,
+    gpus: Sequence[int],
+    root: int | None = None,
+    names: Collection[str] | None = None,
 ) -> tuple[dict[str, Plan], tuple[str, ...]]:
     """The plans that packed trees are compared with, by the names of their schedules, and why others are missing.
 
@@ -141,6 +146,8 @@ def find_rivals(
         The whole machine.
     gpus, root : sequence of int, int or None
         The allocation by GPU number.
+    names : collection of str or None
+        Only these schedules; all that have a column, and what NCCL has, for None.
 
     Examples
     --------
@@ -155,7 +162,7 @@ def find_rivals(
     missing = []
     nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
     for schedule in (*columns(), *nccl_only):
-        if schedule.fits(trees):
+        if schedule.fits(trees) and (names is None or schedule.name in names):
             try:
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=gpus, root=root)
             except InfeasibleError as error:

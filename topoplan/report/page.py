@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import topoplan
 from topoplan.choice.by_size import Choice, choose_by_size
 from topoplan.compare.comparison import DIRECT, NCCL_COLUMNS, find_rivals
-from topoplan.compare.recommendation import MOST_SETS, recommend
+from topoplan.compare.recommendation import recommend
 from topoplan.degraded import nic_name
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import UNIONS, channel_words
+from topoplan.fabric.fabric import channel_words
 from topoplan.health.costs import costs_of
 from topoplan.health.diagnosis import diagnose
 from topoplan.hosts.notes import warnings_first
@@ -38,6 +38,7 @@ from topoplan.report.drawing import Curve, draw_curves, draw_machine
 from topoplan.report.markup import Markup, element, folded, items, joined, table
 from topoplan.report.style import SCRIPT, STYLE
 from topoplan.report.tree_steps import draw_steps
+from topoplan.schedules.registry import ONE_FABRIC
 from topoplan.simulation.model import bus_factor, clock
 from topoplan.simulation.table import Row, sweep
 from topoplan.topology import Topology
@@ -51,6 +52,9 @@ MOST_SHAPES = 64
 
 LONGEST_CERTIFICATE = 40_000
 """Characters of a certificate that stands on the page."""
+
+MOST_SETS = 2000
+"""Sets of GPUs that are compared; `topoplan recommend` takes its time for more."""
 
 Progress = Callable[[str], None]
 
@@ -116,7 +120,7 @@ def report_page(
     found += [plan_section(plan, chosen), Section("trees", "The trees, step by step", trees_content(plan))]
     if len(plan.ranks) > 1:
         say("times over sizes")
-        rivals, _ = find_rivals(plan, topology, gpus=chosen, root=root)
+        rivals, _ = find_rivals(plan, topology, gpus=chosen, root=root, names=NCCL_COLUMNS)
         found.append(
             sizes_section(plan, rivals, _choice(topology, plan, chosen, root, channels, sizes), sizes)
         )
@@ -242,9 +246,10 @@ def sets_section(
     whole = len(topology.gpus)
     doubling = [1 << power for power in range(1, 8)]
     counts = sorted(count for count in {*doubling, len(chosen)} if 1 < count < whole)
-    rows = []
+    rows, left = [], []
     for count in counts:
         if collective == ALL_TO_ALL or math.comb(whole, count) > MOST_SETS:
+            left.append(str(count))
             continue
         sets = recommend(topology, count, collective, progress=progress)
         best, factor = sets[0], bus_factor(collective, count)
@@ -263,10 +268,12 @@ def sets_section(
             )
         )
     if not rows:
-        told = element(
-            "p", "Every job gets all GPUs, or there are too many sets to list (topoplan recommend)."
+        told = (
+            "There are too many sets to list here: see topoplan recommend."
+            if left
+            else "A job gets all GPUs."
         )
-        return Section("sets", "Which GPUs to take", told)
+        return Section("sets", "Which GPUs to take", element("p", told))
     heads = (
         *("GPUs", "best set", "GB/s", "busbw", "bound", "ring", "NCCL's best"),
         *("next best job", "sets as fast", "slowest set"),
@@ -275,7 +282,11 @@ def sets_section(
         "Of equally fast sets the one that leaves most for the next job of the same size; rates in GB/s of algorithm "
         "bandwidth, busbw as nccl-tests counts"
     )
-    return Section("sets", "Which GPUs to take", table(heads, rows, caption=caption))
+    more = (
+        [f"Sets of {', '.join(left)} GPUs are too many to list here: see topoplan recommend."] if left else []
+    )
+    parts = (table(heads, rows, caption=caption), *(element("p", line, class_="small") for line in more))
+    return Section("sets", "Which GPUs to take", joined(parts))
 
 
 def plan_section(plan: Plan, chosen: Sequence[int]) -> Section:
@@ -371,13 +382,14 @@ def _choice(
     sizes: Sequence[int],
 ) -> Choice | None:
     """Plans by size where there are any."""
-    if plan.collective == ALL_TO_ALL or channels in UNIONS:
+    if plan.collective == ALL_TO_ALL or channels not in ("auto", *ONE_FABRIC):
         return None
     try:
         return choose_by_size(
             topology, plan.collective, gpus=chosen, root=root, channels=channels, sizes=sizes
         )
-    except InfeasibleError:
+    except (InfeasibleError, UsageError):
+        # Some schedule refuses such a machine; the page has the others.
         return None
 
 
