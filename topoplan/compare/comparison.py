@@ -155,7 +155,7 @@ def find_rivals(
     >>> machine = topoplan.load("dgx-1v")
     >>> found, _ = find_rivals(topoplan.plan(machine, gpus=[1, 4, 5, 7]), machine, gpus=[1, 4, 5, 7])
     >>> {name: round(one.rate, 1) for name, one in found.items()}
-    {'ring': 5.3, 'relay-ring': 33.3, 'double-tree': 25.0, 'nccl-tree': 50.0}
+    {'ring': 5.3, 'relay-ring': 33.3, 'double-tree': 16.7, 'nccl-tree': 50.0}
     """
     collective = trees.collective
     rivals: dict[str, Plan] = {}

@@ -94,8 +94,8 @@ class Comparison:
         --------
         >>> from topoplan.compare import compare
         >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
-        >>> round(row.rival[0], 2), row.rival[1], row.rival_ratio
-        (33.33, 'relay ring', 1.5)
+        >>> row.rival, row.rival_ratio
+        ((50.0, 'nccl tree'), 1.0)
         """
         double = self.double_tree or 0.0
         return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)

@@ -72,7 +72,7 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
     >>> import topoplan
     >>> figure = draw_trees(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
-    ['16 trees of this shape: 1/16 and 5 GB/s each\nreduce, broadcast; roots 0-15']
+    ['16 trees of this shape: 1/16 and 5 GB/s each\\nreduce, broadcast; roots 0-15']
     """
     trees = _trees(plan)
     whole = [tree.alike.number for number, tree in enumerate(trees) if number >= most]

@@ -250,7 +250,7 @@ def lines_of(one: TreeSteps) -> list[str]:
     --------
     >>> import topoplan
     >>> lines_of(steps_of(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))[0])
-    ['0 > 2, 3 > 1 (added)', '2 > 1 (added)', '1 > 2,3 (copied)', '2 > 0 (copied)']
+    ['3 > 1, 0 > 2 (added)', '2 > 1 (added)', '1 > 2,3 (copied)', '2 > 0 (copied)']
     """
     found = []
     for step in range(one.depth):
