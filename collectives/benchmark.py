@@ -28,7 +28,8 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 from topoplan.simulation import events
 from topoplan.simulation.events import Run
-from topoplan.simulation.model import bus_factor, simulate
+from topoplan.simulation.model import simulate
+from topoplan.units import bus_factor
 
 METHODS = {
     "allreduce": "all_reduce",

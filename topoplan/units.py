@@ -1,7 +1,7 @@
 """Units, and the one place where they are converted.
 
 Inside topoplan bytes and seconds are bare numbers and bandwidth is GB/s (1e9 bytes per second).
-Gigabits per second appear only at the edges (``--nic-gbps``), sizes such as ``64MB`` only in text.
+Gigabits per second appear only at the edges (``--nic-gbps``), ``400Gb/s`` and sizes such as ``64MB`` only in text.
 """
 
 from __future__ import annotations
@@ -121,6 +121,50 @@ def gigabytes_from_gigabits(gigabits: float) -> float:
     return gigabits / 8
 
 
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
+
+    What a ring sends over each of its links for a byte of the buffer: with it rates of all collectives can be
+    compared with each other, and with a link.
+
+    Examples
+    --------
+    >>> bus_factor("allreduce", 8), bus_factor("allgather", 8), bus_factor("broadcast", 8)
+    (1.75, 0.875, 1.0)
+    """
+    if collective == "allreduce":
+        return 2 * (ranks - 1) / ranks
+    if collective in ("allgather", "reduce_scatter", "alltoall"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?:([MGT])(B|b|bit)(?:/s|ps))?\s*")
+_THOUSANDS = {"M": -1, "G": 0, "T": 1}
+
+
+def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
+    """GB/s in a text such as ``400Gb/s``, ``50GB/s`` or a bare number, which is of ``unit``, GB/s or Gb/s.
+
+    Raises
+    ------
+    UsageError
+        The text is no bandwidth above zero.
+
+    Examples
+    --------
+    >>> parse_bandwidth("400Gb/s"), parse_bandwidth("25"), parse_bandwidth("100", unit="Gb/s")
+    (50.0, 25.0, 12.5)
+    """
+    match = _RATE.fullmatch(text[:60])
+    value = float(match[1]) if match else 0.0
+    if match is None or not 0 < value < math.inf:
+        raise UsageError(f"{text[:40]!r} is no bandwidth in {unit} above zero, such as 25, 50GB/s or 400Gb/s")
+    bits = unit == "Gb/s" if match[3] is None else match[3] != "B"
+    value *= 1000.0 ** _THOUSANDS[match[2] or "G"]
+    return gigabytes_from_gigabits(value) if bits else value
+
+
 def parse_size(text: str) -> int:
     """Bytes in a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 as in nccl-tests.
 
@@ -170,23 +214,56 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def format_gpu_list(numbers: Iterable[int]) -> str:
-    """GPU numbers as `parse_gpu_list` reads them, ascending, three or more in a row as a range.
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
+_SERVER = re.compile(r"(.*?)(0|[1-9][0-9]*)([^0-9]*)")
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Numbers as `parse_gpu_list` reads them, three and more in a row as a range.
 
     Examples
     --------
-    >>> format_gpu_list([6, 0, 1, 2, 3]), format_gpu_list([1, 4, 5, 7])
-    ('0-3,6', '1,4,5,7')
+    >>> number_ranges([1, 4, 5, 7]), number_ranges(range(16)), number_ranges([0, 1, 2, 6])
+    ('1,4,5,7', '0-15', '0-2,6')
     """
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(str(number) for number in run) for run in runs
-    )
+    parts = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run] for run in runs)
+    return ",".join(part for run in parts for part in run)
+
+
+def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that differ in a number only, together: of GPUs, and of servers whose lists are alike.
+
+    Examples
+    --------
+    >>> name_ranges(["gpu1", "gpu4", "gpu5", "gpu7", "nic0"])
+    ('gpu1,4,5,7', 'nic0')
+    >>> name_ranges(f"s{server}.gpu{gpu}" for server in range(4) for gpu in range(8))
+    ('s0-3.gpu0-7',)
+    """
+    groups: list[tuple[str, list[int]]] = []
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        prefix, numbers = (match[1], [int(match[2])]) if match else (name, [])
+        if groups and match and groups[-1][0] == prefix and groups[-1][1]:
+            groups[-1][1].extend(numbers)
+        else:
+            groups.append((prefix, numbers))
+    servers: list[tuple[str, list[int], str]] = []
+    for prefix, numbers in groups:
+        match = _SERVER.fullmatch(prefix) if numbers else None
+        before, own, after = (match[1], [int(match[2])], match[3]) if match else (prefix, [], "")
+        text = f"{after}{number_ranges(numbers)}"
+        if servers and match and servers[-1][0] == before and servers[-1][1] and servers[-1][2] == text:
+            servers[-1][1].extend(own)
+        else:
+            servers.append((before, own, text))
+    return tuple(f"{before}{number_ranges(own)}{text}" for before, own, text in servers)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

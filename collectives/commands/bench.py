@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topoplan.cli import arguments
-from topoplan.cli.output import check_target, counted, plan_notes, print_json, print_notes, write_whole
+from topoplan.cli.output import (
+    check_target,
+    counted,
+    plan_notes,
+    print_csv,
+    print_json,
+    print_notes,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan
 from topoplan.clusters.memory import physical_memory
@@ -122,6 +130,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="seconds that a rank waits for a step before it gives up (default: 30)",
     )
     arguments.add_json(parser)
+    arguments.add_csv(parser, "the table")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -236,6 +245,9 @@ def rival_name(plan: Plans) -> str:
 def _report(options: argparse.Namespace, plan: Plans, rows: list[Row], notes: list[str], engine: str) -> None:
     from collectives.benchmark import REPEATS
 
+    if options.csv:
+        print_csv([{"schedule": row.schedule, **row.to_object()} for row in rows])
+        return
     if options.json:
         print_json(
             {

@@ -32,7 +32,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
 import topoplan
 from collectives import Communicator
@@ -86,6 +85,8 @@ class Problem:
 
     def gradients(self, weights: Floats, chosen: NDArray[np.int64]) -> list[Floats]:
         """Each rank's part of the gradient of the loss at some weights."""
+        from scipy.special import expit
+
         return [
             -(kinds * expit(-kinds * (inputs @ weights))) @ inputs[:, chosen] / self.samples
             for inputs, kinds in zip(self.inputs, self.kinds, strict=True)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import EVERY
-from topoplan.units import format_size, parse_gpu_list, parse_sizes
+from topoplan.units import format_size, parse_bandwidth, parse_gpu_list, parse_sizes
 
 TINY = math.ulp(0.0)
 """The least number above zero."""
@@ -101,7 +101,31 @@ def whole(least: int, most: int, what: str) -> Callable[[str], int]:
 
 
 factor = number(TINY, 1e9, "number above zero, such as 1e-3")
-bandwidth = number(TINY, 1e6, "bandwidth in GB/s above zero, such as 25")
+
+
+def rate_in(unit: str) -> Callable[[str], float]:
+    """What reads a bandwidth, in ``unit`` where the text names none, and gives it in that unit, below 1e6.
+
+    Examples
+    --------
+    >>> rate_in("GB/s")("400Gb/s"), rate_in("Gb/s")("50GB/s"), rate_in("Gb/s")("100")
+    (50.0, 400.0, 100.0)
+    """
+    own = parse_bandwidth("1", unit=unit)
+
+    def read(text: str) -> float:
+        try:
+            value = parse_bandwidth(text, unit=unit) / own
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if value >= 1e6:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no bandwidth below 1e6 {unit}")
+        return value
+
+    return read
+
+
+bandwidth = rate_in("GB/s")
 fraction = number(0, 1, "number of 0 or more and below 1, such as 0.05")
 seconds = number(0, 1e9, "number of seconds of 0 or more, such as 10")
 
@@ -135,7 +159,9 @@ def size(text: str) -> int:
     """
     sizes = size_list(text)
     if len(sizes) > 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} names {len(sizes)} sizes; give one, such as 64MB")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} names {len(sizes)} sizes; give one, such as 64MB (--sizes takes several)"
+        )
     return sizes[0]
 
 
@@ -166,7 +192,7 @@ def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str 
         "--nvlink-gbps",
         type=bandwidth,
         metavar="GB/s",
-        help="GB/s of one NVLink in one direction, for nvidia-smi text and XML, which do not say",
+        help="one NVLink in one direction, for nvidia-smi text and XML, which do not say: GB/s, or such as 200Gb/s",
     )
     parser.add_argument(
         "--pcie-gbps",
@@ -258,9 +284,9 @@ def add_json(parser: OneLineParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def add_csv(parser: OneLineParser) -> None:
+def add_csv(parser: OneLineParser, what: str) -> None:
     """Comma-separated values instead of text."""
-    parser.add_argument("--csv", action="store_true", help="print the rows as comma-separated values")
+    parser.add_argument("--csv", action="store_true", help=f"print {what} as comma-separated values")
 
 
 def check_csv(options: argparse.Namespace) -> None:

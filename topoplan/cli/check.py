@@ -17,8 +17,8 @@ from topoplan.health.diagnosis import Diagnosis, diagnose
 from topoplan.health.faults import Fault
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.probe import probe
-from topoplan.simulation.model import bus_factor
 from topoplan.topology import Topology
+from topoplan.units import bus_factor
 
 ALWAYS = "allreduce"
 """The collective whose cost is always told."""

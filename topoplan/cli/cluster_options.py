@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from topoplan.cli.arguments import TINY, OneLineParser, first_given, number, whole
+from topoplan.cli.arguments import OneLineParser, first_given, number, rate_in, whole
 from topoplan.clusters import NETWORKS, NIC_ACCESS, TRANSPORTS, Server, cluster, domain
 from topoplan.errors import UsageError
 from topoplan.in_network import CHOICES
@@ -48,9 +48,9 @@ def add_cluster(parser: OneLineParser) -> None:
     )
     group.add_argument(
         "--nic-gbps",
-        type=number(TINY, 1e6, "number of Gb/s above zero, such as 100"),
+        type=rate_in("Gb/s"),
         metavar="Gb/s",
-        help="Gb/s of one NIC in one direction, as NICs are sold (default: what the machine's NICs state)",
+        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: what its NICs state)",
     )
     group.add_argument(
         "--nics",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from topoplan.cli.arguments import OneLineParser, add_json
-from topoplan.cli.output import print_json, table
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json
+from topoplan.cli.output import print_csv, print_json, table
 from topoplan.cli.show import link_summary
 from topoplan.formats.load import library, load
 
@@ -13,6 +13,7 @@ from topoplan.formats.load import library, load
 def add_options(parser: OneLineParser) -> None:
     """Add the options of ``list``."""
     add_json(parser)
+    add_csv(parser, "the table")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,6 +35,12 @@ def run(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    rows = [(machine.name, str(len(machine.gpus)), link_summary(machine)) for machine in machines]
-    print(table(("name", "GPUs", "links"), rows))
+    rows = [
+        {"name": machine.name, "GPUs": str(len(machine.gpus)), "links": link_summary(machine)}
+        for machine in machines
+    ]
+    if options.csv:
+        print_csv(rows)
+        return 0
+    print(table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
     return 0

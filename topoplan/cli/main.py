@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from itertools import pairwise
 from typing import cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.entry_points import COMMANDS as GROUP
 from topoplan.cli.entry_points import Command, offered
-from topoplan.cli.output import print_error
+from topoplan.cli.output import WIDEST, WrappedText, print_error
 from topoplan.errors import BackendError, TopoplanError, UsageError
+
+COMPLETION = "completion"
 
 COMMANDS = {
     "list": "the machines of the library",
@@ -34,6 +38,7 @@ COMMANDS = {
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
+    COMPLETION: "what makes a shell complete these commands",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
 come with installed packages (`topoplan.cli.entry_points`)."""
@@ -45,8 +50,19 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments those of the process are taken."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    whole = {"--json", "--csv", "completion"} & set(given) or ("-o", "-") in pairwise(given)
+    if sys.stdout is not None and sys.stdout.isatty() and not whole:
+        # What is read by a person; what another program reads keeps its lines.
+        width = min(WIDEST, shutil.get_terminal_size().columns)
+        with contextlib.redirect_stdout(WrappedText(sys.stdout, width)):
+            return _main(given)
+    return _main(given)
+
+
+def _main(given: list[str]) -> int:
     name = next((word for word in given if not word.startswith("-")), "")
-    others = {} if name in COMMANDS else {n: load for n, load in offered(GROUP).items() if n not in COMMANDS}
+    own = name in COMMANDS and name != COMPLETION
+    others = {} if own else {n: load for n, load in offered(GROUP).items() if n not in COMMANDS}
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -87,22 +103,30 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
         raise UsageError(_no_command(name, (*COMMANDS, *others)))
     listed = name not in others and bool(asked - {"--version"})
     for known, load in others.items():
-        commands.add_parser(known, help=_line(load) if listed else "")
+        commands.add_parser(known, help=_line(load) if listed or name == COMPLETION else "")
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
-        if name in COMMANDS or name in others:
-            command = (
-                others[name]() if name in others else cast("Command", import_module(f"topoplan.cli.{name}"))
-            )
-            chosen.description = command.run.__doc__
-            command.add_options(chosen)
+        if name == COMPLETION:
+            # A shell completes the options of all commands, but for those whose package is broken.
+            for known in (*COMMANDS, *others):
+                with contextlib.suppress(UsageError):
+                    _load(known, others).add_options(commands.choices[known])
+            chosen.set_defaults(every=top)
+        elif name in commands.choices:
+            _load(name, others).add_options(chosen)
+            chosen.description = _load(name, others).run.__doc__
         options, unknown = top.parse_known_args(given)
     except SystemExit:
         # --help or --version has been printed; error() raises UsageError instead.
         return 0
     if unknown:
         raise UsageError(chosen.not_understood(unknown[0]))
-    return command.run(options)
+    return _load(name, others).run(options)
+
+
+def _load(name: str, others: Mapping[str, Callable[[], Command]]) -> Command:
+    """The module of a command."""
+    return others[name]() if name in others else cast("Command", import_module(f"topoplan.cli.{name}"))
 
 
 def _line(load: Callable[[], Command]) -> str:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import logging
-import math
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,6 +24,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
+from topoplan.units import bus_factor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
+
+WIDEST = 120
+"""Columns of a line on a terminal, or fewer where it has fewer."""
 
 
 def printable(text: str) -> str:
@@ -80,6 +86,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
+    """The bus bandwidth to put behind a rate in GB/s; nothing where it is the same.
+
+    Examples
+    --------
+    >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
+    (', 75 of bus bandwidth', '')
+    """
+    factor = bus_factor(collective, ranks)
+    return "" if factor == 1 else f", {gbps * factor:.{digits}g} of bus bandwidth"
+
+
 def verdict(channels: Sequence[str], gap: float) -> str:
     """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
 
@@ -115,15 +133,76 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2)
     return "\n".join(lines)
 
 
-def print_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows as comma-separated values under their heads; nothing stands for None and for infinite rates."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(header)
-    for row in rows:
-        writer.writerow(
-            "" if cell is None or (isinstance(cell, float) and not math.isfinite(cell)) else cell
-            for cell in row
+def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print objects as comma-separated values (RFC 4180, lines ended as everywhere here), their keys first."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(sys.stdout, list(keys), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+class WrappedText(io.TextIOBase):
+    """What a terminal gets: lines wrapped between words at `WIDEST` columns or its own width.
+
+    What does not fit goes below the beginning of the last column of its line, or is indented by four spaces.
+
+    Parameters
+    ----------
+    stream : text stream
+    width : int
+        Columns.
+    """
+
+    def __init__(self, stream: TextIO, width: int) -> None:
+        super().__init__()
+        self._stream, self._width, self._begun = stream, width, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that end in the text, and keep what follows them."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._stream.write(f"{wrapped(line, self._width)}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what was kept too."""
+        self._stream.write(self._begun)
+        self._begun = ""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal: the stream is asked."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """That of the stream."""
+        return self._stream.fileno()
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line as lines of at most so many columns, words whole.
+
+    Examples
+    --------
+    >>> print(wrapped("bound  50 GB/s: the links between them carry 300 GB/s", 30))
+    bound  50 GB/s: the links
+           between them carry 300
+           GB/s
+    """
+    if len(line) <= width:
+        return line
+    gaps = [match.end() for match in re.finditer(r" {2,}", line) if match.end() <= width // 2]
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * max(gaps, default=4),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            expand_tabs=False,
         )
+    )
 
 
 def _is_number(cell: str) -> bool:

@@ -13,11 +13,13 @@ from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
+    bus_words,
     check_plot,
     check_target,
     counted,
     draw_plot,
     plan_notes,
+    print_csv,
     print_json,
     print_notes,
     verdict,
@@ -25,7 +27,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_demand, read_machine
-from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_table
+from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_rows, tree_table
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import ALL, Fabric, channel_words
 from topoplan.hosts.notes import kind_of
@@ -37,7 +39,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import exact, format_seconds
+from topoplan.units import bus_factor, exact, format_seconds
 
 OF_TREES = {
     "method": "exact",
@@ -132,6 +134,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
+    arguments.add_csv(parser, "the trees, or with --sizes the times,")
     add_cluster(parser)
     add_in_network(parser)
     add_damage(parser)
@@ -139,8 +142,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
-    if options.output == "-" and options.json:
-        raise UsageError("-o - and --json both print to stdout; leave one of them out")
+    outputs = {"-o -": options.output == "-", "--json": options.json, "--csv": options.csv}
+    printing = [name for name, asked in outputs.items() if asked]
+    if len(printing) > 1:
+        raise UsageError(f"{printing[0]} and {printing[1]} both print to stdout; leave one of them out")
     belongings = (
         *(("epsilon", "mwu"), ("threshold", "mwu")),
         *((name, "exact") for name in ("order", "height", "time-limit", "tolerance")),
@@ -179,7 +184,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.output:
         write_whole(options.output, made.to_json())
-    if options.json:
+    if options.csv:
+        print_csv(tree_rows(made))
+    elif options.json:
         told = {name: one.to_object() for name, one in explained.items()}
         print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **told})
     else:
@@ -262,7 +269,8 @@ def _run_bound(options: argparse.Namespace) -> int:
     print_notes(*machine.warnings(gpus))
     count = counted(len(proved.ranks), "GPU")
     print(f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}")
-    print(f"bound  {proved.rate:.6g} GB/s: {explain_certificate(proved)}")
+    bus = bus_words(proved.rate, proved.collective, len(proved.ranks))
+    print(f"bound  {proved.rate:.6g} GB/s{bus}: {explain_certificate(proved)}")
     print(f"proved in {format_seconds(seconds)}")
     print_notes(*proved.topology.notes)
     return 0
@@ -275,6 +283,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         **plan.to_object(),
         "seconds": plan.seconds,
         "gap": plan.gap,
+        "busbw": finite(plan.rate * bus_factor(plan.collective, len(plan.ranks))),
         "digest": plan.digest,
         **({} if wider is None else {"wider_bound": wider}),
         **({} if plan.team_wide == plan.rate else {"team_wide": plan.team_wide}),
@@ -307,7 +316,10 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
     if len(plan.ranks) == 1:
         print("one GPU: nothing moves")
     else:
-        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth ({verdict(plan.channels, plan.gap)})")
+        count = len(plan.ranks)
+        bus = bus_words(plan.rate, plan.collective, count)
+        told = verdict(plan.channels, plan.gap)
+        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({told})")
         if plan.team_wide != plan.rate:
             print(
                 f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "
@@ -317,11 +329,14 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
             print(
                 f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
             )
-        print(f"bound  {plan.bound:.6g} GB/s: {explain_certificate(plan)}")
+        bus = bus_words(plan.bound, plan.collective, count)
+        print(f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}")
         wider = _wider_bound(plan)
         if wider is not None:
+            bus = bus_words(wider, plan.collective, count)
             print(
-                f"wider  {wider:.6g} GB/s at most with pcie too; --channels all and all-staged say for which sizes"
+                f"wider  {wider:.6g} GB/s{bus}, at most, with pcie too; "
+                "--channels all and all-staged say for which sizes"
             )
         print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
         if plan.method == "exact":

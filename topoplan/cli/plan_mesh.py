@@ -7,7 +7,16 @@ from fractions import Fraction
 from itertools import groupby
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table, verdict, write_whole
+from topoplan.cli.output import (
+    bus_words,
+    counted,
+    plan_notes,
+    print_json,
+    print_notes,
+    table,
+    verdict,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.cli.tree_table import named_ranks
@@ -153,7 +162,9 @@ def print_mesh(mesh: MeshPlans) -> None:
         f"{channel_words(first.channels)}"
     )
     told = verdict(first.channels, mesh.gap)
-    print(f"rate   {mesh.rate:.6g} GB/s of algorithm bandwidth in every group of weight 1 ({told})")
+    bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
+    same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
+    print(f"rate   {same} in every group of weight 1 ({told})")
     print()
     weights = dict(mesh.weights)
     rows = [

@@ -11,9 +11,20 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.output import counted, draw_plot, plan_notes, print_json, print_notes, table, write_whole
+from topoplan.cli.output import (
+    bus_words,
+    counted,
+    draw_plot,
+    plan_notes,
+    print_csv,
+    print_json,
+    print_notes,
+    table,
+    write_whole,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
+from topoplan.cli.tree_table import named_ranks
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.certificates import explain_certificate
@@ -144,6 +155,9 @@ def run(options: argparse.Namespace) -> int:
         write_whole(options.output, plans.to_json())
     lines = range_times(choice)
     notes = [*plan_notes(plans), *choice.notes]
+    if options.csv:
+        print_csv(_points(plans))
+        return 0
     if options.json:
         print_json(_object(choice, lines, notes, seconds))
         return 0
@@ -214,12 +228,13 @@ def _print(choice: Choice, lines: Sequence[RangeTimes]) -> None:
     root = "" if plans.root is None else f" {towards} {plans.ranks[plans.root]}"
     print(
         f"{plans.collective}{root} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')} "
-        f"({' '.join(plans.ranks)}), over {channel_words(best.channels)}, by message size"
+        f"({named_ranks(plans.ranks)}), over {channel_words(best.channels)}, by message size"
     )
     if len(plans.ranks) == 1:
         print("one GPU: nothing moves")
     else:
-        print(f"bound  {best.bound:.6g} GB/s: {explain_certificate(best)}")
+        bus = bus_words(best.bound, plans.collective, len(plans.ranks))
+        print(f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}")
         print()
         print(_table(lines))
         print()

@@ -17,8 +17,7 @@ from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.plan import check_collective
-from topoplan.simulation.model import bus_factor
-from topoplan.units import format_gpu_list
+from topoplan.units import bus_factor, number_ranges
 
 MOST_SHOWN = 70
 """Sets of a class that the text lists: all of classes of 8 GPUs or fewer."""
@@ -41,7 +40,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_collective(parser)
     arguments.add_json(parser)
-    arguments.add_csv(parser)
+    arguments.add_csv(parser, "the sets")
     add_cluster(parser)
     add_in_network(parser)
     add_damage(parser)
@@ -70,14 +69,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
     elif options.csv:
-        rows = [_object(one, factor) for one in sets]
-        print_csv(
-            tuple(rows[0]),
-            (
-                [format_gpu_list(one.gpus), *list(row.values())[1:]]
-                for one, row in zip(sets, rows, strict=True)
-            ),
-        )
+        print_csv([{**_object(one, factor), "gpus": number_ranges(one.gpus)} for one in sets])
     else:
         _print_sets(machine, collective, sets, factor)
         print_notes(*machine.whole.notes)
@@ -128,7 +120,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
     )
     over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
     print(
-        f"best   {format_gpu_list(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
+        f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
     )
     print(f"leaves {_leaves(best, sets)}")
     print()
@@ -167,7 +159,7 @@ def _span(rates: Sequence[float]) -> str:
 
 def _members(group: Sequence[GpuSet]) -> str:
     """The sets of a class; of very many the first."""
-    texts = [format_gpu_list(one.gpus) for one in group[:MOST_SHOWN]]
+    texts = [number_ranges(one.gpus) for one in group[:MOST_SHOWN]]
     if len(group) > MOST_SHOWN:
         texts.append(f"… and {len(group) - MOST_SHOWN:,} more: --json and --csv list all")
     head = f"class {group[0].number}: "
@@ -186,7 +178,7 @@ def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
     rest = [gpu for gpu in free if gpu not in best.gpus]
     if not rest:
         return "no GPU"
-    told = [format_gpu_list(rest)]
+    told = [number_ranges(rest)]
     if best.following is not None:
         told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
     if best.left is not None and len(rest) != len(best.gpus):

@@ -138,7 +138,7 @@ def _link_text(topology: Topology) -> str:
     return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""
 
 
-WIDEST = 160
+WIDEST = 120
 """Characters of a line of the matrix; one of more devices is printed in several blocks of columns."""
 
 _ROOMY = 120

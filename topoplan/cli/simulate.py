@@ -10,11 +10,13 @@ from topoplan.cli import arguments, simulate_jobs
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
+    bus_words,
     check_plot,
     check_target,
     counted,
     draw_plot,
     plan_notes,
+    print_csv,
     print_json,
     print_notes,
     write_whole,
@@ -55,6 +57,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)
+    arguments.add_csv(parser, "the table")
     simulate_jobs.add_options(parser)
     add_cluster(parser)
     add_damage(parser)
@@ -108,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
                 "notes": list(notes),
             }
         )
+        return 0
+    if options.csv:
+        named = (("plan", rows), (rival.schedule if rival else "", rival_rows))
+        print_csv([{"schedule": name, **row.to_object()} for name, part in named for row in part])
         return 0
     gpus = f"{counted(len(plan.ranks), 'GPU')} ({named_ranks(plan.ranks)})"
     print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
@@ -254,7 +261,8 @@ def _describe(plan: Plans) -> list[str]:
     trees = (
         "" if plan.method == "ring" else f", {counted(plan.trees, tree_noun(plan))} of height {plan.height}"
     )
-    return [f"{plan.schedule}, {plan.rate:.6g} GB/s{trees}"]
+    bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
+    return [f"{plan.schedule}, {plan.rate:.6g} GB/s{bus}{trees}"]
 
 
 def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:

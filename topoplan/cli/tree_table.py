@@ -15,28 +15,30 @@ from topoplan.plans.phases import Phases
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Shard, Stage
+from topoplan.units import name_ranges
 
 MOST_ROWS = 64
 """Shards that are listed."""
 
-MOST_EDGES, FIRST_EDGES = 32, 24
-"""Edges up to which a tree is written in full, and how many are written of a larger one."""
+MOST_NAMES = 8
+"""Names, or ranges of them, that are written of many."""
 
-MOST_NAMES, FIRST_NAMES = 32, 8
-"""GPUs up to which all are named, and how many are named of more."""
+LONGEST_TREE = 78
+"""Characters of a tree that are written."""
 
 
 def named_ranks(names: Sequence[str]) -> str:
-    """The names of GPUs; of many the first ones and the last.
+    """The names of GPUs, numbers as ranges; of many ranges the first ones and the last.
 
     Examples
     --------
-    >>> named_ranks(["gpu0", "gpu1"]), named_ranks([f"gpu{i}" for i in range(100)])[-17:]
-    ('gpu0 gpu1', 'gpu6 gpu7 … gpu99')
+    >>> named_ranks(["gpu1", "gpu4", "gpu5", "gpu7"]), named_ranks([f"gpu{i}" for i in range(0, 100, 2)])[-8:]
+    ('gpu1,4,5,7', '94,96,98')
     """
-    if len(names) > MOST_NAMES:
-        names = [*names[:FIRST_NAMES], "…", names[-1]]
-    return " ".join(names)
+    ranges = name_ranges(names)
+    if len(ranges) > MOST_NAMES:
+        ranges = (*ranges[: MOST_NAMES - 1], "…", ranges[-1])
+    return " ".join(ranges)
 
 
 def tree_noun(plan: Plan) -> str:
@@ -71,14 +73,35 @@ def tree_table(plan: Plan) -> str:
                 f"{weight:.4g}",
                 names[stage.root],
                 str(stage.height),
-                _edges(names, stage),
+                bracketed(names, stage),
             )
         )
-    text = table(
-        ("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "edges"), rows
-    )
+    text = table(("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree"), rows)
     more = len(plan.shard_counts) - len(listed)
     return f"{text}\n… and {counted(more, 'shard')} more: -o and --json write all" if more else text
+
+
+def tree_rows(plan: Plan) -> list[dict[str, object]]:
+    """What `tree_table` shows, as objects: every shard, and of shards that are alike one with their number.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> tree_rows(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))[0]["tree"]
+    'gpu4>(gpu7 gpu5>gpu1)'
+    """
+    return [
+        {
+            "count": count,
+            "channel": _channels(plan, shard),
+            "share": str(shard.share),
+            "GB/s": float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0,
+            "root": plan.vertices[_shown_stage(shard).root],
+            "height": _shown_stage(shard).height,
+            "tree": bracketed(plan.vertices, _shown_stage(shard), longest=None),
+        }
+        for shard, count in plan.shard_counts
+    ]
 
 
 def _shown_stage(shard: Shard) -> Stage:
@@ -93,12 +116,36 @@ def _channels(plan: Plan, shard: Shard) -> str:
     return "+".join(channel for channel in known if channel in crossed)
 
 
-def _edges(names: Sequence[str], stage: Stage) -> str:
+def bracketed(names: Sequence[str], stage: Stage, *, longest: int | None = LONGEST_TREE) -> str:
+    """A tree in brackets, ``>`` or ``<`` the way that data takes; children without any of their own come first;
+    cut to a number of characters unless that is None.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> bracketed(plan.ranks, plan.shards[0].stages[1]), bracketed(plan.ranks, plan.shards[0].stages[0])
+    ('gpu4>(gpu7 gpu5>gpu1)', 'gpu4<(gpu7 gpu5<gpu1)')
+    >>> star = topoplan.one_hop(topoplan.load("dgx-2")).shards[0].stages[1]
+    >>> bracketed([f"gpu{i}" for i in range(16)], star)
+    'gpu0>gpu1-15'
+    """
     arrow = "<" if stage.op == "reduce" else ">"
+    children: dict[int, list[int]] = {}
     edges = stage.top_down()
-    shown = edges if len(edges) <= MOST_EDGES else edges[:FIRST_EDGES]
-    text = " ".join(f"{names[edge.parent]}{arrow}{names[edge.child]}" for edge in shown)
-    return text if len(shown) == len(edges) else f"{text} … and {len(edges) - len(shown)} more"
+    for edge in edges:
+        children.setdefault(edge.parent, []).append(edge.child)
+    below: dict[int, str] = {}
+    for rank in dict.fromkeys(edge.parent for edge in reversed(edges)):
+        leaves = name_ranges(names[child] for child in children[rank] if child not in below)
+        parts = [*leaves, *(f"{names[child]}{below[child]}" for child in children[rank] if child in below)]
+        text = " ".join(parts)
+        below[rank] = f"{arrow}({text})" if len(parts) > 1 else f"{arrow}{text}"
+    text = f"{names[stage.root]}{below.get(stage.root, '')}"
+    if longest is None or len(text) <= longest:
+        return text
+    end = f" … ({len(edges)} edges)"
+    return text[: longest - len(end)].rsplit(" ", 1)[0] + end
 
 
 _LISTED = 4

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
+from topoplan.cli.output import bus_words, counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
@@ -242,8 +242,12 @@ def _print_report(plan: Plan, report: Verification) -> None:
     if report.exact_rate is None or report.exact_bound is None:
         print("one GPU: nothing moves")
     else:
-        print(f"rate   {report.rate:.9g} GB/s = {report.exact_rate}, recomputed from the link loads")
-        print(f"bound  {report.bound:.9g} GB/s = {report.exact_bound}: {explain_certificate(plan)}")
+        bus, most = (
+            bus_words(rate, plan.collective, len(plan.ranks), digits=9)
+            for rate in (report.rate, report.bound)
+        )
+        print(f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads")
+        print(f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}")
         print("rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}")
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""

@@ -28,7 +28,7 @@ from topoplan.plot.canvas import (
     points,
     text_width,
 )
-from topoplan.units import format_gpu_list
+from topoplan.units import number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,7 @@ def draw_comparison(rows: Sequence[ComparisonRow], *, title: str = "") -> Figure
     titles, lines = fitted(title, _TITLE, room), fitted(_summary(rows), _SMALL, room)
     below_title = _TITLE_ROW * len(titles)
     top = below_title + _SMALL_ROW * len(lines) + 0.1
-    labels = [format_gpu_list(row.gpus) for row in rows]
+    labels = [number_ranges(row.gpus) for row in rows]
     foot = max(text_width(label, _SMALL) for label in labels) + 0.4
     height = 4.85 + foot + top
     figure = new_figure(width, height)

@@ -17,7 +17,7 @@ from topoplan.plans.tree import Stage
 from topoplan.plans.tree_shapes import Alike, tree_shapes
 from topoplan.plot.canvas import FILLS, STROKES, fitted, new_figure, points
 from topoplan.plot.layers import forest_positions
-from topoplan.units import format_gpu_list
+from topoplan.units import number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +163,7 @@ def _trees(plan: Plan) -> list[_Tree]:
             first, second = f"tree {alike.number}: {share}, {rate}", ", ".join(operations)
             if alike.count > 1:
                 first = f"{alike.count} trees of this shape: {share} and {rate} each"
-                roots = format_gpu_list(sorted(alike.roots))
+                roots = number_ranges(sorted(alike.roots))
                 second += f"; {'root' if len(alike.roots) == 1 else 'roots'} {roots}"
             found.append(_Tree(alike, stage, f"{first}\n{second}"))
     return found

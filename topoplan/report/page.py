@@ -39,10 +39,10 @@ from topoplan.report.markup import Markup, element, folded, items, joined, table
 from topoplan.report.style import SCRIPT, STYLE
 from topoplan.report.tree_steps import draw_steps
 from topoplan.schedules.registry import ONE_FABRIC
-from topoplan.simulation.model import bus_factor, clock
+from topoplan.simulation.model import clock
 from topoplan.simulation.table import Row, sweep
 from topoplan.topology import Topology
-from topoplan.units import format_gpu_list, format_size
+from topoplan.units import bus_factor, format_size, name_ranges, number_ranges
 
 MOST_WIRES = 600
 """Wires that are listed one by one."""
@@ -256,7 +256,7 @@ def sets_section(
         rows.append(
             (
                 str(count),
-                format_gpu_list(best.gpus),
+                number_ranges(best.gpus),
                 f"{best.rate:.6g}",
                 f"{best.rate * factor:.6g}",
                 f"{best.bound:.6g}",
@@ -299,7 +299,7 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> Section:
     more = f" and {len(full) - 16} more" if len(full) > 16 else ""
     verdict = "rate and bound are equal: no plan is faster" if checked.optimal else f"{plan.gap:.3%} apart"
     facts = [
-        ("GPUs", format_gpu_list(chosen)),
+        ("GPUs", number_ranges(chosen)),
         *root,
         ("over", channel_words(plan.channels)),
         ("rate", f"{plan.rate:.6g} GB/s of algorithm bandwidth, {plan.rate * factor:.6g} of bus bandwidth"),
@@ -339,7 +339,7 @@ def _shapes_table(plan: Plan) -> Markup:
                 str(one.count),
                 str(one.shard.share),
                 f"{float(one.shard.share) * plan.rate:.4g}",
-                format_gpu_list(one.roots),
+                number_ranges(one.roots),
                 str(max(tree.height for tree, _ in one.trees)),
                 _edges(plan, stage),
             )

@@ -21,7 +21,7 @@ from topoplan.plot.trees import DRAWN_APART, MAX_TREES, tree_children
 from topoplan.report.drawing import Point, line, svg, text
 from topoplan.report.markup import Markup, element, folded, items, joined
 from topoplan.simulation.dataflow import Hop, dataflow
-from topoplan.units import format_gpu_list
+from topoplan.units import number_ranges
 
 CHUNKS = 4
 """Chunks that a picture sends through its tree: enough to see that they follow one another."""
@@ -31,6 +31,7 @@ MOST_RANKS = 128
 
 _SLOT, _LAYER, _PAD = 34.0, 96.0, 26.0
 _NODE = 12.0
+_NARROWEST = 480.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def draw_steps(plan: Plan) -> Markup:
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
     left = sum(one.alike.count for one in every[MAX_TREES:])
     more = [element("p", f"{left} more of {plan.trees} trees are not drawn.", class_="small")] if left else []
-    return joined((_key(plan), *pictures, *more))
+    return joined((_key(plan), element("div", *pictures, class_="trees"), *more))
 
 
 def _key(plan: Plan) -> Markup:
@@ -153,16 +154,18 @@ def _picture(plan: Plan, one: TreeSteps, number: int) -> Markup:
     rate = f"{float(alike.shard.share) * plan.rate:.4g} GB/s" if math.isfinite(plan.rate) else ""
     title = f"Tree {alike.number}: {share} of the buffer, {rate}, root {alike.roots[0]}"
     if alike.count > 1:
-        roots = format_gpu_list(sorted(alike.roots))
+        roots = number_ranges(sorted(alike.roots))
         title = (
             f"{alike.count} trees of this shape: {share} of the buffer and {rate} each, "
             f"{'root' if len(alike.roots) == 1 else 'roots'} {roots}; drawn is that of root {alike.roots[0]}"
         )
     drawings = []
-    position = 0
+    position, widest = 0, _NARROWEST
     for stage, operations in alike.trees:
         drawings.append(_drawing(one, stage, operations, range(position, position + len(operations))))
         position += len(operations)
+        slots = forest_positions([stage.root], tree_children(stage)).values()
+        widest = max(widest, 4 * _PAD + max(slot for slot, _ in slots) * _SLOT)
     buttons = element(
         "div",
         *(
@@ -181,6 +184,7 @@ def _picture(plan: Plan, one: TreeSteps, number: int) -> Markup:
         folded(f"its {one.depth} steps as text", items(lines_of(one), kind="ol")),
         id=f"tree-{number}",
         class_="steps",
+        style=f"flex-basis: {widest:.0f}px",
         tabindex=0,
         data_depth=one.depth,
         data_chunks=CHUNKS,
@@ -260,11 +264,11 @@ def lines_of(one: TreeSteps) -> list[str]:
         parts = []
         if up:
             by_target = groupby(sorted(up, key=lambda hop: (hop.dst, hop.src)), key=lambda hop: hop.dst)
-            sent = [f"{format_gpu_list(hop.src for hop in hops)} > {dst}" for dst, hops in by_target]
+            sent = [f"{number_ranges(hop.src for hop in hops)} > {dst}" for dst, hops in by_target]
             parts.append(f"{', '.join(sent)} (added)")
         if down:
             by_source = groupby(sorted(down, key=lambda hop: (hop.src, hop.dst)), key=lambda hop: hop.src)
-            sent = [f"{src} > {format_gpu_list(hop.dst for hop in hops)}" for src, hops in by_source]
+            sent = [f"{src} > {number_ranges(hop.dst for hop in hops)}" for src, hops in by_source]
             parts.append(f"{', '.join(sent)} (copied)")
         found.append("; ".join(parts))
     return found

@@ -270,7 +270,7 @@ def find_schedule(name: str) -> Schedule:
     >>> find_schedule("tree")
     Traceback (most recent call last):
     topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
-one-hop, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
+one-hop, mesh, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
 one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
 parameter-server, two-level
     """

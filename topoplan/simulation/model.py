@@ -18,7 +18,7 @@ from topoplan.plans.rounds import rounds
 from topoplan.simulation.alpha_beta import Pipeline, chunk_counts, pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.latency import LAUNCH
-from topoplan.units import TOLERANCE
+from topoplan.units import TOLERANCE, bus_factor
 
 LinkName = tuple[str, str]
 
@@ -225,18 +225,3 @@ def _timeline(plan: Plan, schedule: Pipeline, nbytes: int, chunk_bytes: int | No
             for lane, end in zip(schedule.lanes, ends, strict=True)
         ),
     )
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
-
-    Examples
-    --------
-    >>> bus_factor("allreduce", 8), bus_factor("allgather", 8), bus_factor("broadcast", 8)
-    (1.75, 0.875, 1.0)
-    """
-    if collective == "allreduce":
-        return 2 * (ranks - 1) / ranks
-    if collective in ("allgather", "reduce_scatter", "alltoall"):
-        return (ranks - 1) / ranks
-    return 1.0

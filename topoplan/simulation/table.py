@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
-from topoplan.simulation.model import bus_factor, clock
+from topoplan.simulation.model import clock
+from topoplan.units import bus_factor
 
 FLOAT32_BYTES = 4
 

@@ -31,8 +31,10 @@ def test_a_plan_goes_through_its_file_and_all_commands(
 ) -> None:
     place = str(tmp_path / "plan.json")
     said = run(capsys, "plan", "v100x4", "--collective", "all-to-all", "-o", place)
-    assert "rate   125 GB/s of algorithm bandwidth (optimal over nvlink, proved)" in said
-    assert "only 125 GB/s leave {gpu0 gpu3}, and 2 x 2 blocks of 1/4 of a buffer must" in said
+    assert (
+        "rate   125 GB/s of algorithm bandwidth, 93.75 of bus bandwidth (optimal over nvlink, proved)" in said
+    )
+    assert "only 125 GB/s leave {gpu0,3}, and 2 x 2 blocks of 1/4 of a buffer must" in said
     assert "paths  18, height 2 (paths, exact)" in said
     said = run(capsys, "verify", place)
     assert "valid: alltoall of 4 ranks, 18 paths, height 2" in said

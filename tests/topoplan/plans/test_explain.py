@@ -16,6 +16,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.formats.load import library
 from topoplan.plans.certificates import Certificate, Cut, Lengths, Partition, explain_certificate
 from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.units import parse_gpu_list
 
 CUT = re.compile(r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must")
 EDGE = re.compile(r"only (\S+) GB/s cross the edge of \{(.*)\} each way, and every byte must both ways")
@@ -74,7 +75,7 @@ def test_the_shorter_side_of_a_cut_is_named(collective: str, data: st.DataObject
     assert stated_bound(sentence) == pytest.approx(bound, rel=2e-5)
     found = CUT.fullmatch(sentence)
     assert found is not None
-    named = set(found[3].split())
+    named = {name for names in found[3].split() for name in listed_names(names)}
     assert len(named) <= 3
     crossing = sum(
         link.bandwidth
@@ -83,6 +84,13 @@ def test_the_shorter_side_of_a_cut_is_named(collective: str, data: st.DataObject
         and (link.src in named, link.dst in named) == (found[2] == "leave", found[2] == "enter")
     )
     assert float(found[1]) == pytest.approx(crossing, rel=2e-5)
+
+
+def listed_names(names: str) -> list[str]:
+    """The devices of one word such as ``gpu0-2,6``."""
+    found = re.fullmatch(r"([a-z]+)([\d,-]+)", names)
+    assert found is not None
+    return [f"{found[1]}{number}" for number in parse_gpu_list(found[2])]
 
 
 def _root(collective: str) -> dict[str, int]:

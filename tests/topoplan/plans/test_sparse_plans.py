@@ -369,7 +369,7 @@ def test_certificates_of_sparse_plans_are_read_with_care(change: dict[str, objec
 
 
 def test_bounds_are_told_in_words() -> None:
-    assert explain_certificate(PAIR).startswith("inside s0 the links between {s0.gpu0} {s0.gpu1}")
+    assert explain_certificate(PAIR).startswith("inside s0 the links between all 8 GPUs carry 1200 GB/s")
     assert explain_certificate(TREES).startswith(
         "a byte of the buffer is 0.02 bytes of entries, and of these "
     )

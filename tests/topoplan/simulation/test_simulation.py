@@ -28,10 +28,10 @@ from topoplan.simulation.alpha_beta import pipeline
 from topoplan.simulation.dataflow import dataflow
 from topoplan.simulation.events import Run, chrome_trace, run_events
 from topoplan.simulation.latency import LAUNCH, START_UP, device_kinds, link_latency
-from topoplan.simulation.model import bus_factor, simulate
+from topoplan.simulation.model import simulate
 from topoplan.simulation.table import crossover, format_table, sweep
 from topoplan.topology import Device, Link, Topology
-from topoplan.units import parse_size
+from topoplan.units import bus_factor, parse_size
 
 ALPHA = START_UP["nvlink"]
 MIB = 1 << 20

@@ -19,6 +19,7 @@ from topoplan.errors import PlanError
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.json_values import read_list, read_object, read_text
 from topoplan.topology import Topology
+from topoplan.units import name_ranges
 
 
 class Certificate(ABC):
@@ -238,13 +239,20 @@ def number_words(value: Fraction) -> str:
 
 
 def list_words(names: Iterable[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    names = tuple(names)
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    """The first names of a list, numbers as ranges, and how many more there are."""
+    ranges = name_ranges(names)
+    more = f" and {len(ranges) - _LISTED} more" if len(ranges) > _LISTED else ""
+    return " ".join(ranges[:_LISTED]) + more
 
 
 def set_words(names: Sequence[str]) -> str:
-    """The first names of a set in braces, and how many more there are."""
-    shown = names if len(names) <= _LISTED else (*names[:_LISTED], f"and {len(names) - _LISTED} more")
+    """A set in braces, numbers as ranges; of many ranges the first, and how many more there are.
+
+    Examples
+    --------
+    >>> set_words(["gpu0", "gpu1", "gpu2", "gpu6"]), set_words(["s0.gpu0", "s1.gpu0"])
+    ('{gpu0-2,6}', '{s0,1.gpu0}')
+    """
+    ranges = name_ranges(names)
+    shown = ranges if len(ranges) <= _LISTED else (*ranges[:_LISTED], f"and {len(ranges) - _LISTED} more")
     return "{" + " ".join(shown) + "}"

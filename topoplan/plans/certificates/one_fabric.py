@@ -170,7 +170,8 @@ class Partition(OneFabric):
             parts.setdefault(number, []).append(name)
         crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
         times = 2 * (len(set(part_of[: fabric.size])) - 1)
-        listed = " ".join(set_words(part) for part in parts.values())
+        alone = len(parts) == fabric.size > 4 and all(len(part) == 1 for part in parts.values())
+        listed = f"all {len(parts)} GPUs" if alone else " ".join(map(set_words, parts.values()))
         return (
             f"the links between {listed} carry {number_words(crossing)} GB/s both ways, "
             f"and every byte crosses them {times} times"

@@ -1,0 +1,196 @@
+"""What eyes and other programs get: lines on a terminal, comma-separated values, bandwidths with units, completions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkout import ROOT
+from topoplan.cli.main import COMMANDS, main
+from topoplan.cli.output import wrapped
+from topoplan.cli.tree_table import bracketed
+from topoplan.errors import UsageError
+from topoplan.formats.load import library
+from topoplan.plans.tree import Edge, Stage
+from topoplan.units import name_ranges, parse_bandwidth, parse_gpu_list
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def on_a_terminal(*arguments: str, columns: int) -> list[str]:
+    """What a command prints where stdout is a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "topoplan", *arguments], stdout=theirs, env=environment, cwd=ROOT
+    ) as process:
+        os.close(theirs)
+        read = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # Linux's end of file of a terminal
+                part = b""
+            if not part:
+                break
+            read += part
+    os.close(ours)
+    assert process.returncode == 0
+    return read.decode().replace("\r\n", "\n").splitlines()
+
+
+def untimed(text: str) -> list[str]:
+    """The words, but for the time that it took."""
+    return re.sub(r"proved in \S+ \S+", "", text).split()
+
+
+def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A wide terminal gets 120 columns; where nobody looks, and as JSON, lines stay whole."""
+    whole = printed(capsys, "plan", "mi250", "--bound-only")
+    assert max(map(len, whole.splitlines())) > 120
+    for columns, widest in ((300, 120), (72, 72)):
+        lines = on_a_terminal("plan", "mi250", "--bound-only", columns=columns)
+        assert 40 < max(map(len, lines)) <= widest
+        assert untimed(" ".join(lines)) == untimed(whole)
+    assert len(on_a_terminal("plan", "mi250", "--bound-only", "--json", columns=60)) > 60
+
+
+def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half() -> None:
+    assert wrapped("a  bb cc dd", 7) == "a  bb\n   cc\n   dd"
+    assert wrapped("word " * 3, 11) == "word word\n    word"
+    assert wrapped("x" * 30, 10) == "x" * 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "head", "rows"),
+    [
+        (("list",), "name,GPUs,links", len(library())),
+        (("plan", "v100x4"), "count,channel,share,GB/s,root,height,tree", 2),
+        (("simulate", "v100x4", "--sizes", "1MB:2MB"), "schedule,size,count,type,redop,time,algbw,busbw", 4),
+        (("plan", "v100x4", "--sizes", "1MB:2MB"), "size,schedule,seconds,bound_seconds,ratio", 2),
+    ],
+    ids=["list", "plan", "simulate", "sizes"],
+)
+def test_tables_are_comma_separated_values_too(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], head: str, rows: int
+) -> None:
+    """One row under the names of the columns for each line of the table, and nothing else."""
+    out = printed(capsys, *arguments, "--csv")
+    found = list(csv.reader(io.StringIO(out)))
+    assert ",".join(found[0]) == head
+    assert len(found) - 1 == rows
+    assert {len(row) for row in found} == {len(found[0])}
+
+
+def test_csv_and_json_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "v100x4", "--csv", "--json"]) == 2
+    assert "--json and --csv both print to stdout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("400Gb/s", "GB/s", 50.0),
+        ("50GB/s", "Gb/s", 50.0),
+        ("100", "Gb/s", 12.5),
+        ("25", "GB/s", 25.0),
+        ("1.6Tb/s", "GB/s", 200.0),
+        ("800 Gbps", "GB/s", 100.0),
+        ("200Gbit/s", "GB/s", 25.0),
+        ("900MB/s", "GB/s", 0.9),
+    ],
+)
+def test_a_suffix_means_the_same_everywhere(text: str, unit: str, value: float) -> None:
+    assert parse_bandwidth(text, unit=unit) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "nan", "fast", "10 gb/s", "5GB", "1e999", "3 GB/s/s"])
+def test_what_is_no_bandwidth_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no bandwidth in GB/s above zero"):
+        parse_bandwidth(text)
+
+
+def test_options_take_bandwidths_in_bits_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cluster with NICs of 12.5 GB/s is one with NICs of 100 Gb/s, and an NVLink of 200 Gb/s is one of 25 GB/s."""
+    four = ("plan", "v100x4", "--servers", "2", "--nics", "1", "--bound-only", "--nic-gbps")
+    assert len({printed(capsys, *four, text).splitlines()[1] for text in ("100", "12.5GB/s", "0.1Tb/s")}) == 1
+    slow = ("plan", "v100x4", "--bound-only", "--slow-link")
+    assert len({printed(capsys, *slow, f"gpu0-gpu1={text}").splitlines()[1] for text in ("5", "40Gb/s")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "ranges"),
+    [
+        ([], ()),
+        (["gpu0"], ("gpu0",)),
+        (["gpu0", "gpu1", "gpu2", "nic0", "nic2"], ("gpu0-2", "nic0,2")),
+        (["s0.gpu0", "s0.gpu1", "s1.gpu0", "s1.gpu1", "s3.gpu0", "s3.gpu1"], ("s0,1,3.gpu0,1",)),
+        (["s0.gpu0", "s1.gpu1"], ("s0.gpu0", "s1.gpu1")),
+        (["gpu1", "gpu01", "x", "x"], ("gpu1", "gpu01", "x", "x")),
+        (["gpu0>switch0", "gpu1>switch0", "gpu2>switch0"], ("gpu0-2>switch0",)),
+    ],
+)
+def test_names_that_differ_in_a_number_are_written_together(
+    names: list[str], ranges: tuple[str, ...]
+) -> None:
+    assert name_ranges(names) == ranges
+
+
+def test_ranges_of_gpus_are_what_options_read() -> None:
+    for chosen in ([3], [0, 1], [0, 1, 2, 5], [7, 6, 5, 1]):
+        (text,) = name_ranges(f"gpu{number}" for number in chosen)
+        assert parse_gpu_list(text.removeprefix("gpu")) == tuple(chosen)
+
+
+def test_a_tree_in_brackets_is_the_tree() -> None:
+    """Every edge is there once, in the way that data takes."""
+    edges = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
+    names = [f"gpu{rank}" for rank in range(6)]
+    for operation, arrow in (("broadcast", ">"), ("reduce", "<")):
+        stage = Stage(operation, 0, tuple(Edge(a, b, (names[a], names[b]), "nvlink") for a, b in edges))
+        assert bracketed(names, stage) == f"gpu0{arrow}(gpu1{arrow}gpu3,4 gpu2{arrow}gpu5)"
+
+
+@pytest.mark.thorough
+def test_a_shell_completes_commands_options_and_machines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The script is run in bash itself."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash here")
+    script = tmp_path / "complete.sh"
+    script.write_text(printed(capsys, "completion", "bash"))
+    (tmp_path / "mine.json").touch()
+
+    def completed(*words: str) -> list[str]:
+        given = " ".join(f"'{word}'" for word in ("topoplan", *words))
+        ask = (
+            f"source '{script}'; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _shtab_topoplan; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        return subprocess.run(
+            [bash, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path
+        ).stdout.split()
+
+    assert completed("veri") == ["verify"]
+    assert completed("plan", "dgx-1") == ["dgx-1p", "dgx-1v"]
+    assert completed("plan", "mi") == ["mi250", "mi250x", "mi300x", "mine.json"]
+    assert completed("bench", "x.json", "--back") == ["--backend"]
+    assert set(COMMANDS) <= set(completed(""))
+    assert "_topoplan_machines" in printed(capsys, "completion", "zsh")
+    assert main(["completion", "fish"]) == 2
