@@ -42,7 +42,7 @@ from topoplan.schedules.registry import ONE_FABRIC
 from topoplan.simulation.model import clock
 from topoplan.simulation.table import Row, sweep
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, format_size, name_ranges, number_ranges
+from topoplan.units import bus_factor, format_size, number_ranges
 
 MOST_WIRES = 600
 """Wires that are listed one by one."""

@@ -55,11 +55,12 @@ svg text.beside { font-size: 8.5px; fill: var(--faint); }
 .curve1 line { stroke-dasharray: 7 3; } .curve2 line { stroke-dasharray: 2 3; }
 .curve3 line { stroke-dasharray: 9 3 2 3; }
 .trees { display: flex; flex-wrap: wrap; gap: 0.8rem; }
-figure.steps { flex: 1 1 auto; min-width: 0; margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 0.7rem 1rem; }
+figure.steps { flex: 1 1 auto; min-width: 0; margin: 0; background: var(--card);
+  border: 1px solid var(--rule); border-radius: 8px; padding: 0.7rem 1rem; }
 figure.steps:focus-visible { outline: 2px solid var(--nvlink); }
 .controls { display: flex; flex-wrap: wrap; gap: 0.4rem; align-items: center; margin: 0.5rem 0; }
 .controls[hidden] { display: none; }
-.controls output { font-size: 0.9rem; color: var(--faint); margin-left: 0.5rem; }
+.controls output { font-size: 0.9rem; color: var(--faint); flex-basis: 100%; }
 button { font: inherit; font-size: 0.9rem; padding: 0.15rem 0.8rem; border: 1px solid var(--faint); border-radius: 6px;
   background: var(--ground); color: var(--ink); cursor: pointer; }
 .rank circle { fill: #ffffff; stroke: #000000; stroke-width: 1; } .rank text { fill: #000000; }
@@ -77,7 +78,8 @@ button { font: inherit; font-size: 0.9rem; padding: 0.15rem 0.8rem; border: 1px 
 @media print { :root { --ground: #ffffff; --ink: #000000; --faint: #444444; --rule: #bbbbbb; --card: #ffffff;
     --nvlink: #0072b2; --pcie: #d55e00; --sys: #b0568a; --network: #333333; --c2c: #b07900; --down: #00805d; }
   body { max-width: none; padding: 0; font-size: 11pt; } nav, .controls { display: none; }
-  .trees { display: block; } figure.steps { margin: 0.5rem 0; } figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
+  .trees { display: block; } figure.steps { margin: 0.5rem 0; }
+  figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
   .scroll > svg, svg { max-width: 100%; } td, th { white-space: normal; } }
 """
 

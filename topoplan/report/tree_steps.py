@@ -31,7 +31,7 @@ MOST_RANKS = 128
 
 _SLOT, _LAYER, _PAD = 34.0, 96.0, 26.0
 _NODE = 12.0
-_NARROWEST = 480.0
+_NARROWEST = 340.0
 
 
 @dataclass(frozen=True, slots=True)
