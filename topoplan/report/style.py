@@ -36,6 +36,7 @@ figure { margin: 1rem 0; }
 figcaption { font-weight: 600; font-size: 0.95rem; }
 details { margin: 0.5rem 0; } summary { cursor: pointer; color: var(--faint); font-size: 0.9rem; }
 svg { max-width: 100%; height: auto; } .scroll > svg { max-width: none; }
+@media screen { .panel { overflow-x: auto; } .panel svg { max-width: max(100%, 56rem); } }
 svg text { font: 10.5px "DejaVu Sans", system-ui, sans-serif; fill: var(--ink); }
 .wire { fill: none; stroke-linejoin: round; }
 .nvlink { stroke: var(--nvlink); } .pcie { stroke: var(--pcie); } .sys { stroke: var(--sys); stroke-dasharray: 6 4; }
