@@ -47,6 +47,7 @@ FACTS = {
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
+    "peer_access": "none where no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "uuid": "identity of a GPU as the driver gives it",
@@ -81,7 +82,8 @@ class Device:
     multicast, reduce : bool
         The device can copy one input to several outputs, or add several inputs (in-network collectives).
     facts : tuple of (str, str)
-        What else is known of it, by key in ascending order (see `FACTS`). Plans do not depend on facts.
+        What else is known of it, by key in ascending order (see `FACTS`). Plans depend on none of them but ``mig`` and
+        ``peer_access``, which readers of machines turn into links (`topoplan.hosts.staging.without_peer_access`).
     capable : tuple of str
         What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
 

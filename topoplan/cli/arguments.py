@@ -185,8 +185,9 @@ def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str 
         metavar="PLAN.json|TOPO" if or_plan else "TOPO",
         help=("a plan file, " if or_plan else "")
         + "a library machine (topoplan list), a network such as bcube:4,2, torus:3,3 or fat-tree:4@10 (GB/s), a "
-        "file, or - for stdin; topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m are "
-        "recognised by content" + (f" (default: {otherwise})" if otherwise else ""),
+        "file, or - for stdin; topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m, "
+        "rocm-smi --showtopo or amd-smi topology are recognised by content"
+        + (f" (default: {otherwise})" if otherwise else ""),
     )
     parser.add_argument(
         "--nvlink-gbps",

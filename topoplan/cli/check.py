@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
 from topoplan.cli import arguments
@@ -13,12 +14,12 @@ from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_machine
 from topoplan.errors import UsageError
 from topoplan.health.costs import Cost, costs_of
-from topoplan.health.diagnosis import Diagnosis, diagnose
+from topoplan.health.diagnosis import Diagnosis, diagnose, warning_text
 from topoplan.health.faults import Fault
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.probe import probe
 from topoplan.topology import Topology
-from topoplan.units import bus_factor
+from topoplan.units import bus_factor, name_ranges
 
 ALWAYS = "allreduce"
 """The collective whose cost is always told."""
@@ -78,7 +79,7 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
             }
             for i, fault in enumerate(found.faults)
         ],
-        "notes": [note for note in found.topology.notes if kind_of(note) != "warning"],
+        "notes": _other_notes(found),
     }
 
 
@@ -97,10 +98,20 @@ def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
     if found.faults:
         print()
         print(_table(found.faults, costs))
-    notes = [note for note in found.topology.notes if kind_of(note) not in ("warning", "filled in")]
+    notes = _other_notes(found)
     if notes:
         print()
         print_notes(*notes)
+
+
+def _other_notes(found: Diagnosis) -> list[str]:
+    """Notes of the machine that are no faults by themselves."""
+    told = {fault.state for fault in found.faults if fault.kind == "told"}
+    return [
+        note
+        for note in found.topology.notes
+        if kind_of(note) != "filled in" and (kind_of(note) != "warning" or warning_text(note) not in told)
+    ]
 
 
 def _verdict(found: Diagnosis) -> str:
@@ -117,20 +128,26 @@ def _resembles(found: Diagnosis) -> str:
     return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
-_WIDEST_CELL = 40
+_WIDEST = {"devices": 20, "is": 32, "should be": 30}
+"""Characters of a cell that are shown; what is cut stands below the table."""
 
 
 def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     """A row for each fault; ``alone`` is what the machine does with this fault and no other."""
     rated = [collective for collective, each in costs.items() if each]
-    header = ("kind", "devices", "is", "should be", *(f"{name} alone" for name in rated))
+    header = ("kind", *_WIDEST, *(f"{name} alone" for name in rated))
     rows = []
+    cut = []
     for i, fault in enumerate(faults):
-        cells = (fault.kind, _short(", ".join(fault.devices)), _short(fault.state), _short(fault.should_be))
-        rows.append((*cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
-    return table(header, rows)
+        where = "-".join(fault.devices) if fault.of_a_link else ",".join(name_ranges(fault.devices))
+        texts = dict(zip(_WIDEST, (where, fault.state, fault.should_be), strict=True))
+        cells = [_short(text, _WIDEST[title]) for title, text in texts.items()]
+        rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
+        if any(len(printable(text)) > _WIDEST[title] for title, text in texts.items()):
+            cut += textwrap.wrap(printable(f"{fault.kind}: {fault.text}"), 118, subsequent_indent="  ")
+    return "\n".join([table(header, rows), *(["", *dict.fromkeys(cut)] if cut else [])])
 
 
-def _short(text: str) -> str:
+def _short(text: str, widest: int) -> str:
     text = printable(text)
-    return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
+    return text if len(text) <= widest else f"{text[: widest - 1]}…"

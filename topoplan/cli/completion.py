@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError('completions are made by shtab: pip install "topoplan[completion]"') from None
     every: OneLineParser = options.every
     _complete_files(every)
-    preamble = {shell: _MACHINES[shell].format(names=" ".join(library()))}
+    preamble = _MACHINES[shell].format(names=" ".join(library()))
     sys.stdout.write(shtab.complete(every, shell=shell, root_prefix="topoplan", preamble=preamble))
     return 0
 

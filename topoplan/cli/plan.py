@@ -170,8 +170,6 @@ def run(options: argparse.Namespace) -> int:
         return plan_mesh.run(options)
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
-    if not options.json and options.output != "-":
-        print_notes(*warnings)
     with progress_line("planning") as progress:
         made = plan_sparse(options, machine) if sparse else _plan(options, machine, progress)
     explained = explanations(made) if options.explain else {}
@@ -190,6 +188,7 @@ def run(options: argparse.Namespace) -> int:
         told = {name: one.to_object() for name, one in explained.items()}
         print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **told})
     else:
+        print_notes(*warnings)
         print_plan(made, options.order or "height", tuple(explained.values()))
         for place in (options.output, options.plot):
             if place:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from topoplan.errors import InfeasibleError, TopologyError, UsageError
-from topoplan.fabric.staging import staged
+from topoplan.hosts.staging import staged
 from topoplan.topology import Link, Topology
 from topoplan.units import exact
 
@@ -28,7 +28,7 @@ CHANNEL_LINKS = {
 
 ALL, STAGED = "all", "all-staged"
 """Channels of trees that take NVLink and PCIe side by side. Staged, PCIe carries only copies to a CPU's memory and from
-there (see `topoplan.fabric.staging`), for which no peer access is switched."""
+there (see `topoplan.hosts.staging`), for which no peer access is switched."""
 
 UNIONS = (ALL, STAGED)
 """Choices of channels that pack NVLink and PCIe together."""

@@ -1,7 +1,8 @@
 """A machine from whatever names it: a library name, a file, ``-`` for stdin, the text itself, or a networkx graph.
 
 Files are recognised by content, never by extension: topology or cluster JSON begins with ``{``, NCCL's topology XML
-with ``<``, and anything else is read as the output of ``nvidia-smi topo -m``.
+with ``<``, tables with titles are those of ``rocm-smi --showtopo`` or ``amd-smi topology``, and anything else is read
+as the output of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from topoplan.formats.merge import gpu_bus_ids, merge_nvlink
 from topoplan.formats.nccl.topology import UNNAMED, parse_nccl_xml
 from topoplan.formats.networkx_graph import object_of_graph
 from topoplan.formats.nvidia_smi.topology import parse_nvidia_smi
+from topoplan.formats.rocm_smi import is_rocm_smi, parse_rocm_smi
 from topoplan.formats.topology_json import decode_json, topology_from_object
+from topoplan.hosts.staging import without_peer_access
 from topoplan.topology import Topology, TopologyLike
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
 
-_FORMATS = "topology JSON, NCCL topology XML or the output of nvidia-smi topo -m"
+_FORMATS = "topology JSON, NCCL topology XML or what nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology print"
 
 
 def load(
@@ -128,7 +131,8 @@ def load_text(
     Parameters
     ----------
     text : str
-        Topology or cluster JSON, NCCL's topology XML, or the output of ``nvidia-smi topo -m``.
+        Topology or cluster JSON, NCCL's topology XML, or the output of ``nvidia-smi topo -m``, ``rocm-smi --showtopo``
+        or ``amd-smi topology``.
     where : str
         Begins an error.
     name : str
@@ -153,7 +157,7 @@ def load_text(
     other = load(merge, nvlink_gbps=nvlink_gbps)
     rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
     topology = _read_machine(
-        text, where, name, rates, folder=folder, single=single, gpu_ids=gpu_bus_ids(other)
+        text, where, name, rates, folder=folder, single=single, merged=True, gpu_ids=gpu_bus_ids(other)
     )
     return merge_nvlink(topology, other)
 
@@ -166,9 +170,10 @@ def _read_machine(
     *,
     folder: str,
     single: bool,
+    merged: bool = False,
     gpu_ids: Sequence[str] = (),
 ) -> Topology:
-    """The machine of one description; ``gpu_ids`` are the bus ids of its GPUs where another one knows them."""
+    """The machine of one description; merged with another one, which knows the bus ids of its GPUs or does not."""
     start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
         if not start:
@@ -179,7 +184,10 @@ def _read_machine(
         if start == "<":
             topology = parse_nccl_xml(text, gpu_ids=gpu_ids, **rates)
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
-        topology = parse_nvidia_smi(text, **rates)
+        if is_rocm_smi(text):
+            topology = parse_rocm_smi(text, untold=merged, **rates)
+        else:
+            topology = parse_nvidia_smi(text, **rates)
     except (TopologyError, UsageError) as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     return replace(topology, name=name) if name else topology
@@ -308,4 +316,4 @@ def _checked(value: object) -> Topology:
             raise TopologyError(
                 f"{device.name} is a switch without ports: no link names it; add its links, or leave it out"
             )
-    return topology
+    return without_peer_access(topology)

@@ -20,7 +20,7 @@ _ABOUT_NVLINK = re.compile("nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE
 _OF_A_GPU = ("gcn", "pci", "sm", "uuid")
 """Facts of a GPU that do not depend on where it is plugged in."""
 
-_SWITCH, _APART = "one switch", "different CPUs"
+ONE_SWITCH, APART = "one switch", "different CPUs"
 
 
 def merge_nvlink(topology: Topology, other: Topology) -> Topology:
@@ -126,7 +126,7 @@ def _with_known(gpu: Device, twin: Device) -> Device:
 
 def _nvlinks(topology: Topology, other: Topology, names: Mapping[str, str]) -> list[Link]:
     """NVLinks under the names of the first description; one to a CPU leads to the CPU of its GPU there."""
-    cpus = {gpu: way[-1] for gpu, way in _ways_up(topology).items() if way}
+    cpus = {gpu: way[-1] for gpu, way in ways_up(topology).items() if way}
     links = []
     for link in other.links:
         if link.channel != "nvlink":
@@ -142,7 +142,7 @@ def _nvlinks(topology: Topology, other: Topology, names: Mapping[str, str]) -> l
     return links
 
 
-def _ways_up(topology: Topology) -> dict[str, tuple[str, ...]]:
+def ways_up(topology: Topology) -> dict[str, tuple[str, ...]]:
     """Devices on the shortest way from each GPU over PCIe to a CPU, nearest first; empty where there is none."""
     kinds = {device.name: device.kind for device in topology.devices}
     neighbours: dict[str, list[str]] = {}
@@ -161,11 +161,11 @@ def _ways_up(topology: Topology) -> dict[str, tuple[str, ...]]:
 
 def _contradictions(topology: Topology, other: Topology, same: Mapping[str, str]) -> list[str]:
     """A note for GPUs that share a switch in one description and no CPU in the other; less may be hidden by a VM."""
-    here, there = _ways_up(topology), _ways_up(other)
+    here, there = ways_up(topology), ways_up(other)
     pairs = []
     for first, second in combinations(topology.gpus, 2):
-        relations = {_relation(here[first], here[second]), _relation(there[same[first]], there[same[second]])}
-        if relations == {_SWITCH, _APART}:
+        relations = {relation(here[first], here[second]), relation(there[same[first]], there[same[second]])}
+        if relations == {ONE_SWITCH, APART}:
             pairs.append(f"{first}-{second}")
     if not pairs:
         return []
@@ -176,9 +176,10 @@ def _contradictions(topology: Topology, other: Topology, same: Mapping[str, str]
     ]
 
 
-def _relation(first: tuple[str, ...], second: tuple[str, ...]) -> str:
+def relation(first: tuple[str, ...], second: tuple[str, ...]) -> str:
+    """How two GPUs with these `ways_up` are joined over PCIe: `ONE_SWITCH`, or `APART`, or anything in between."""
     if not first or not second:
         return ""
     if set(first[:-1]) & set(second[:-1]):
-        return _SWITCH
-    return "" if first[-1] == second[-1] else _APART
+        return ONE_SWITCH
+    return "" if first[-1] == second[-1] else APART

@@ -9,6 +9,7 @@ from topoplan.bounds.upper_bound import bound
 from topoplan.errors import InfeasibleError
 from topoplan.health.diagnosis import Diagnosis
 from topoplan.health.faults import Fault, mended
+from topoplan.hosts.staging import staged, unstaged
 from topoplan.packing.planner import plan
 from topoplan.topology import Topology
 
@@ -62,15 +63,16 @@ def costs_of(
             rates[key] = _rate(machine, collective)
         return rates[key]
 
-    now, healthy = rate(topology), rate(_without(topology, found.faults))
-    return tuple(
-        Cost(now, healthy, rate(_without(topology, [one for one in found.faults if one is not fault])))
-        for fault in found.faults
-    )
+    now, healthy = rate(topology), rate(_left_with(found, []))
+    return tuple(Cost(now, healthy, rate(_left_with(found, [fault]))) for fault in found.faults)
 
 
-def _without(topology: Topology, faults: Sequence[Fault]) -> Topology:
-    return mended(topology, faults)
+def _left_with(found: Diagnosis, left: Sequence[Fault]) -> Topology:
+    """The machine with all faults mended but some; with peer access PCIe switches turn bytes around again."""
+    whole = unstaged(found.topology)
+    machine = mended(whole, [fault for fault in found.faults if fault not in left])
+    barred = any(fault.kind in ("MIG", "no peer access") for fault in left)
+    return staged(machine) if barred and whole != found.topology else machine
 
 
 def _rate(machine: Topology, collective: str) -> float:

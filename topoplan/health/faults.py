@@ -6,9 +6,10 @@ carries nine tenths of what it should is whole, since the measured rates of equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from topoplan.hosts.notes import listed
 from topoplan.topology import Link, Topology
@@ -23,6 +24,7 @@ Kind = Literal[
     "PCIe slow",
     "PCIe one-way",
     "NIC far",
+    "NIC missing",
     "NUMA",
     "MIG",
     "no peer access",
@@ -36,6 +38,8 @@ SLOW = 0.9
 """A link slower than this part of what it should be is named."""
 
 Ends = tuple[str, str]
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,13 @@ class Fault:
         """One line for a person."""
         if self.kind == "told":
             return self.state
-        where = "-".join(self.devices) if _of_a_link(self.kind) else listed(self.devices)
+        where = "-".join(self.devices) if self.of_a_link else listed(self.devices)
         return f"{where}: {self.state}, should be {self.should_be}"
 
-
-def _of_a_link(kind: Kind) -> bool:
-    return kind.startswith(("link ", "PCIe "))
+    @property
+    def of_a_link(self) -> bool:
+        """Whether the devices are the two ends of a link."""
+        return self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
 
 
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
@@ -196,3 +201,21 @@ def nvlinks(count: int, rate: float) -> str:
     ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
     """
     return f"{count} NVLink{'s' * (count > 1)} of {rate:g} GB/s"
+
+
+def most_have(values: Iterable[Value]) -> Value | None:
+    """What more than half of the values are; None where there is no such value.
+
+    Examples
+    --------
+    >>> most_have([6, 6, 4]), most_have([6, 4])
+    (6, None)
+    """
+    counted = Counter(values)
+    return next((value for value, times in counted.items() if 2 * times > counted.total()), None)
+
+
+def lower_median(values: Iterable[float]) -> float:
+    """The middle value, the lower of two; 0 of none."""
+    known = sorted(values)
+    return known[(len(known) - 1) // 2] if known else 0.0

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from topoplan.formats.load import library, library_path, load
-from topoplan.health.faults import SLOW
+from topoplan.formats.merge import APART, ONE_SWITCH, relation, ways_up
+from topoplan.health.embedding import ALIKE, embed, short_pairs
+from topoplan.health.faults import SLOW, lower_median
 from topoplan.topology import Link, Topology
 
 MOST_SHORT = 1 / 3
@@ -29,10 +31,8 @@ MOST_BARE = 1 / 3
 MOST_PAIRS = 4
 """Pairs that may be short where the GPUs are numbered otherwise than in the library."""
 
-ALIKE = 1.12
-"""Rates of a wire within this factor are those of one kind of link: 22 to 25 GB/s are seen of NVLinks of 25."""
-
-_MOST_STEPS = 20_000
+LEAST_WHOLE = 8
+"""GPUs of a machine that is taken for a whole one though nobody knows it: so many, or twice, or four times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,12 @@ class Resemblance:
     exact: bool = False
     wires: tuple[Link, ...] = ()
 
-    def missing_gpus(self, server: Topology) -> int:
-        """GPUs of the machine that the server does not show."""
-        return 0 if self.machine is None else len(self.machine.gpus) - len(server.gpus)
+    def whole(self, server: Topology) -> bool:
+        """Whether all GPUs of a server are taken to be here, and not an allocation of them."""
+        count = len(server.gpus)
+        if self.machine is not None:
+            return count == len(self.machine.gpus)
+        return count >= LEAST_WHOLE and not count & (count - 1)
 
 
 def resemblance(server: Topology) -> Resemblance:
@@ -75,7 +78,7 @@ def resemblance(server: Topology) -> Resemblance:
         if _gpus_listed(name) < len(shape.gpus):
             continue
         machine, other = _known(name)
-        if other.sort != shape.sort:
+        if other.sort != shape.sort or _other_maker(server, machine):
             continue
         if shape.sort == "none":
             laid = _without_nvlinks(server, machine)
@@ -84,7 +87,7 @@ def resemblance(server: Topology) -> Resemblance:
         else:
             laid = _direct(server, shape, machine, other)
         if laid is not None:
-            found.append(((not laid.exact, *_distance(server, machine), order), laid))
+            found.append(((_rank(server, laid), *_distance(server, machine), order), laid))
     return min(found, key=lambda one: one[0])[1] if found else Resemblance()
 
 
@@ -178,16 +181,32 @@ def server_nvlinks(server: Topology) -> list[Link]:
 
 def whole_rate(links: Sequence[Link]) -> float:
     """GB/s of one whole wire: what the middle one has, if that is near the fastest, else the fastest; 0 of none."""
-    rates = sorted(link.bandwidth / link.count for link in links)
-    if not rates:
-        return 0.0
-    middle = rates[(len(rates) - 1) // 2]
-    return middle if middle >= SLOW * rates[-1] else rates[-1]
+    rates = [link.bandwidth / link.count for link in links]
+    middle, most = lower_median(rates), max(rates, default=0.0)
+    return middle if middle >= SLOW * most else most
 
 
 def same_parts(server: Topology, machine: Topology) -> bool:
     """Whether two servers have as many devices of each kind."""
     return Counter(d.kind for d in server.devices) == Counter(d.kind for d in machine.devices)
+
+
+def _other_maker(server: Topology, machine: Topology) -> bool:
+    """Whether one is of AMD and the other is not, as far as the server's GPUs tell."""
+    gpus = [server.device(gpu) for gpu in server.gpus]
+    amd = machine.device(machine.gpus[0]).model.startswith("MI")
+    return any((gpu.fact("sm") and amd) or (gpu.fact("gcn") and not amd) for gpu in gpus)
+
+
+def _rank(server: Topology, laid: Resemblance) -> int:
+    """What is likelier first: a whole machine, one with faults and the same devices, a part of one, any with faults."""
+    machine = laid.machine
+    whole = machine is not None and len(machine.gpus) == len(server.gpus)
+    if whole and laid.exact:
+        return 0
+    if machine is not None and whole and same_parts(server, machine):
+        return 1
+    return 2 if laid.exact else 3
 
 
 def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
@@ -246,18 +265,22 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
         return None
     have = [[cell * scale for cell in row] for row in shape.carried]
     numbers = _numbers(shape.gpus, count, len(other.gpus))
-    places = _embed(have, other.carried, pairs=0, first=numbers)
+    host = (_joined(server, ONE_SWITCH), _joined(machine, APART))
+    places = embed(have, other.carried, pairs=0, first=numbers, host=host)
     exact = places is not None
     if places is None and not alike:
         return None
     if places is None and count == len(other.gpus):
-        if _short(have, other.carried, numbers) is not None:
+        if short_pairs(have, other.carried, numbers) is not None:
             places = numbers
-        elif _few_short(have, other.carried):
-            tries = (_embed(have, other.carried, pairs=k, first=numbers) for k in range(1, MOST_PAIRS + 1))
+        elif _fewshort_pairs(have, other.carried):
+            tries = (
+                embed(have, other.carried, pairs=k, first=numbers, host=host)
+                for k in range(1, MOST_PAIRS + 1)
+            )
             places = next((one for one in tries if one is not None), None)
     elif places is None and 2 * count > len(other.gpus):
-        places = numbers if _short(have, other.carried, numbers) is not None else None
+        places = numbers if short_pairs(have, other.carried, numbers) is not None else None
     if places is None:
         return None
     if not exact and not _credible(server, shape, machine, have, other, places):
@@ -265,10 +288,18 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
     wanted = [
         (shape.gpus[i], shape.gpus[j], round(other.carried[places[i]][places[j]] / other.rate))
         for i in range(count)
-        for j in range(i)
+        for j in range(i + 1, count)
         if other.carried[places[i]][places[j]]
     ]
-    return Resemblance(machine, exact, _links([(b, a, n) for a, b, n in wanted], other.rate / scale))
+    return Resemblance(machine, exact, _links(wanted, other.rate / scale))
+
+
+def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:
+    """Pairs of GPUs, by position, that are joined so over PCIe."""
+    ways = [*ways_up(machine).values()]
+    return frozenset(
+        frozenset((i, j)) for i, first in enumerate(ways) for j in range(i) if relation(first, ways[j]) == how
+    )
 
 
 def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
@@ -279,22 +310,7 @@ def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
     return numbers if fits else tuple(range(count))
 
 
-def _short(
-    have: Sequence[Sequence[float]], want: Sequence[Sequence[float]], places: Sequence[int]
-) -> list[tuple[int, int]] | None:
-    """Pairs that have less than they should in these places; None where some pair has more."""
-    short = []
-    for i, place in enumerate(places):
-        for j in range(i):
-            wanted = want[place][places[j]]
-            if have[i][j] > ALIKE * wanted:
-                return None
-            if have[i][j] < SLOW * wanted:
-                short.append((i, j))
-    return short
-
-
-def _few_short(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
+def _fewshort_pairs(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
     return sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, want))
 
 
@@ -317,72 +333,3 @@ def _credible(
     if len(bare) > (MOST_BARE * len(have) if whole else 0):
         return False
     return not shape.regular or (whole and same_parts(server, machine))
-
-
-def _embed(
-    have: Sequence[Sequence[float]],
-    want: Sequence[Sequence[float]],
-    *,
-    pairs: int,
-    first: Sequence[int],
-) -> tuple[int, ...] | None:
-    """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit."""
-    if not pairs and not _may_be_part(have, want):
-        return None
-    order = _outward(have)
-    places: dict[int, int] = {}
-    steps = 0
-
-    def fits(i: int, place: int, left: int) -> int:
-        for j, there in places.items():
-            if have[i][j] > ALIKE * want[place][there]:
-                return -1
-            if have[i][j] < SLOW * want[place][there]:
-                left -= 1
-                if left < 0:
-                    return -1
-        return left
-
-    def search(depth: int, left: int) -> bool:
-        nonlocal steps
-        if depth == len(order):
-            return True
-        i = order[depth]
-        for place in (first[i], *(p for p in range(len(want)) if p != first[i])):
-            steps += 1
-            if steps > _MOST_STEPS:
-                return False
-            if place in places.values():
-                continue
-            rest = fits(i, place, left)
-            if rest >= 0:
-                places[i] = place
-                if search(depth + 1, rest):
-                    return True
-                del places[i]
-        return False
-
-    return tuple(places[i] for i in range(len(have))) if search(0, pairs) else None
-
-
-def _may_be_part(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
-    """Whether a machine has as many pairs of each strength at least, and as many without NVLink."""
-    own, other = (
-        sorted((matrix[i][j] for i in range(len(matrix)) for j in range(i)), reverse=True)
-        for matrix in (have, want)
-    )
-    enough = all(mine <= ALIKE * most for mine, most in zip(own, other, strict=False))
-    few = all(mine >= SLOW * least for mine, least in zip(reversed(own), reversed(other), strict=False))
-    return enough and few
-
-
-def _outward(have: Sequence[Sequence[float]]) -> list[int]:
-    """GPUs so that each has a neighbour among those before it where there is one."""
-    order: list[int] = []
-    waiting = sorted(range(len(have)), key=lambda i: (-sum(have[i]), i))
-    while waiting:
-        near = [i for i in waiting if any(have[i][j] for j in order)]
-        chosen = (near or waiting)[0]
-        order.append(chosen)
-        waiting.remove(chosen)
-    return order

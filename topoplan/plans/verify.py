@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.fabric.fabric import CHANNEL_LINKS, STAGED, Fabric
-from topoplan.fabric.staging import staged
+from topoplan.hosts.staging import staged
 from topoplan.plans.certificates import Channels, Demand, Sparse
 from topoplan.plans.certificates.exchange import ends_of
 from topoplan.plans.certificates.sparse import check_entries

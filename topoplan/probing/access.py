@@ -45,6 +45,17 @@ def refused_access(
     )
 
 
+def barred_gpus(driver: Driver) -> frozenset[int]:
+    """Indices of GPUs whose access to every other GPU is refused, NVLink or not: as in MIG mode, or behind ACS."""
+    every = {gpu.index for gpu in driver.gpus}
+    return frozenset(
+        index
+        for index in every
+        if len(every) > 1
+        and all((min(index, other), max(index, other)) in driver.refused for other in every - {index})
+    )
+
+
 def without_refused_nvlinks(
     driver: Driver, bundles: Mapping[str, list[NvlinkBundle]]
 ) -> tuple[dict[str, list[NvlinkBundle]], list[str]]:

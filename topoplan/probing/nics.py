@@ -69,7 +69,7 @@ def find_nics(sysfs: Sysfs, *, slowest: float = SLOWEST) -> tuple[tuple[FoundNic
     plain = [nic for nic in interfaces if nic.busid not in taken]
     remote = [nic for nic in found if nic.active]
     dark = ", ".join(nic.adapter for nic in found if not nic.active)
-    notes = [f"warning: NICs without an active port, left out as in NCCL: {dark}"] if dark else []
+    notes = [f"NICs without an active port, left out as in NCCL: {dark}"] if dark else []
     if remote and plain:
         others = ", ".join(nic.adapter for nic in plain)
         notes.append(f"NICs are those with RDMA; {others} left out")

@@ -13,7 +13,8 @@ from topoplan.hosts.host import Host, HostCpu, HostGpu, HostNic
 from topoplan.hosts.link_rates import SOCKET
 from topoplan.hosts.nccl_rates import socket_bandwidth
 from topoplan.hosts.notes import listed
-from topoplan.probing.access import refused_access
+from topoplan.hosts.staging import without_peer_access
+from topoplan.probing.access import barred_gpus, refused_access
 from topoplan.probing.cache import cache_file, read_cache, write_cache
 from topoplan.probing.driver import Driver, read_driver
 from topoplan.probing.nics import MODELS, FoundNic, find_nics
@@ -68,7 +69,8 @@ def probe_host(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: boo
         sysfs.unreadable.clear()
         driver = read_driver()
         try:
-            topology = host_topology(describe(driver, sysfs, platform.node() or "this machine"))
+            made = host_topology(describe(driver, sysfs, platform.node() or "this machine"))
+            topology = without_peer_access(made)
         except TopologyError as error:
             raise ProbeError(
                 f"what driver and kernel say does not fit together: {error}; give a file instead, and report this"
@@ -115,6 +117,7 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
     else:
         side = driver_tree(driver)
     used = sorted({device.cpu for device in side.tree})
+    barred = barred_gpus(driver)
     access = refused_access(driver, bundles, {device.busid: device.cpu for device in side.tree})
     fabric = [f"warning: gpu{gpu.index}: NVLink fabric: {gpu.fabric}" for gpu in driver.gpus if gpu.fabric]
     return Host(
@@ -128,7 +131,12 @@ def describe(driver: Driver, sysfs: Sysfs, name: str) -> Host:
                 model=gpu.name,
                 nvlinks=bundles[gpu.busid],
                 c2c=gpu.c2c,
-                facts=facts(sm=gpu.sm, uuid=gpu.uuid, mig=",".join(gpu.mig or ())),
+                facts=facts(
+                    sm=gpu.sm,
+                    uuid=gpu.uuid,
+                    mig=",".join(gpu.mig or ()),
+                    peer_access="none" if gpu.index in barred else None,
+                ),
             )
             for gpu in driver.gpus
         ),

@@ -232,8 +232,8 @@ def test_show_prints_what_it_finds_amiss(show: Callable[..., str]) -> None:
     assert "warning" not in show("dgx-1v")
     out = show("dgx-1v", "--without-link", "gpu0-gpu3", "--slow-link", "gpu1-gpu2=12.5").splitlines()
     assert [line for line in out if line.startswith("warning: ")] == [
-        "warning: gpu0, gpu3: 4 NVLinks where most GPUs have 6",
-        "warning: gpu1-gpu2: 6.25 GB/s per NVLink where the usual is 25",
+        "warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s",
+        "warning: gpu1-gpu2: 2 NVLinks of 6.25 GB/s, should be 2 NVLinks of 25 GB/s",
     ]
 
 

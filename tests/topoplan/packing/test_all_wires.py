@@ -13,7 +13,7 @@ from collectives import Communicator
 from tests.support.checkout import Run
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.fabric.fabric import Fabric
-from topoplan.fabric.staging import staged
+from topoplan.hosts.staging import staged
 from topoplan.plans.plan import Plan
 from topoplan.simulation.dataflow import switched_hops
 from topoplan.topology import Device, Link, Topology

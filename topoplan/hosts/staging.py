@@ -69,6 +69,54 @@ def staged(topology: Topology) -> Topology:
     return replace(topology, devices=tuple(devices), links=tuple(links))
 
 
+def unstaged(topology: Topology) -> Topology:
+    """The machine whose PCIe switches turn bytes around again, from one that `staged` made; others stay as they are.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> box = topoplan.load("pcie-x8")
+    >>> unstaged(staged(box)) == box
+    True
+    """
+    names = {device.name for device in topology.devices}
+    if not any(name.endswith(DOWNWARDS) for name in names):
+        return topology
+    whole = {name: name.removesuffix(DOWNWARDS) for name in names}
+    whole |= {name: name for name, base in whole.items() if base not in names}
+    links = {
+        (whole[link.src], whole[link.dst], link.channel): replace(
+            link, src=whole[link.src], dst=whole[link.dst]
+        )
+        for link in topology.links
+    }
+    devices = tuple(device for device in topology.devices if whole[device.name] == device.name)
+    return replace(topology, devices=devices, links=tuple(links.values()))
+
+
+def without_peer_access(topology: Topology) -> Topology:
+    """The machine `staged` with a note, if its GPUs say that they have no peer access (see `has_peer_access`).
+
+    Where only some of them have none the machine stays as it is, and a plan may use what the driver refuses.
+    """
+    gpus = [device for device in topology.devices if device.kind == "gpu"]
+    if not gpus or any(has_peer_access(gpu) for gpu in gpus):
+        return topology
+    try:
+        made = staged(topology)
+    except UsageError:
+        return topology
+    return topology if made == topology else replace(made, notes=(*made.notes, STAGED_NOTE))
+
+
+STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' memory"
+
+
+def has_peer_access(gpu: Device) -> bool:
+    """Whether other GPUs may read a GPU's memory: not in MIG mode, nor where the fact ``peer_access`` is ``none``."""
+    return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
+
+
 def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, int]:
     """PCIe links from every device up to the nearest CPU, through switches alone."""
     into: dict[str, list[str]] = {}

@@ -1,0 +1,145 @@
+"""``topoplan check``: verdict, JSON, exit status; ``plan`` warns of the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.damaged_machines import as_text, read_library
+from tests.support.fake_machine.fixtures import Installer
+from topoplan.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    """The matrix of a DGX-1V with one doubled link gone and one halved: four of eight GPUs are hurt."""
+    machine = read_library("dgx-1v")
+    machine["links"] = [link for link in machine["links"] if {link["src"], link["dst"]} != {"gpu0", "gpu3"}]
+    for link in machine["links"]:
+        if {link["src"], link["dst"]} == {"gpu1", "gpu5"}:
+            link["count"], link["bandwidth"] = 1, 25.0
+    path = tmp_path / "broken.txt"
+    path.write_text(as_text(machine))
+    return str(path)
+
+
+def test_faults_are_named_with_their_cost(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """75 GB/s where a whole DGX-1V does 85.71; a dead doubled link alone leaves 78.57, a halved one 82.14."""
+    status, out, _ = run(capsys, "check", broken, "--json")
+    told = json.loads(out)
+    assert (status, told["healthy"], told["resembles"]) == (1, False, "dgx-1v")
+    assert [(fault["kind"], fault["devices"]) for fault in told["faults"]] == [
+        ("link missing", ["gpu0", "gpu3"]),
+        ("link missing", ["gpu1", "gpu5"]),
+    ]
+    assert told["faults"][1]["is"] == "1 NVLink of 25 GB/s"
+    assert told["faults"][1]["should_be"] == "2 NVLinks of 25 GB/s"
+    costs = [fault["cost"]["allreduce"] for fault in told["faults"]]
+    assert [cost["now"] for cost in costs] == pytest.approx([75, 75])
+    assert [cost["healthy"] for cost in costs] == pytest.approx([600 / 7] * 2)
+    assert [cost["alone"] for cost in costs] == pytest.approx([550 / 7, 575 / 7])
+
+
+def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four A100 with half the wires between two of them."""
+    path = tmp_path / "four.json"
+    path.write_text(topoplan.slow_links("nvlink-x4", {"gpu0-gpu1": 50}).to_json())
+    status, out, _ = run(capsys, "check", str(path), "--collective", "allgather")
+    lines = out.splitlines()
+    assert status == 1
+    assert lines == [
+        "nvlink-x4, 4 GPUs: 1 fault",
+        "resembles  nvlink-x4",
+        "allreduce  183.333 GB/s now, 200 healthy (bus bandwidth 275, 300)",
+        "allgather  333.333 GB/s now, 400 healthy (bus bandwidth 250, 300)",
+        "",
+        "kind       devices    is                      should be             allreduce alone  allgather alone",
+        "link slow  gpu0-gpu1  4 NVLinks of 12.5 GB/s  4 NVLinks of 25 GB/s          183.333          333.333",
+        "",
+        "note: slowed: gpu0-gpu1 to 50 GB/s",
+    ]
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_healthy_machine_and_an_allocation_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "check", "dgx-1v")[:2] == (0, "dgx-1v, 8 GPUs: healthy\nresembles  dgx-1v\n")
+    path = tmp_path / "part.json"
+    path.write_text(topoplan.load("dgx-1v").subset([1, 4, 5, 7]).to_json())
+    status, out, _ = run(capsys, "check", str(path))
+    assert (status, out.splitlines()[1]) == (0, "resembles  dgx-1v, of which 4 of 8 GPUs are here")
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "no.txt"
+    path.write_text("nothing of the kind")
+    status, out, err = run(capsys, "check", str(path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert run(capsys, "check", "dgx-1x")[0] == 2
+    assert run(capsys, "check", "--pcie-gbps", "12")[0] == 2
+
+
+def test_plan_warns_first_and_json_has_it_in_its_notes(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what hurts the allocation; not of what was taken out on request."""
+    _, out, _ = run(capsys, "plan", broken)
+    assert out.splitlines()[:3] == [
+        "warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s",
+        "warning: gpu1-gpu5: 1 NVLink of 25 GB/s, should be 2 NVLinks of 25 GB/s",
+        "allreduce on broken, 8 GPUs (gpu0-7), over nvlink",
+    ]
+    _, out, _ = run(capsys, "plan", broken, "--gpus", "0-3")
+    assert out.splitlines()[1].startswith("allreduce on broken, 4 GPUs")
+    _, out, _ = run(capsys, "plan", broken, "--gpus", "4-7")
+    assert out.startswith("allreduce")
+    _, out, _ = run(capsys, "plan", broken, "--json")
+    assert json.loads(out)["notes"][0] == "warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"
+    _, out, _ = run(capsys, "plan", "dgx-1v", "--without-link", "gpu0-gpu3")
+    assert out.startswith("allreduce")
+    _, out, _ = run(capsys, "plan", broken, "--bound-only")
+    assert out.startswith("warning: gpu0-gpu3")
+
+
+def test_gpus_in_mig_mode_are_planned_through_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight GPUs on two PCIe switches: 10 GB/s with peer access; every byte of seven copies up an uplink else."""
+    machine = read_library("pcie-x8")
+    for device in machine["devices"]:
+        if device["kind"] == "gpu":
+            device["facts"] = {"mig": "MIG-a,MIG-b"}
+    path = tmp_path / "mig.json"
+    path.write_text(json.dumps(machine))
+    whole = topoplan.load(path)
+    assert topoplan.load(whole.to_json()) == whole
+    assert topoplan.plan(whole).rate == pytest.approx(48 / 14)
+    told = json.loads(run(capsys, "check", str(path), "--json")[1])
+    assert [(fault["kind"], len(fault["devices"])) for fault in told["faults"]] == [("MIG", 8)]
+    assert told["faults"][0]["cost"]["allreduce"]["healthy"] == pytest.approx(10)
+
+
+def test_this_machine_is_checked_without_a_name(
+    fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A probed DGX-1V with a dead and a slow NVLink, of which the driver's own words are notes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fake_here("dead_nvlinks")
+    status, out, _ = run(capsys, "check", "--json")
+    told = json.loads(out)
+    assert status == 1
+    assert [(fault["kind"], fault["devices"]) for fault in told["faults"]] == [
+        ("link missing", ["gpu0", "gpu3"]),
+        ("link slow", ["gpu5", "gpu6"]),
+    ]
+    assert "warning: gpu0: NVLink 2 of 6 is down" in told["notes"]

@@ -1,0 +1,211 @@
+"""Tables of rocm-smi and amd-smi: what they tell of Infinity Fabric, what they do not, and what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.listings import MACHINES, each
+from tests.support.mutated_texts import mutated
+from topoplan.errors import TopologyError, UsageError
+from topoplan.formats.rocm_smi import parse_rocm_smi
+from topoplan.health.diagnosis import diagnose
+from topoplan.topology import Topology
+
+Cell = Callable[[int, int], object]
+
+TITLES = {
+    "weight": "Weight between two GPUs",
+    "hops": "Hops between two GPUs",
+    "type": "Link Type between two GPUs",
+    "bandwidth": "Bandwidth between two GPUs",
+}
+
+
+def table(heads: Sequence[str], cell: Cell, itself: str = "0") -> list[str]:
+    rows = [
+        " ".join([head, *(itself if i == j else str(cell(i, j)) for j in range(len(heads)))])
+        for i, head in enumerate(heads)
+    ]
+    return ["  ".join(["     ", *heads]), *rows, ""]
+
+
+def showtopo(gpus: int, *, numa: Sequence[int] = (), **cells: Cell) -> str:
+    """What rocm-smi --showtopo prints, with the tables that are given."""
+    lines = ["", f"{' ROCm System Management Interface ':=^90}"]
+    for key, cell in cells.items():
+        lines += [f"{' ' + TITLES[key] + ' ':=^90}", *table([f"GPU{i}" for i in range(gpus)], cell)]
+    lines.append(f"{' Numa Nodes ':=^90}")
+    for i, node in enumerate(numa):
+        lines += [
+            f"GPU[{i}]\t\t: (Topology) Numa Node: {node}",
+            f"GPU[{i}]\t\t: (Topology) Numa Affinity: {node}",
+        ]
+    return "\n".join([*lines, f"{' End of ROCm SMI Log ':=^90}"])
+
+
+def amd_smi(ids: Sequence[str], **cells: Cell) -> str:
+    """What amd-smi topology prints."""
+    titles = {
+        "access": "ACCESS",
+        "weight": "WEIGHT",
+        "hops": "HOPS",
+        "type": "LINK TYPE",
+        "bandwidth": "NUMA BW",
+    }
+    lines = []
+    for key, cell in cells.items():
+        lines += [
+            f"{titles[key]} TABLE:",
+            *table(ids, cell, {"type": "SELF", "access": "ENABLED"}.get(key, "0")),
+        ]
+    return "\n".join(
+        [*lines, "CACHE COHERANCY TABLE:", *table(ids, lambda i, j: "NC", "SELF"), "Legend:", " SELF = x"]
+    )
+
+
+def fabric(machine: Topology) -> dict[tuple[str, str], tuple[float, int]]:
+    return {
+        (link.src, link.dst): (link.bandwidth, link.count)
+        for link in machine.links
+        if link.channel == "nvlink"
+    }
+
+
+def wires(name: str) -> Cell:
+    """Links of Infinity Fabric between two GPUs of a library machine."""
+    counts = {ends: count for ends, (_, count) in fabric(topoplan.load(name)).items()}
+    return lambda i, j: counts.get((f"gpu{i}", f"gpu{j}"), 0)
+
+
+X250 = wires("mi250x")
+
+
+def test_bandwidths_tell_the_links_of_an_mi250x() -> None:
+    """50, 100 and 200 GB/s are one, two and four links; all pairs are one hop, also those that no link joins."""
+    text = showtopo(
+        8,
+        hops=lambda i, j: 1,
+        type=lambda i, j: "XGMI",
+        bandwidth=lambda i, j: f"{50000 if X250(i, j) else 0}-{50000 * int(str(X250(i, j)))}",
+    )
+    assert fabric(topoplan.load(text)) == fabric(topoplan.load("mi250x"))
+
+
+def test_weights_tell_neighbours() -> None:
+    """15 is one link, 30 are two on the way; how many join a pair is assumed, and said."""
+    text = showtopo(8, weight=lambda i, j: 15 if X250(i, j) else 30, type=lambda i, j: "XGMI")
+    machine = topoplan.load(text)
+    assert set(fabric(machine)) == set(fabric(topoplan.load("mi250x")))
+    assert set(fabric(machine).values()) == {(50.0, 1)}
+    assert any("one assumed" in note for note in machine.notes)
+    assert set(fabric(topoplan.load(text, nvlink_gbps=64)).values()) == {(64.0, 1)}
+
+
+@pytest.mark.parametrize("weight", [0, 7])
+def test_where_neither_tells_the_machine_is_asked_for(weight: int) -> None:
+    """No full mesh is drawn in silence; with the machine named, its links are taken."""
+    text = showtopo(
+        8,
+        weight=lambda i, j: weight,
+        hops=lambda i, j: 1,
+        type=lambda i, j: "XGMI",
+        bandwidth=lambda i, j: "0-0",
+    )
+    with pytest.raises(TopologyError, match="--merge mi250x"):
+        topoplan.load(text)
+    assert fabric(topoplan.load(text, merge="mi250x")) == fabric(topoplan.load("mi250x"))
+    with pytest.raises(UsageError, match="16"):
+        topoplan.load(text, merge="mi250")
+
+
+def test_a_link_that_is_gone_is_found() -> None:
+    """Of the MI250X by its bandwidths; of eight GPUs that are joined all to all by one weight of two hops."""
+
+    def width(i: int, j: int) -> str:
+        return f"0-{50000 * int(str(X250(i, j))) if {i, j} != {2, 4} else 0}"
+
+    gone = diagnose(topoplan.load(showtopo(8, type=lambda i, j: "XGMI", bandwidth=width)))
+    assert (gone.resembles, [fault.devices for fault in gone.faults]) == ("mi250x", [("gpu2", "gpu4")])
+    far = showtopo(8, weight=lambda i, j: 30 if {i, j} == {0, 5} else 15, type=lambda i, j: "XGMI")
+    assert [fault.devices for fault in diagnose(topoplan.load(far)).faults] == [("gpu0", "gpu5")]
+
+
+def test_numa_nodes_place_the_gpus() -> None:
+    """Two sockets with two GPUs each; PCIe weights and hops say the same where no node is told."""
+    machine = topoplan.load(
+        showtopo(4, numa=[0, 0, 1, 1], weight=lambda i, j: 15, hops=lambda i, j: 1, type=lambda i, j: "XGMI")
+    )
+    home = {
+        link.src: link.dst for link in machine.links if link.channel == "pcie" and link.src in machine.gpus
+    }
+    assert home == {"gpu0": "cpu0", "gpu1": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
+    assert [device.numa for device in machine.devices if device.kind == "cpu"] == [0, 1]
+    far = topoplan.load(showtopo(4, hops=lambda i, j: 2 if i // 2 == j // 2 else 3, type=lambda i, j: "PCIE"))
+    assert {link.src: link.dst for link in far.links if link.src in far.gpus} == home
+
+
+def test_disabled_access_is_no_peer_access() -> None:
+    """GPUs that may not read each other's memory say so, and PCIe switches turn nothing around; bus ids are kept."""
+    ids = ["0000:03:00.0", "0000:0c:00.0"]
+    cells: dict[str, Cell] = {"weight": lambda i, j: 40, "type": lambda i, j: "PCIE"}
+    machine = topoplan.load(amd_smi(ids, access=lambda i, j: "DISABLED", **cells))
+    assert [device.fact("peer_access") for device in machine.devices if device.kind == "gpu"] == ["none"] * 2
+    assert [device.busid for device in machine.devices if device.kind == "gpu"] == ids
+    enabled = topoplan.load(amd_smi(ids, access=lambda i, j: "ENABLED", **cells))
+    assert not any(device.facts for device in enabled.devices)
+    three = [*ids, "0000:0d:00.0"]
+    some = topoplan.load(amd_smi(three, access=lambda i, j: "DISABLED" if i + j == 1 else "ENABLED", **cells))
+    assert some.notes[-1] == "warning: access is disabled between gpu0-gpu1; a plan may use it all the same"
+
+
+WHOLE = showtopo(3, numa=[0, 0, 1], weight=lambda i, j: 15, hops=lambda i, j: 1, type=lambda i, j: "XGMI")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("GPU1 15 0 15\n", "", "weights: no row of GPU1"),
+        ("GPU1 15 0 15\n", "GPU1 15 0\n", "row GPU1 has 2 cells for 3 columns"),
+        ("GPU1 15 0 15\n", "GPU1 30 0 15\n", "the table must be symmetric"),
+        ("GPU1 15 0 15\n", "GPU1 15 0 15\nGPU1 15 0 15\n", "row GPU1 is there twice"),
+        ("GPU1 15 0 15\n", "GPU1 15 0 many\n", "column GPU2: 'many' does not belong there"),
+        ("Link Type between two GPUs", "Nothing", "there is no table of link types"),
+        ("Hops between two GPUs", "Weight between two GPUs", "the table of weights is there twice"),
+    ],
+)
+def test_damaged_tables_are_refused_with_one_line(old: str, new: str, says: str) -> None:
+    assert old in WHOLE
+    with pytest.raises(TopologyError, match=says) as error:
+        topoplan.load(WHOLE.replace(old, new, 1))
+    assert "\n" not in str(error.value)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_damage_is_read_or_refused(data: st.DataObject) -> None:
+    text = mutated(WHOLE, data, words=["XGMI", "15", "GPU9", "0-0", "N/A", "==="])
+    with contextlib.suppress(TopologyError):
+        parse_rocm_smi(text)
+
+
+KNOWN = {
+    "mesh_x8.showtopo": (28, 15),
+    "two_quads_x8.showtopo": (12, 15),
+    "pcie_x4.showtopo": (0, 0),
+    "radeon_x2.amd-smi": (0, 0),
+}
+
+
+@pytest.mark.parametrize("path", each(sorted((MACHINES / "rocm-smi").glob("*.txt"))))
+def test_real_listings_are_read(path: Path) -> None:
+    """A full mesh of eight, two of four, PCIe alone; a plan can be made of each."""
+    machine = topoplan.load(path)
+    assert len(fabric(machine)) // 2 == KNOWN[path.stem][0]
+    assert topoplan.plan(machine).gap == 0
