@@ -278,7 +278,7 @@ def test_warnings_stand_first_and_notes_are_few() -> None:
     machine = without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"])
     many = replace(machine, notes=tuple(f"note number {i}" for i in range(9)))
     texts = [text.get_text() for text in draw_topology(many).texts]
-    assert texts[1] == "warning: gpu0, gpu3: 4 NVLinks where most GPUs have 6"
+    assert texts[1] == "warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"
     assert texts[2:] == [*(f"note number {i}" for i in range(4)), "5 more notes: topoplan show prints all"]
 
 
