@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
             machine.whole,
             options.collective,
             gpus=machine.allocation(options.gpus),
+            free=machine.left if options.without_gpu else None,
             root=options.root,
             channels=options.channels,
             sizes=options.sizes,

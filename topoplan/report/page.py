@@ -73,6 +73,7 @@ def report_page(
     collective: str = "allreduce",
     *,
     gpus: Sequence[int] | None = None,
+    free: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
     sizes: Sequence[int],
@@ -84,6 +85,8 @@ def report_page(
     ----------
     topology, collective, gpus, root, channels
         As for `topoplan.plan`.
+    free : sequence of int or None
+        The GPUs that are there, of which others are taken out; all for None.
     sizes : sequence of int
         Bytes of the buffers for the times; sizes of zero are left out.
     progress : callable or None
@@ -114,9 +117,10 @@ def report_page(
     say("the plan")
     plan = make_plan(topology, collective, gpus=chosen, root=root, channels=channels)
     say("health")
-    found = [machine_section(topology), health_section(topology, collective)]
+    there = topology if free is None else topology.subset(free)
+    found = [machine_section(there), health_section(there, collective)]
     say("sets of GPUs")
-    found.append(sets_section(topology, collective, chosen, progress=progress))
+    found.append(sets_section(topology, collective, chosen, free=free, progress=progress))
     found += [plan_section(plan, chosen), Section("trees", "The trees, step by step", trees_content(plan))]
     if len(plan.ranks) > 1:
         say("times over sizes")
@@ -240,10 +244,15 @@ def health_section(topology: Topology, collective: str) -> Section:
 
 
 def sets_section(
-    topology: Topology, collective: str, chosen: Sequence[int], *, progress: Progress | None = None
+    topology: Topology,
+    collective: str,
+    chosen: Sequence[int],
+    *,
+    free: Sequence[int] | None = None,
+    progress: Progress | None = None,
 ) -> Section:
     """What `topoplan recommend` says: the best set of 2, 4, 8, … GPUs, and of as many as were asked for."""
-    whole = len(topology.gpus)
+    whole = len(topology.gpus if free is None else free)
     doubling = [1 << power for power in range(1, 8)]
     counts = sorted(count for count in {*doubling, len(chosen)} if 1 < count < whole)
     rows, left = [], []
@@ -251,7 +260,7 @@ def sets_section(
         if collective == ALL_TO_ALL or math.comb(whole, count) > MOST_SETS:
             left.append(str(count))
             continue
-        sets = recommend(topology, count, collective, progress=progress)
+        sets = recommend(topology, count, collective, free=free, progress=progress)
         best, factor = sets[0], bus_factor(collective, count)
         rows.append(
             (

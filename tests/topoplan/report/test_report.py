@@ -265,6 +265,15 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(run: Run, tmp_path: Path) -> None:
+    """It is neither drawn nor recommended, and the others keep their numbers."""
+    path = tmp_path / "report.html"
+    assert run("report", "v100x4", "-o", str(path), "--sizes", "1MB,1MB", "--without-gpu", "1")[0] == 0
+    page = well_formed(path.read_text(encoding="utf-8"))
+    assert "gpu1" not in page.text.replace("gpu1 is taken out", "").replace("taken out: gpu1", "")
+    assert [word for word in page.words if word in ("GPUs", "0,2,3")][-2:] == ["GPUs", "0,2,3"]
+
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PRESSES = """
 <script>
