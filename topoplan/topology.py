@@ -41,6 +41,7 @@ FACTS = {
     "arch": "architecture of a CPU as NCCL names it: x86_64, arm64 or ppc64",
     "cpus": "logical CPUs of a NUMA node, such as 0-19,40-59",
     "family": "family number of a CPU",
+    "flow_gigabits": "most Gb/s of one connection through a NIC, where the network caps it",
     "gcn": "architecture of an AMD GPU, such as gfx90a",
     "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
     "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",

@@ -214,8 +214,8 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
-_SERVER = re.compile(r"(.*?)(0|[1-9][0-9]*)([^0-9]*)")
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
+_SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:

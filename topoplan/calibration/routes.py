@@ -80,6 +80,7 @@ class Routes:
         self._leaving: dict[str, dict[str, tuple[Link, ...]]] = {
             channel: _widest_from(topology, kinds) for channel, kinds in WIRES.items()
         }
+        self._entering = {channel: _entering(leaving) for channel, leaving in self._leaving.items()}
         self._steps = cache(self._searched)
         self._path = cache(self._walked)
 
@@ -135,13 +136,13 @@ class Routes:
         wanted = {dst}
         stages: list[tuple[Link, ...]] = []
         for distance in range(steps[dst] - 1, -1, -1):
-            stage = tuple(
-                link
-                for device, links in self._leaving[channel].items()
-                if steps.get(device) == distance and (device == src or device not in self._gpus)
-                for link in links
-                if link.dst in wanted
-            )
+            found = [
+                (place, link)
+                for device in wanted
+                for place, link in self._entering[channel].get(device, ())
+                if steps.get(link.src) == distance and (link.src == src or link.src not in self._gpus)
+            ]
+            stage = tuple(link for _, link in sorted(found, key=lambda one: one[0]))
             wanted = {link.src for link in stage}
             stages.append(stage)
         return tuple(reversed(stages))
@@ -171,6 +172,14 @@ def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = F
     'nvswitch0'
     """
     return Routes(topology).between(src, dst, through_host=through_host)
+
+
+def _entering(leaving: Mapping[str, tuple[Link, ...]]) -> dict[str, list[tuple[int, Link]]]:
+    """The links by destination, each with its place among all of them."""
+    entering: dict[str, list[tuple[int, Link]]] = {}
+    for place, link in enumerate(link for links in leaving.values() for link in links):
+        entering.setdefault(link.dst, []).append((place, link))
+    return entering
 
 
 def _widest_from(topology: Topology, kinds: Collection[str]) -> dict[str, tuple[Link, ...]]:

@@ -177,11 +177,19 @@ def first_given(options: argparse.Namespace, absent: Mapping[str, object]) -> st
     return next((f"--{name.replace('_', '-')}" for name in given), "")
 
 
-def add_machine(parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "") -> None:
-    """TOPO, the bandwidths its text leaves open, where its NVLinks are if not there; ``otherwise``: its default."""
+def add_machine(
+    parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "", option: str = ""
+) -> None:
+    """TOPO, the bandwidths its text leaves open, where its NVLinks are if not there; ``otherwise``: its default.
+
+    ``option`` names an option that takes TOPO in place of the argument, where another file is the argument.
+    """
+    names, place = (
+        ([option], {"dest": "topo"}) if option else (["topo"], {"nargs": "?" if otherwise else None})
+    )
     parser.add_argument(
-        "topo",
-        nargs="?" if otherwise else None,
+        *names,
+        **place,
         metavar="PLAN.json|TOPO" if or_plan else "TOPO",
         help=("a plan file, " if or_plan else "")
         + "a library machine (topoplan list), a network such as bcube:4,2, torus:3,3 or fat-tree:4@10 (GB/s), a "

@@ -22,6 +22,7 @@ NETWORK_OPTIONS = (
     "nic_access",
     "helpers",
     "transport",
+    "flow_gbps",
 )
 
 CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
@@ -93,6 +94,12 @@ def add_cluster(parser: OneLineParser) -> None:
         help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of what carries messages "
         "between servers (default: the whole wire)",
     )
+    group.add_argument(
+        "--flow-gbps",
+        type=rate_in("Gb/s"),
+        metavar="Gb/s",
+        help="most Gb/s that one connection gets of a NIC, as clouds cap it: the plan says how many it needs",
+    )
 
 
 def add_in_network(parser: OneLineParser) -> None:
@@ -148,6 +155,7 @@ def as_cluster(
         nic_access=options.nic_access or NIC_ACCESS[0],
         helpers=options.helpers,
         transport=options.transport,
+        flow_gbps=options.flow_gbps,
         name=f"{servers} x {machine.name}",
     )
 

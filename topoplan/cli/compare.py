@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes
+from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare import compare, compare_all, format_table, summary, to_object
+from topoplan.compare.servers import ServerCosts, WithoutServer, without_each_server
 from topoplan.errors import UsageError
 from topoplan.plans.plan import check_collective
+from topoplan.topology import Topology
+from topoplan.units import name_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -29,6 +33,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=arguments.gpu_list,
         metavar="LIST",
         help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
+    )
+    parser.add_argument(
+        "--without-each-server",
+        action="store_true",
+        help="on a cluster, the rate of packed trees with all servers and without each of them: what each costs",
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
@@ -49,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--all-allocations goes with neither --channels nor --size; leave them out")
     if options.gpu_counts is not None and not options.all_allocations:
         raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
+    if options.without_each_server:
+        return _run_without(options, collective)
     check_plot(options)
     machine = read_machine(options)
     topology = machine.whole
@@ -98,3 +109,74 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         print(f"written: {options.plot}")
     return 0
+
+
+def _run_without(options: argparse.Namespace, collective: str) -> int:
+    given = arguments.first_given(
+        options, {"all_allocations": False, "root": None, "size": None, "plot": None}
+    )
+    if given:
+        raise UsageError(f"--without-each-server does not go with {given}; leave one of them out")
+    machine = read_machine(options)
+    with progress_line("comparing") as progress:
+        found = without_each_server(
+            machine.whole,
+            collective,
+            gpus=machine.allocation(options.gpus),
+            channels=options.channels,
+            progress=progress,
+        )
+    if options.json:
+        print_json(costs_to_object(found, machine.whole))
+        return 0
+    print(f"{collective} on {machine.whole.name}")
+    rows = [("all", str(found.whole.gpus), f"{found.whole.rate:.4g}", f"{found.whole.bus:.4g}", "")]
+    rows += [
+        (
+            f"all but {_servers(row.servers)}",
+            str(row.gpus),
+            f"{row.rate:.4g}" if row.rate else "-",
+            f"{row.bus:.4g}" if row.rate else "-",
+            f"{found.gain(row):.2f}x" if row.rate else "no path",
+        )
+        for row in found.rows
+    ]
+    print(table(("servers", "GPUs", "GB/s", "bus", "of all"), rows))
+    least = found.rows[-1].rate
+    fewer = f"; without any other {least:.4g}" if least > found.whole.rate else ""
+    for row in found.slow:
+        print(
+            f"{row.servers[0]} holds the others back: they do {row.rate:.4g} GB/s of algorithm bandwidth without it, "
+            f"{found.whole.rate:.4g} with it{fewer if len(found.rows) == 2 else ''}"
+        )
+    if not found.slow:
+        print("no server by itself holds the others back")
+    notes = [
+        f"{_servers(row.servers) or 'all'}: {row.gap:.2%} below the bound"
+        for row in (found.whole, *found.rows)
+        if row.gap
+    ]
+    print_notes(*machine.whole.notes, *notes)
+    return 0
+
+
+def _servers(names: Sequence[str]) -> str:
+    """One of some servers that are alike."""
+    return names[0] if len(names) == 1 else f"one of {', '.join(name_ranges(names))}" if names else ""
+
+
+def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]:
+    """The JSON object of what servers cost; rates in GB/s, 0 where no path joins what is left."""
+
+    def row(one: WithoutServer) -> dict[str, object]:
+        return {"gpus": one.gpus, "rate": one.rate, "bus": one.bus, "gap": one.gap}
+
+    return {
+        "machine": topology.name,
+        "collective": found.collective,
+        "all": row(found.whole),
+        "without": [
+            {"servers": list(one.servers), **row(one), "gain": found.gain(one)} for one in found.rows
+        ],
+        "notes": list(topology.notes),
+    }

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from topoplan.cli import arguments
 from topoplan.cli.damage_options import add_damage, damaged, overlaid
 from topoplan.cli.output import check_target, plan_notes, print_notes, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_plan_or_machine
-from topoplan.errors import UsageError
-from topoplan.export.exported import Choices, Exported
-from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan
+from topoplan.errors import TopologyError, UsageError
+from topoplan.export.exported import Choices, Exported, one_server
+from topoplan.export.known_formats import FORMATS, check_format, export_machine, export_plan, how_to_use
 from topoplan.export.msccl.emit import RUNTIMES
+from topoplan.export.nccl.given_bus_ids import QUERY, parse_bus_ids, with_bus_ids
+from topoplan.formats.load import read_text
 from topoplan.topology import Topology
 
 
@@ -26,6 +30,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
     arguments.add_allocation(parser)
     parser.add_argument("--server", metavar="NAME", help="which server of a cluster, such as s0")
+    parser.add_argument(
+        "--bus-ids",
+        metavar="FILE",
+        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: what {QUERY} prints",
+    )
     engine = parser.add_argument_group("files of engines")
     engine.add_argument(
         "--size", dest="nbytes", type=arguments.size, metavar="S", help="bytes of the buffer, such as 256MB"
@@ -62,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     check_target(options.output, "-o")
     with progress_line("exporting"):
         exported, told = _export(options)
-    notes = (*told, *exported.notes)
+    notes = (*told, *exported.notes, *_use(options))
     if exported.files:
         if options.output in (None, "-"):
             raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
@@ -86,8 +95,48 @@ def run(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """The file, and what there is to say of what it was made from."""
+    if options.bus_ids is not None and options.to != "nccl-topo":
+        raise UsageError(f"--bus-ids goes with --to nccl-topo; {options.to} has none")
+    if options.bus_ids == "-" == options.topo:
+        raise UsageError("stdin is read once; give --bus-ids a file")
     source = read_plan_or_machine(options)
-    choices = Choices(
+    choices = _choices(options)
+    if isinstance(source, Topology):
+        machine = damaged(options, overlaid(options, source))
+        allocation = machine.whole.subset(machine.allocation(options.gpus))
+        if options.bus_ids is not None:
+            allocation = _identified(allocation, options)
+        return export_machine(allocation, options.to, server=options.server), allocation.notes
+    if options.bus_ids is not None:
+        plan = source.plans[0]
+        source = replace(plan, topology=_identified(plan.topology, options))
+    return export_plan(source, options.to, choices), tuple(plan_notes(source))
+
+
+def _identified(machine: Topology, options: argparse.Namespace) -> Topology:
+    """The server that is exported, with the bus ids of a file."""
+    path: str = options.bus_ids
+    try:
+        known = parse_bus_ids(read_text(path, f"save what {QUERY} prints"))
+        return with_bus_ids(one_server(machine, options.server, "a topology file of NCCL"), known)
+    except (UsageError, TopologyError) as error:
+        raise UsageError(f"--bus-ids {path}: {error}") from None
+
+
+def _use(options: argparse.Namespace) -> tuple[str, ...]:
+    """How to have the file used."""
+    if options.output in (None, "-"):
+        return how_to_use(options.to, _choices(options))
+    path = Path(options.output)
+    places = []
+    for place in (path, path.parent):
+        below = "" if place == Path() else f"/{quote(str(place))}"
+        places.append(quote(str(place)) if path.is_absolute() else f"$PWD{below}")
+    return how_to_use(options.to, _choices(options), file=places[0], folder=places[1])
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    return Choices(
         size=options.nbytes,
         max_blocks=options.max_blocks,
         chunks=options.chunks,
@@ -95,8 +144,3 @@ def _export(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
         protocol=options.protocol,
         runtime=options.runtime,
     )
-    if isinstance(source, Topology):
-        machine = damaged(options, overlaid(options, source))
-        allocation = machine.whole.subset(machine.allocation(options.gpus))
-        return export_machine(allocation, options.to, server=options.server), allocation.notes
-    return export_plan(source, options.to, choices), tuple(plan_notes(source))

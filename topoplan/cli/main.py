@@ -34,10 +34,13 @@ COMMANDS = {
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
     "recommend": "which GPUs to take for a job, or for several",
+    "explain": "a log of nccl-tests or NCCL beside what the wires allow, and a file for NCCL's tuner",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
+    "diff": "what differs between two descriptions of a machine, and which difference changes its bound",
+    "pairs": "which GPUs to test with which, and from the results which link is slow",
     COMPLETION: "what makes a shell complete these commands",
 }
 """Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others

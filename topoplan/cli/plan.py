@@ -35,6 +35,7 @@ from topoplan.packing.exact import ORDERS
 from topoplan.packing.planner import METHODS, TOLERANCE
 from topoplan.packing.planner import plan as make_plan
 from topoplan.plans.certificates import Demand, explain_certificate
+from topoplan.plans.connections import connections, connections_line
 from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
@@ -277,7 +278,7 @@ def _run_bound(options: argparse.Namespace) -> int:
 
 def plan_object(plan: Plan) -> dict[str, object]:
     """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
-    by_phase, wider = phases(plan), _wider_bound(plan)
+    by_phase, wider, needed = phases(plan), _wider_bound(plan), connections(plan)
     return {
         **plan.to_object(),
         "seconds": plan.seconds,
@@ -287,6 +288,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         **({} if wider is None else {"wider_bound": wider}),
         **({} if plan.team_wide == plan.rate else {"team_wide": plan.team_wide}),
         **({} if by_phase is None else {"phases": by_phase.to_object()}),
+        **({} if needed is None else {"connections": needed.to_object()}),
         "notes": plan_notes(plan),
     }
 
@@ -330,6 +332,9 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
             )
         bus = bus_words(plan.bound, plan.collective, count)
         print(f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}")
+        needed = connections(plan)
+        if needed is not None:
+            print(f"flows  {connections_line(needed)}")
         wider = _wider_bound(plan)
         if wider is not None:
             bus = bus_words(wider, plan.collective, count)

@@ -63,7 +63,7 @@ def as_asked(options: argparse.Namespace, topology: Topology) -> Machine:
 def read_topology(options: argparse.Namespace) -> Topology:
     """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
     _check_stdin(options)
-    return _printable(load(options.topo, **_asked(options)))
+    return printable_machine(load(options.topo, **_asked(options)))
 
 
 def _check_stdin(options: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
         raise UsageError(f"{where} is a file of jobs; topoplan simulate runs it under a --policy")
     folder = "" if options.topo == "-" else str(path.parent)
     machine = load_text(text, where, Path(where).stem, folder=folder, **_asked(options))
-    return _printable(machine)
+    return printable_machine(machine)
 
 
 def parse_claimed_plan(text: str, path: str) -> Plans:
@@ -165,6 +165,23 @@ def read_plan_text(path: str) -> str:
         raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
 
 
+def read_log(path: str) -> str:
+    """The text of a log, or of stdin for ``-``.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, is empty, or is no text.
+    """
+    try:
+        text = read_text(path, "give what the test printed")
+    except TopologyError:
+        raise UsageError(f"{_where(path)} is binary, not text; give what the test printed") from None
+    if not text.strip():
+        raise UsageError(f"{_where(path)} is empty; give what the test printed")
+    return text
+
+
 def read_demand(path: str) -> list[list[float]]:
     """The matrix of bytes in a file of a demand, ``{"bytes": [[...], ...]}``, where row sends to column.
 
@@ -189,7 +206,7 @@ def read_demand(path: str) -> list[list[float]]:
     return cast("list[list[float]]", rows)
 
 
-def _printable(topology: Topology) -> Topology:
+def printable_machine(topology: Topology) -> Topology:
     """The same under a name that can be printed: a file name may hold bytes that are no character."""
     name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)
     return topology if name == topology.name else replace(topology, name=name)

@@ -9,10 +9,10 @@ from functools import partial
 from topoplan.clusters.memory import check_memory
 from topoplan.clusters.network import Network, join_servers
 from topoplan.clusters.nic_wiring import Port, WiredServer, wire_server
-from topoplan.clusters.server import MOST_NICS, Server, check_count, nic_rate, stated_gigabits
+from topoplan.clusters.server import MOST_NICS, Server, check_count, check_flow, nic_rate, stated_gigabits
 from topoplan.clusters.transport import Transport, transport_of
 from topoplan.errors import UsageError
-from topoplan.topology import Device, Link, Topology
+from topoplan.topology import Device, Link, Topology, facts
 
 MOST_HELPERS = 4096
 """Most machines without GPUs: more is a slip of the keyboard."""
@@ -31,6 +31,7 @@ def cluster(
     helpers: int | None = None,
     transport: str | None = None,
     memory_gbps: float | None = None,
+    flow_gbps: float | None = None,
     name: str = "",
 ) -> Topology:
     """Join servers by a network.
@@ -64,6 +65,9 @@ def cluster(
         start-up of `topoplan.simulation.latency`.
     memory_gbps : float or None
         GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
+    flow_gbps : float or None
+        Most Gb/s that one connection gets of a NIC (clouds cap it); a fact of the NICs, from which plans tell how many
+        connections they need. Rates and bounds are those of the wires. None for no cap.
     name : str
         Of the cluster; made from its machines if empty.
 
@@ -95,6 +99,7 @@ def cluster(
     joined = Network(network, rails, oversubscription, leaf_size)
     check_count("nics", nics, most=MOST_NICS)
     check_count("helpers", helpers, most=MOST_HELPERS)
+    check_flow(flow_gbps)
     carrier = transport_of(transport, memory_gbps)
     if not servers:
         raise UsageError("a cluster needs at least one server")
@@ -112,6 +117,10 @@ def cluster(
             rate = _rate(server, nic_gbps)
             wired[server] = wire(rate=rate) if carrier is None else _carried(wire, rate, carrier, memory_gbps)
     _check_memory(servers, wired)
+    for server, made in wired.items():
+        flow = flow_gbps if server.flow_gbps is None else server.flow_gbps
+        if flow is not None:
+            wired[server] = replace(made, devices=tuple(_capped(device, flow) for device in made.devices))
     every = [wired[server] for server in servers for _ in range(server.count)]
     devices: list[Device] = []
     links: list[Link] = []
@@ -125,7 +134,9 @@ def cluster(
         rate = carrier.rate(rate, nics=most, memory=memory_gbps)
     for helper in (f"helper{number}" for number in range(helpers or 0)):
         ports = [Port(nic, f"{helper}.nic{nic}", f"{helper}.nic{nic}", rate, rate) for nic in range(most)]
-        devices += [Device(helper, "helper"), *(Device(port.sender, "nic") for port in ports)]
+        own = [Device(port.sender, "nic") for port in ports]
+        devices += [Device(helper, "helper")]
+        devices += own if flow_gbps is None else [_capped(nic, flow_gbps) for nic in own]
         links += [Link(helper, port.sender, "network", rate) for port in ports]
         links += [Link(port.receiver, helper, "network", rate) for port in ports]
         hosts.append((helper, ports))
@@ -144,6 +155,13 @@ def _rate(server: Server, nic_gbps: float | None) -> float:
     """GB/s of a server's NIC."""
     gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
     return nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
+
+
+def _capped(device: Device, flow_gbps: float) -> Device:
+    """A NIC with what one connection gets of it; other devices as they are."""
+    if device.kind != "nic":
+        return device
+    return replace(device, facts=facts(**{**dict(device.facts), "flow_gigabits": f"{flow_gbps:g}"}))
 
 
 def _carried(

@@ -32,6 +32,8 @@ class Server:
         Servers of this kind.
     served : sequence of int or None
         The GPUs for which NICs are chosen, where only some of those that are there will be used; None for all.
+    flow_gbps : float or None
+        Gb/s of one connection through a NIC; None takes what the cluster says.
 
     Raises
     ------
@@ -51,6 +53,7 @@ class Server:
     nic_gbps: float | None = None
     count: int = 1
     served: Sequence[int] | None = None
+    flow_gbps: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "machine", as_topology(self.machine))
@@ -64,6 +67,7 @@ class Server:
         check_count("count", self.count)
         if self.nic_gbps is not None:
             nic_rate(self.nic_gbps)
+        check_flow(self.flow_gbps)
 
     @property
     def topology(self) -> Topology:
@@ -103,6 +107,21 @@ def nic_rate(gbps: float) -> float:
     if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
         raise UsageError(f"nic_gbps {_shown(gbps)} must be a number of Gb/s above zero, for example 100")
     return gigabytes_from_gigabits(gbps)
+
+
+def check_flow(gbps: float | None) -> None:
+    """Refuse what is no rate of a connection; None stands for "not given" and passes.
+
+    Raises
+    ------
+    UsageError
+        It is zero, negative, not finite or beyond what links have.
+    """
+    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
+    if gbps is not None and not (number and 8 * SLOWEST <= gbps <= 8 * FASTEST):
+        raise UsageError(
+            f"flow_gbps {_shown(gbps)} must be the Gb/s of one connection, above zero, for example 5"
+        )
 
 
 def stated_gigabits(machine: Topology) -> float:

@@ -21,6 +21,7 @@ from topoplan.fabric.fabric import Fabric
 from topoplan.in_network import fully_used
 from topoplan.packing.planner import plan
 from topoplan.plans.allocation import Allocation
+from topoplan.plans.certificates.certificate import Proved
 from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.schedules.one_hop import direct_sends
@@ -80,7 +81,15 @@ def compare(
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
     topology, collective, chosen = asked.machine, asked.collective, asked.gpus
     trees = plan(topology, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes)
-    rivals, missing = find_rivals(trees, topology, gpus=chosen, root=root)
+    rivals, missing = nccl_rivals(topology, collective, chosen, root, trees)
+    for schedule in columns():
+        if schedule.name not in NCCL_COLUMNS and schedule.fits(trees):
+            try:
+                rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
+            except InfeasibleError as error:
+                missing.append(f"{schedule.words}: {error}")
+    ordered = dict.fromkeys((*(one.name for one in columns()), *rivals))
+    rivals = {name: rivals[name] for name in ordered if name in rivals}
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
     exact = {name: verify(made).exact_rate for name, made in rivals.items()}
     rate, against, relayed = verify(trees).exact_rate, exact.get("ring"), exact.get("relay-ring")
@@ -128,45 +137,26 @@ def compare(
     )
 
 
-def find_rivals(
-    trees: Plan,
-    topology: Topology,
-    *,
-    gpus: Sequence[int],
-    root: int | None = None,
-    names: Collection[str] | None = None,
-) -> tuple[dict[str, Plan], tuple[str, ...]]:
-    """The plans that packed trees are compared with, by the names of their schedules, and why others are missing.
+def nccl_rivals(
+    topology: Topology, collective: str, gpus: Sequence[int], root: int | None, proved: Proved
+) -> tuple[dict[str, Plan], list[str]]:
+    """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
 
     Parameters
     ----------
-    trees : Plan
-        The packed trees, whose collective is meant.
-    topology : Topology
-        The whole machine.
-    gpus, root : sequence of int, int or None
-        The allocation by GPU number.
-    names : collection of str or None
-        Only these schedules; all that have a column, and what NCCL has, for None.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> found, _ = find_rivals(topoplan.plan(machine, gpus=[1, 4, 5, 7]), machine, gpus=[1, 4, 5, 7])
-    >>> {name: round(one.rate, 1) for name, one in found.items()}
-    {'ring': 5.3, 'relay-ring': 33.3, 'double-tree': 16.7, 'nccl-tree': 50.0}
+    topology, collective, gpus, root
+        As for `compare`.
+    proved : Plan or Bound
+        Of the same request: schedules that do not go with its channels are left out.
     """
-    collective = trees.collective
     rivals: dict[str, Plan] = {}
     missing = []
-    nccl_only = [SCHEDULES[name] for name in NCCL_COLUMNS if name not in OWN_COLUMNS]
-    for schedule in (*columns(), *nccl_only):
-        if schedule.fits(trees) and (names is None or schedule.name in names):
+    for schedule in (SCHEDULES[name] for name in NCCL_COLUMNS):
+        if schedule.fits(proved):
             try:
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=gpus, root=root)
             except InfeasibleError as error:
-                if schedule not in nccl_only:
+                if schedule.name in OWN_COLUMNS:
                     missing.append(f"{schedule.words}: {error}")
     if collective == ALL_TO_ALL and len(gpus) > 1:
         sent = direct_sends(topology, gpus=gpus)
@@ -174,7 +164,7 @@ def find_rivals(
             missing.append("direct sends: some GPUs are joined through others only")
         else:
             rivals[DIRECT] = replace(sent, schedule=DIRECT)
-    return rivals, tuple(missing)
+    return rivals, missing
 
 
 def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:

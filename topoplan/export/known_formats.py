@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from topoplan.errors import UsageError
 from topoplan.export.chakra import chakra_traces
 from topoplan.export.dot import plan_dot
-from topoplan.export.exported import DEFAULT, Choices, Exported
+from topoplan.export.exported import DEFAULT, Choices, Exported, one_server
 from topoplan.export.msccl.emit import msccl_algorithm
 from topoplan.export.mscclpp.emit import execution_plan, execution_plans
 from topoplan.export.nccl.graph import machine_graph_xml, plan_graph_xml
 from topoplan.export.nccl.topo import nccl_topo_xml
+from topoplan.export.nccl.tuner import model_tuner
 from topoplan.plans.plan import Plan, Plans
 from topoplan.topology import Topology, TopologyLike, as_topology
 
@@ -33,6 +34,11 @@ class Format:
         Those that it heeds.
     of_ranges : function of Plans and Choices, or None
         What makes a file for each range of sizes; None where one plan is all that it holds.
+    many_servers : bool
+        Whether a machine's format holds several servers.
+    use : function of Choices, or None
+        Lines that say how to have the file used and how to see that it is; ``{file}`` and ``{folder}`` stand for where
+        it is. None where no program is told of it by its environment.
     """
 
     line: str
@@ -40,7 +46,32 @@ class Format:
     of_plan: Callable[[Plan, Choices], Exported]
     choices: tuple[str, ...] = ()
     of_ranges: Callable[[Plans, Choices], Exported] | None = None
+    many_servers: bool = False
+    use: Callable[[Choices], tuple[str, ...]] | None = None
 
+
+_USE_GRAPH = (
+    "to use it: export NCCL_GRAPH_FILE={file} (NCCL 2.6 or later; NVIDIA does not document it)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV,GRAPH NCCL says: Search 0 : … channels loaded from XML graph",
+)
+_USE_TOPO = (
+    "to use it: export NCCL_TOPO_FILE={file} (NCCL 2.6 or later, and RCCL)",
+    "with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=ENV NCCL says: NCCL_TOPO_FILE set by environment to …",
+    "NCCL_TOPO_DUMP_FILE=dump.xml writes what NCCL made of it, for topoplan diff",
+)
+_USE_MSCCLPP = (
+    "to use it: export MSCCLPP_EXECUTION_PLAN_DIR={folder}, where no other files are",
+    "and LD_PRELOAD MSCCL++'s libmscclpp_nccl.so into a program that calls NCCL",
+)
+_USE_MSCCL = {
+    "msccl": (
+        "to use it: export MSCCL_XML_FILES={file} NCCL_ALGO=MSCCL,RING,TREE",
+        "and MSCCL's libnccl.so first in LD_LIBRARY_PATH; NCCL_DEBUG=INFO says: Connected 1 MSCCL algorithms",
+    ),
+    "rccl": (
+        "to use it: export MSCCL_ALGO_DIR={folder} RCCL_MSCCL_FORCE_ENABLE=1, where no other files are",
+    ),
+}
 
 FORMATS = {
     "nccl-graph": Format(
@@ -48,11 +79,22 @@ FORMATS = {
         "packed trees inside a server",
         lambda machine, server: machine_graph_xml(machine, server=server),
         lambda plan, _: plan_graph_xml(plan),
+        use=lambda _: _USE_GRAPH,
     ),
     "nccl-topo": Format(
         "NCCL_TOPO_FILE: the machine, as NCCL (or RCCL) reads it",
         lambda machine, server: nccl_topo_xml(machine, server=server),
         lambda plan, _: nccl_topo_xml(plan.topology),
+        use=lambda _: _USE_TOPO,
+    ),
+    "nccl-tuner": Format(
+        "NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin (CSV): which algorithm, protocol and channels for which "
+        "size, as NCCL's own model finds them fastest on the machine",
+        lambda machine, server: model_tuner(
+            machine if server is None else one_server(machine, server, "the file")
+        ),
+        lambda plan, _: model_tuner(plan.topology),
+        many_servers=True,
     ),
     "mscclpp": Format(
         "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
@@ -61,12 +103,14 @@ FORMATS = {
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),
         execution_plans,
+        use=lambda _: _USE_MSCCLPP,
     ),
     "msccl-xml": Format(
         "algorithm of MSCCL (XML): allreduce, allgather, reduce_scatter; RCCL up to the releases that carry MSCCL",
         None,
         msccl_algorithm,
         ("size", "max_blocks", "chunks", "runtime"),
+        use=lambda choices: _USE_MSCCL[choices.runtime or "msccl"],
     ),
     "chakra": Format(
         "execution traces of Chakra, one for each rank, for ASTRA-sim and a buffer of one --size",
@@ -163,9 +207,32 @@ def export_plan(plan: Plans, to: str, choices: Choices = DEFAULT) -> Exported:
             )
         return found.of_ranges(plan, choices)
     servers = {plan.topology.device(name).server for name in plan.ranks}
-    if len(servers) > 1 and found.of_machine is not None:
+    if len(servers) > 1 and found.of_machine is not None and not found.many_servers:
         raise UsageError(
             f"this plan spans {len(servers)} servers, and {to} describes one; export the machine with --server, or a "
             "plan for one server"
         )
     return found.of_plan(chosen, choices)
+
+
+def how_to_use(to: str, choices: Choices = DEFAULT, *, file: str = "", folder: str = "") -> tuple[str, ...]:
+    """Lines that say how to have a file of this format used, and how to see that it is.
+
+    Parameters
+    ----------
+    to : str
+        One of `FORMATS`.
+    choices : Choices
+    file, folder : str
+        Where the file is, and the folder that holds it; empty where nobody knows yet.
+
+    Examples
+    --------
+    >>> how_to_use("nccl-topo", file="/tmp/topo.xml")[0]
+    'to use it: export NCCL_TOPO_FILE=/tmp/topo.xml (NCCL 2.6 or later, and RCCL)'
+    """
+    use = FORMATS[check_format(to)].use
+    lines = () if use is None else use(choices)
+    return tuple(
+        line.replace("{file}", file or "FILE").replace("{folder}", folder or "FOLDER") for line in lines
+    )

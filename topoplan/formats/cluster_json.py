@@ -39,6 +39,7 @@ _SERVER_KEYS = {
     "count": WHOLE,
     "nics": WHOLE,
     "nic_gbps": NUMBER,
+    "flow_gbps": NUMBER,
     "nvlink_gbps": NUMBER,
     "pcie_gbps": NUMBER,
 }
@@ -54,6 +55,7 @@ _NETWORK_KEYS = {
     "helpers": WHOLE,
     "transport": PRINTABLE,
     "memory_gbps": NUMBER,
+    "flow_gbps": NUMBER,
 }
 
 LoadMachine = Callable[[str, float | None, float | None], Topology]
@@ -70,6 +72,7 @@ class _NetworkFields(TypedDict, total=False):
     helpers: int
     transport: str
     memory_gbps: float
+    flow_gbps: float
 
 
 def is_cluster(value: object) -> bool:
@@ -141,6 +144,10 @@ def _server(fields: Mapping[str, object], load_machine: LoadMachine) -> Server:
     gpus = fields.get("gpus")
     chosen = parse_gpu_list(gpus) if isinstance(gpus, str) else cast("list[int] | None", gpus)
     server = Server(
-        machine, chosen, cast("int | None", fields.get("nics")), cast("float | None", fields.get("nic_gbps"))
+        machine,
+        chosen,
+        cast("int | None", fields.get("nics")),
+        cast("float | None", fields.get("nic_gbps")),
+        flow_gbps=cast("float | None", fields.get("flow_gbps")),
     )
     return replace(server, count=cast("int", fields.get("count", 1)))

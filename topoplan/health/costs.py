@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from topoplan.bounds.upper_bound import bound
 from topoplan.errors import InfeasibleError
@@ -70,7 +70,13 @@ def costs_of(
 def _left_with(found: Diagnosis, left: Sequence[Fault]) -> Topology:
     """The machine with all faults mended but some; with peer access PCIe switches turn bytes around again."""
     whole = unstaged(found.topology)
-    machine = mended(whole, [fault for fault in found.faults if fault not in left])
+    stay = {link for fault in left for link in fault.links}
+    others = [fault for fault in found.faults if fault not in left]
+    # Two GPUs that have lost all NVLinks may share a link.
+    apart = [
+        replace(fault, links=tuple(link for link in fault.links if link not in stay)) for fault in others
+    ]
+    machine = mended(whole, apart)
     barred = any(fault.kind in ("MIG", "no peer access") for fault in left)
     return staged(machine) if barred and whole != found.topology else machine
 

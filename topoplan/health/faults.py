@@ -108,7 +108,7 @@ def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterabl
     have, want : mapping of (str, str) to Link
         What is there, and what should be, by source and destination.
     gpus : iterable of str
-        GPUs that should have links of this sort; of one that has none at all that is one fault.
+        GPUs that should have NVLinks; of one that has none at all that is one fault.
 
     Examples
     --------
@@ -128,11 +128,7 @@ def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterabl
         links = tuple(link for ends, link in want.items() if gpu in ends and ends not in have)
         count = sum(link.count for link in links if link.src == gpu)
         rate = max((link.bandwidth / link.count for link in links), default=0.0)
-        faults.append(
-            Fault("no NVLink", (gpu,), "no NVLink", nvlinks(count, rate), links)
-            if links and links[0].channel == "nvlink"
-            else Fault("PCIe missing", (gpu,), "no PCIe link", f"{rate:g} GB/s", links)
-        )
+        faults.append(Fault("no NVLink", (gpu,), "no NVLink", nvlinks(count, rate), links))
     for ends in want:
         back = (ends[1], ends[0])
         if not {ends, back} & wrong or set(ends) & set(bare) or (back in want and _seen(want, ends)):

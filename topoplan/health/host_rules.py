@@ -158,13 +158,15 @@ def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
     if times < MOST_SWITCHES * len(nics) or not usual:
         return []
     return [
-        Fault("NIC missing", (switch,), counted(count), f"{counted(usual)}, as most switches with GPUs have")
+        Fault(
+            "NIC missing", (switch,), _counted(count), f"{_counted(usual)}, as most switches with GPUs have"
+        )
         for switch, count in nics.items()
         if count < usual
     ]
 
 
-def counted(nics: int) -> str:
+def _counted(nics: int) -> str:
     """NICs in words."""
     return {0: "no NIC", 1: "1 NIC"}.get(nics, f"{nics} NICs")
 

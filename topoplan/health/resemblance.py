@@ -5,7 +5,7 @@ it is that machine or an allocation of it, whatever its GPUs are numbered. Else 
 wires are short (`MOST_SHORT`), the numbers are the machine's own or fit in few places, and it does not look like a
 machine of its own: one whose GPUs all have the same is, unless its other devices are those of the machine too.
 
-Behind an NVSwitch only the wires of each GPU count, and one GPU must have all of the machine's.
+Behind an NVSwitch only the wires of each GPU count, and half of the GPUs must have all of the machine's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Resemblance:
         The machine of the library; None where it resembles none.
     exact : bool
         Whether every pair of GPUs has what it has there.
-    wires : dict of (str, str) to Link
+    wires : tuple of Link
         NVLinks as they should be, both directions, between the server's own devices; empty without a machine.
     """
 
@@ -273,7 +273,7 @@ def _direct(server: Topology, shape: Shape, machine: Topology, other: Shape) -> 
     if places is None and count == len(other.gpus):
         if short_pairs(have, other.carried, numbers) is not None:
             places = numbers
-        elif _fewshort_pairs(have, other.carried):
+        elif not all(map(any, have)) or _few_short(have, other.carried):
             tries = (
                 embed(have, other.carried, pairs=k, first=numbers, host=host)
                 for k in range(1, MOST_PAIRS + 1)
@@ -310,7 +310,8 @@ def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
     return numbers if fits else tuple(range(count))
 
 
-def _fewshort_pairs(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
+def _few_short(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
+    """Whether so little is short in all that a search for places is worth its time."""
     return sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, want))
 
 

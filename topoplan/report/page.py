@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import topoplan
 from topoplan.choice.by_size import Choice, choose_by_size
-from topoplan.compare.comparison import DIRECT, NCCL_COLUMNS, find_rivals
+from topoplan.compare.comparison import nccl_rivals
 from topoplan.compare.recommendation import recommend
 from topoplan.degraded import nic_name
 from topoplan.errors import InfeasibleError, UsageError
@@ -124,7 +124,7 @@ def report_page(
     found += [plan_section(plan, chosen), Section("trees", "The trees, step by step", trees_content(plan))]
     if len(plan.ranks) > 1:
         say("times over sizes")
-        rivals, _ = find_rivals(plan, topology, gpus=chosen, root=root, names=NCCL_COLUMNS)
+        rivals, _ = nccl_rivals(topology, collective, chosen, root, plan)
         found.append(
             sizes_section(plan, rivals, _choice(topology, plan, chosen, root, channels, sizes), sizes)
         )
@@ -409,11 +409,10 @@ def sizes_section(
     own = sweep(plan, sizes)
     ring = rivals.get("ring")
     ring_rows = sweep(ring, sizes) if ring else None
-    ran = {name: rivals[name] for name in (*NCCL_COLUMNS, DIRECT) if name in rivals}
-    clocks = {name: clock(one) for name, one in ran.items()}
+    clocks = {name: clock(one) for name, one in rivals.items()}
     nccl: list[tuple[float, str]] = (
-        [min((time(size).seconds, ran[name].schedule) for name, time in clocks.items()) for size in sizes]
-        if ran
+        [min((time(size).seconds, rivals[name].schedule) for name, time in clocks.items()) for size in sizes]
+        if rivals
         else []
     )
     best = sweep(choice.plans, sizes) if choice else None

@@ -15,6 +15,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import Fabric
 from topoplan.fabric.servers import Servers
 from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
+from topoplan.plans.certificates.certificate import Proved
 from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.hierarchical import bml, hips_ring, two_level
@@ -98,7 +99,7 @@ class Schedule:
         if not self.method:
             object.__setattr__(self, "method", self.words)
 
-    def fits(self, trees: Plan) -> bool:
+    def fits(self, trees: Proved) -> bool:
         """Whether the machine of packed trees has what it needs, for their collective and over their channels."""
         if trees.collective not in self.collectives:
             return False

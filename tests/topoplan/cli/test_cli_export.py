@@ -145,7 +145,7 @@ def test_a_plan_of_several_servers_is_sent_to_their_machine(
     """A plan file takes no --server. Formats that plans alone have hold several servers."""
     path = tmp_path / "plan.json"
     path.write_text(topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4), "allgather").to_json())
-    for to in (name for name, found in FORMATS.items() if found.of_machine):
+    for to in (name for name, found in FORMATS.items() if found.of_machine and not found.many_servers):
         assert refused("export", str(path), "--to", to) == (
             f"topoplan export: error: this plan spans 2 servers, and {to} describes one; export the machine with "
             "--server, or a plan for one server\n"
@@ -174,3 +174,111 @@ def test_what_does_not_fit_is_one_line(
 ) -> None:
     """Exit 2, nothing on stdout."""
     assert message in refused("export", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "told"),
+    [
+        (
+            "nccl-graph",
+            [],
+            ["export NCCL_GRAPH_FILE=$PWD/below/f", "Search 0 : … channels loaded from XML graph"],
+        ),
+        (
+            "nccl-topo",
+            [],
+            ["export NCCL_TOPO_FILE=$PWD/below/f", "NCCL_TOPO_FILE set by environment", "topoplan diff"],
+        ),
+        ("mscclpp", [], ["export MSCCLPP_EXECUTION_PLAN_DIR=$PWD/below,", "libmscclpp_nccl.so"]),
+        (
+            "msccl-xml",
+            [],
+            ["export MSCCL_XML_FILES=$PWD/below/f NCCL_ALGO=MSCCL,RING,TREE", "Connected 1 MSCCL"],
+        ),
+        ("msccl-xml", ["--runtime", "rccl"], ["export MSCCL_ALGO_DIR=$PWD/below RCCL_MSCCL_FORCE_ENABLE=1"]),
+        ("dot", [], []),
+    ],
+)
+def test_the_last_notes_say_how_to_have_the_file_used(
+    to: str, options: list[str], told: list[str], run: Run, ring_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable, with the place of the file from wherever the command ran, and what the engine prints then; the
+    file itself says nothing of it."""
+    folder = Path(ring_file).parent
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder)
+    status, out, _ = run("export", ring_file, "--to", to, *options, "-o", "below/f")
+    lines = out.splitlines()
+    use = [place for place, line in enumerate(lines) if line.startswith("note: to use it: ")]
+    assert (status, len(use)) == (0, 1 if told else 0)
+    assert all(any(text in line for line in lines) for text in told)
+    assert all(len(line) <= 120 for place in use for line in lines[place:])
+    assert "to use it" not in Path("below/f").read_text()
+
+
+def test_where_nothing_is_written_the_notes_leave_the_place_open(run: Run) -> None:
+    """The text goes to stdout, and nobody knows where from there."""
+    _, _, err = run("export", "dgx-1v", "--to", "nccl-topo")
+    assert "note: to use it: export NCCL_TOPO_FILE=FILE (NCCL 2.6 or later, and RCCL)\n" in err
+
+
+BUSES = ("06", "07", "0A", "0B", "85", "86", "89", "8A")
+LISTED = [f"{number}, 00000000:{bus}:00.0" for number, bus in enumerate(BUSES)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "index, pci.bus_id\n" + "\n".join(LISTED) + "\n",
+        "\n".join(LISTED),
+        "name, pci.bus_id, index\n" + "\n".join("Tesla, {1}, {0}".format(*one.split(", ")) for one in LISTED),
+    ],
+    ids=["head", "no head", "other columns"],
+)
+def test_bus_ids_of_nvidia_smi_go_into_the_topology_file(text: str, run: Run, tmp_path: Path) -> None:
+    """As the kernel writes them; the allocation takes those of its GPUs, and nothing is invented for a GPU."""
+    path = tmp_path / "ids.csv"
+    path.write_text(text)
+    status, out, err = run("export", "dgx-1v", "--to", "nccl-topo", "--bus-ids", str(path))
+    assert status == 0
+    assert [f'<pci busid="0000:{bus}:00.0"' in out for bus in ("06", "0a", "8a")] == [True] * 3
+    assert "bus ids are invented" not in err
+    _, out, _ = run("export", "dgx-1v", "--gpus", "1,4", "--to", "nccl-topo", "--bus-ids", str(path))
+    assert [f'busid="0000:{bus}:00.0"' in out for bus in ("06", "07", "85")] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no GPU is listed"),
+        ("\n".join(LISTED[:3]), "index 3 is missing, which is gpu3 (and 4 more)"),
+        ("\n".join([*LISTED, LISTED[0]]), "line 9: index 0 is there twice"),
+        ("\n".join([*LISTED, "9, 00000000:06:00.0"]), "line 9: bus id 0000:06:00.0 is there twice"),
+        ("0, nowhere", "'nowhere' is no bus id"),
+        ("x0, 00000000:06:00.0", "'x0' is no index"),
+        ("0", "has no index and bus id"),
+        ("index, name\n0, Tesla", "lacks index or pci.bus_id"),
+    ],
+)
+def test_a_wrong_list_of_bus_ids_is_one_line(
+    text: str, told: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """What is wrong, and in which line."""
+    path = tmp_path / "ids.csv"
+    path.write_text(text)
+    assert told in refused("export", "dgx-1v", "--to", "nccl-topo", "--bus-ids", str(path))
+
+
+def test_bus_ids_belong_to_topology_files_of_machines_without_any(
+    refused: Callable[..., str], run: Run, tmp_path: Path
+) -> None:
+    """A graph file has none, and a machine that states its own is not told others."""
+    path, made = tmp_path / "ids.csv", tmp_path / "made.xml"
+    path.write_text("\n".join(LISTED))
+    assert "goes with --to nccl-topo" in refused(
+        "export", "dgx-1v", "--to", "nccl-graph", "--bus-ids", str(path)
+    )
+    run("export", "dgx-1v", "--to", "nccl-topo", "--bus-ids", str(path), "-o", str(made))
+    path.write_text("\n".join(LISTED).replace(":06:", ":f0:"))
+    told = refused("export", str(made), "--to", "nccl-topo", "--bus-ids", str(path))
+    assert "gpu0 states 0000:06:00.0 already, and index 0 is 0000:f0:00.0" in told

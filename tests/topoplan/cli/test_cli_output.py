@@ -141,6 +141,7 @@ def test_options_take_bandwidths_in_bits_and_bytes(capsys: pytest.CaptureFixture
         (["s0.gpu0", "s0.gpu1", "s1.gpu0", "s1.gpu1", "s3.gpu0", "s3.gpu1"], ("s0,1,3.gpu0,1",)),
         (["s0.gpu0", "s1.gpu1"], ("s0.gpu0", "s1.gpu1")),
         (["gpu1", "gpu01", "x", "x"], ("gpu1", "gpu01", "x", "x")),
+        (["9" * 5000, "gpu1"], ("9" * 5000, "gpu1")),
         (["gpu0>switch0", "gpu1>switch0", "gpu2>switch0"], ("gpu0-2>switch0",)),
     ],
 )

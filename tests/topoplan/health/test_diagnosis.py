@@ -16,7 +16,8 @@ from tests.bench.fabric_machines import MACHINES
 from tests.support.listings import EACH_MATRIX
 from topoplan.degraded import slow_links, without_devices, without_links
 from topoplan.formats.load import library
-from topoplan.health.diagnosis import machine_warnings
+from topoplan.health.costs import costs_of
+from topoplan.health.diagnosis import diagnose, machine_warnings
 from topoplan.hosts.notes import warnings_first
 from topoplan.topology import Device, Link, Topology
 
@@ -193,3 +194,13 @@ def test_a_few_nics_away_from_the_gpus_are_usual() -> None:
         Link(*ends, "pcie", 12.0) for i in range(9) for ends in ((f"nic{i}", "gpu0"), ("gpu0", f"nic{i}"))
     ]
     assert not any("NUMA" in text for text in found(Topology("made", tuple(devices), tuple(links))))
+
+
+@pytest.mark.thorough
+def test_two_gpus_without_nvlinks_cost_each_its_own() -> None:
+    """GPUs 0 and 3 of a DGX-1V share two wires; with gpu0 alone without NVLinks those are gone too."""
+    cut = without_links(V100S(), [f"gpu0-gpu{i}" for i in (1, 2, 3, 4)])
+    both = without_links(cut, [f"gpu3-gpu{i}" for i in (1, 2, 7)])
+    costs = costs_of(diagnose(both))
+    assert [round(cost.alone, 6) for cost in costs[:1]] == [round(topoplan.plan(cut).rate, 6)]
+    assert len(costs) == 2

@@ -1,0 +1,244 @@
+"""``topoplan explain``: a log in, a table, JSON or CSV out, and one line for what does not fit."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Run
+from tests.support.nccl_debug_logs import over_sockets, without_peers
+from tests.support.perf_logs import PerfLog
+from tests.support.tuner_plugin import chosen, read
+
+TWO = (("node1", range(8)), ("node2", range(8)))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.log"
+    path.write_text(PerfLog(sizes=[1 << 10, 1 << 20, 1 << 30]).text())
+    return path
+
+
+def test_json_has_a_row_for_every_size_with_the_promised_keys(run: Run, log: Path) -> None:
+    """Figures of the log, and what can be reached, in algorithm bandwidth; time in microseconds as printed."""
+    status, out, err = run("explain", str(log), "--machine", "dgx-h100", "--json")
+    assert (status, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    keys = {"collective", "size", "time", "algbw", "busbw", "nccl_best", "best", "bound_by"}
+    assert all(keys <= set(row) for row in rows)
+    assert [(row["collective"], row["size"], row["bound_by"]) for row in rows] == [
+        ("allreduce", 1 << 10, "latency"),
+        ("allreduce", 1 << 20, "latency"),
+        ("allreduce", 1 << 30, "bandwidth"),
+    ]
+    last = rows[-1]
+    assert last["algbw"] == pytest.approx(last["size"] / last["time"] / 1e3, abs=0.01)
+    assert (last["nccl_best"], last["best"]) == (450, 450)
+    assert last["of_best"] == pytest.approx(last["algbw"] / 450, abs=1e-4)
+    assert "450 GB/s leave {gpu0}" in last["links"]
+    assert last["in_place"]["busbw"] > last["busbw"]
+
+
+def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path) -> None:
+    """Before the rows, in algorithm and bus bandwidth."""
+    status, out, err = run("explain", str(log), "--machine", "dgx-a100")
+    assert (status, err) == (0, "")
+    assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-a100" in out
+    assert "NCCL   nvlink ring 171.4 GB/s (busbw 300), nccl tree 171.4 GB/s (busbw 300)" in out
+    assert "more than any schedule can over these wires" in out
+
+
+def test_in_network_settles_which_switches_add(run: Run, log: Path) -> None:
+    """By default NVSwitches do what they can, as NVLS lets them; none leaves rings."""
+    rows = json.loads(run("explain", str(log), "--machine", "dgx-h100", "--in-network", "none", "--json")[1])[
+        "rows"
+    ]
+    assert rows[-1]["best"] == pytest.approx(450 * 8 / 14)
+    assert rows[-1]["nccl_is"] == "nvlink ring"
+
+
+def test_two_servers_and_why_bus_bandwidth_is_above_the_nics(run: Run, tmp_path: Path) -> None:
+    """The log's hosts are the servers of the cluster."""
+    path = tmp_path / "two.log"
+    path.write_text(PerfLog(hosts=TWO, start=60e-6, rate=240).text())
+    status, out, _ = run("explain", str(path), "--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    assert status == 0
+    assert "on GPUs 0-15 of 2 x dgx-h100" in out
+    assert "is above the 384 GB/s of a server's 8 NICs" in out
+
+
+def test_csv_is_a_line_for_every_row(run: Run, log: Path) -> None:
+    """With the same figures as JSON."""
+    rows = list(csv.DictReader(io.StringIO(run("explain", str(log), "--machine", "dgx-a100", "--csv")[1])))
+    told = json.loads(run("explain", str(log), "--machine", "dgx-a100", "--json")[1])["rows"]
+    assert [(int(row["size"]), float(row["algbw"])) for row in rows] == [
+        (r["size"], r["algbw"]) for r in told
+    ]
+    assert float(rows[2]["in_place_busbw"]) == told[2]["in_place"]["busbw"]
+
+
+def test_a_log_may_come_from_stdin_and_hold_several_runs(run: Run) -> None:
+    """Those that no plan does are named and listed."""
+    text = PerfLog("all_gather", rate=300).text() + PerfLog("sendrecv", rate=40).text()
+    status, out, _ = run("explain", "-", "--machine", "dgx-a100", "--json", stdin=text)
+    found = json.loads(out)
+    assert status == 0
+    assert [row["collective"] for row in found["rows"]] == ["allgather"] * 14 + ["sendrecv"] * 14
+    assert "not compared" in found["runs"][1]["warnings"][0]
+    assert "warning: sendrecv: 14 rows" in run("explain", "-", "--machine", "dgx-a100", stdin=text)[1]
+
+
+def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
+    """As text and as JSON: the same rows, on the GPUs of its plan."""
+    plan, text = tmp_path / "plan.json", tmp_path / "bench.log"
+    plan.write_text(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).to_json())
+    text.write_text(run("bench", str(plan), "--sizes", "1KB,16KB")[1])
+    rows = json.loads(run("explain", str(text), "--machine", "dgx-1v", "--gpus", "1,4,5,7", "--json")[1])[
+        "rows"
+    ]
+    assert [(row["size"], row["best"]) for row in rows] == [(1 << 10, 50), (1 << 14, 50)]
+    text.write_text(run("bench", str(plan), "--sizes", "1KB,16KB", "--json")[1])
+    found = json.loads(run("explain", str(text), "--machine", "dgx-1v", "--json")[1])
+    assert found["runs"][0]["gpus"] == [1, 4, 5, 7]
+    assert [row["size"] for row in found["rows"]] == [1 << 10, 1 << 14]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "add --machine TOPO"),
+        (("--machine", "dgx-h100", "--json", "--csv"), "--json and --csv"),
+        (
+            ("--machine", "dgx-h100", "--gpus", "0-3"),
+            "of 8 ranks, and --gpus names 4; name the GPUs that ran",
+        ),
+        (("--machine", "v100x4"), "rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs"),
+        (("--machine", "dgx-h100", "--collective", "gather"), "gather"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(run: Run, log: Path, arguments: tuple[str, ...], told: str) -> None:
+    """Exit status 2, nothing on stdout."""
+    status, out, err = run("explain", str(log), *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "roses are red\n", "{", "GPU0\tGPU1\nGPU0\tX\n", "\0\1\2"])
+def test_what_is_no_log_is_one_line(run: Run, text: str) -> None:
+    """Nothing, another text, a machine, bytes."""
+    status, out, err = run("explain", "-", "--machine", "dgx-1v", stdin=text)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_damaged_log_keeps_what_it_has(run: Run, log: Path) -> None:
+    """Cut in a row, with wrong results before it."""
+    text = PerfLog(sizes=[1 << 10, 1 << 20, 1 << 30], wrong={1 << 20: 5}).text()
+    status, out, _ = run(
+        "explain", "-", "--machine", "dgx-h100", stdin=text[: text.index("1073741824", 800) + 40]
+    )
+    assert status == 0
+    assert "1MB: 5 wrong elements" in out
+    assert "the row of 1GB is cut" in out
+    assert "ends without its summary" in out
+
+
+def test_a_log_of_nccl_is_explained_beside_the_rows(run: Run, tmp_path: Path) -> None:
+    """Both in one file, as NCCL_DEBUG=INFO leaves them: rows, rings and findings."""
+    path = tmp_path / "run.log"
+    rates = PerfLog(gpu="Tesla V100-SXM2-32GB", rate=10, sizes=[1 << 20, 1 << 28]).text()
+    path.write_text(without_peers().text() + rates)
+    status, out, _ = run("explain", str(path), "--machine", "dgx-1v")
+    assert status == 0
+    assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-1v" in out
+    assert "NCCL 2.21.5+cuda12.4: 8 ranks, on GPUs 0-7, 2 channels" in out
+    assert "rings  2 rings, 25 GB/s of bus bandwidth on these wires; the best do 150" in out
+    assert "warning: NCCL_P2P_DISABLE=1 switches NVLink and PCIe between GPUs off" in out
+    found = json.loads(run("explain", str(path), "--machine", "dgx-1v", "--json")[1])
+    assert found["nccl"]["version"] == "2.21.5+cuda12.4"
+    assert {one["kind"] for one in found["nccl"]["findings"]} >= {"setting", "shm", "few channels"}
+    assert len(found["rows"]) == 2
+
+
+def test_a_log_of_nccl_alone_has_no_rows(run: Run) -> None:
+    """And its choices stand by size."""
+    text = over_sockets().text()
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    status, out, _ = run("explain", "-", *cluster, stdin=text)
+    assert status == 0
+    assert "chose  AllReduce: tree/ll 1KB to 64KB, ring/simple 64MB" in out
+    assert json.loads(run("explain", "-", *cluster, "--json", stdin=text)[1])["rows"] == []
+
+
+@pytest.fixture
+def rivals(tmp_path: Path) -> str:
+    """Logs of a ring that starts late, a tree that starts early, and NVLS that is fastest of large ones."""
+    for name, start, rate in (("ring", 90e-6, 205), ("tree", 30e-6, 150), ("nvls_tree", 110e-6, 260)):
+        (tmp_path / f"{name}.log").write_text(PerfLog(hosts=TWO, start=start, rate=rate).text())
+    return f"ring={tmp_path}/ring.log,tree={tmp_path}/tree.log,nvls_tree={tmp_path}/nvls_tree.log"
+
+
+def test_logs_of_rivals_become_a_file_for_the_tuner(run: Run, rivals: str, tmp_path: Path) -> None:
+    """By the plugin's rules: the tree for small buffers, NVLS for large ones, the model where none was measured."""
+    target = tmp_path / "tuner.csv"
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    status, out, err = run("explain", "--tune", rivals, *cluster, "-o", str(target))
+    assert (status, err) == (0, "")
+    assert out.startswith(f"written: {target}")
+    lines = read(target.read_text())
+    assert chosen(lines, "allreduce", 1 << 10, nodes=2, ranks=16) == ("tree", "ll", 1)
+    assert chosen(lines, "allreduce", 1 << 29, nodes=2, ranks=16) == ("nvls_tree", "simple", 16)
+    assert chosen(lines, "reducescatter", 1 << 29, nodes=2, ranks=16)[0] == "ring"
+
+
+def test_without_a_machine_labels_name_protocols(run: Run, rivals: str) -> None:
+    """Or are refused in one line; channels are what the caller says."""
+    status, out, err = run("explain", "--tune", rivals)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "leaves open which protocol ran at 8B" in err
+    full = rivals.replace("ring=", "ring/simple=", 1).replace(",tree=", ",tree/ll128=")
+    status, out, err = run("explain", "--tune", full, "--nccl-channels", "12")
+    assert status == 0
+    assert chosen(read(out), "allreduce", 1 << 20, nodes=2, ranks=16) == ("tree", "ll128", 12)
+    assert "no lines for allgather" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--tune", "ring"), "names no log"),
+        (("--tune", "rings=x.log"), "is no algorithm of NCCL"),
+        (("--tune", "ring/ll=/nowhere.log"), "/nowhere.log cannot be read"),
+        (("x.log", "--tune", "ring/ll=y.log"), "leave LOG out"),
+        (("x.log", "--machine", "dgx-1v", "-o", "f.csv"), "-o goes with --tune"),
+        (("--machine", "dgx-1v"), "no LOG is given"),
+    ],
+)
+def test_bad_use_of_tune_is_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
+    """Exit status 2."""
+    status, out, err = run("explain", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_logs_of_two_communicators_are_not_mixed(run: Run, tmp_path: Path) -> None:
+    """Each needs a file of its own."""
+    (tmp_path / "a.log").write_text(PerfLog().text())
+    (tmp_path / "b.log").write_text(PerfLog(hosts=TWO).text())
+    status, _, err = run("explain", "--tune", f"ring/ll={tmp_path}/a.log,tree/ll={tmp_path}/b.log")
+    assert status == 2
+    assert "8 ranks on 1 servers" in err
+
+
+def test_what_nccl_does_not_have_is_left_out_of_the_file(run: Run, tmp_path: Path) -> None:
+    """A tree does no allgather: NCCL ran something else, and the log says nothing of trees."""
+    (tmp_path / "t.log").write_text(PerfLog("all_gather").text() + PerfLog().text())
+    status, out, err = run("explain", "--tune", f"tree/ll={tmp_path}/t.log", "--nccl-channels", "8")
+    assert status == 0
+    assert {line.collective for line in read(out)} == {"allreduce"}
+    assert "NCCL has no tree for allgather; 14 rows left out" in err

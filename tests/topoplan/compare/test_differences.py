@@ -1,0 +1,220 @@
+"""``topoplan diff``: twins of devices under other names, what differs, and which difference changes the bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.listings import MACHINES, MATRICES, each
+from topoplan.cli.main import main
+from topoplan.compare.differences import COLLECTIVES, differences
+from topoplan.compare.twins import twins
+from topoplan.topology import Device, Link, Topology
+
+BOX = topoplan.load("dgx-1v")
+BOX_BOUNDS = tuple(topoplan.bound(BOX, collective).rate for collective in COLLECTIVES)
+
+
+def renamed(machine: Topology, new: Callable[[str], str]) -> Topology:
+    """The same machine under other names, its devices and links in the opposite order."""
+    return replace(
+        machine,
+        devices=tuple(replace(one, name=new(one.name)) for one in reversed(machine.devices)),
+        links=tuple(replace(one, src=new(one.src), dst=new(one.dst)) for one in reversed(machine.links)),
+    )
+
+
+def bounds(machine: Topology) -> tuple[float, ...]:
+    return tuple(topoplan.bound(machine, collective).rate for collective in COLLECTIVES)
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-a100", "pcie-x8", "v100x4", "mi250x", "dgx-2", "torus:3,3"])
+def test_a_machine_under_other_names_does_not_differ(name: str) -> None:
+    """Twins are found by structure alone."""
+    machine = topoplan.load(name)
+    assert differences(machine, renamed(machine, lambda one: f"x-{one}")).rows == ()
+
+
+def test_bus_ids_come_before_names() -> None:
+    """gpu0 and gpu1 are exchanged: what one is called, the other sits at."""
+    devices = (Device("gpu0", "gpu", busid="0000:07:00.0"), Device("gpu1", "gpu", busid="0000:0a:00.0"))
+    links = (Link("gpu0", "gpu1", "nvlink", 25.0), Link("gpu1", "gpu0", "nvlink", 50.0))
+    one = Topology("one", devices, links)
+    other = renamed(one, {"gpu0": "gpu1", "gpu1": "gpu0"}.__getitem__)
+    assert twins(one, other) == {"gpu0": "gpu1", "gpu1": "gpu0"}
+    assert differences(one, other).rows == ()
+
+
+def test_a_file_of_nccl_is_the_machine_it_was_made_from() -> None:
+    """Its names are other ones, its bus ids invented."""
+    from topoplan.export import export_machine
+
+    made = topoplan.load(export_machine(BOX, "nccl-topo").text)
+    assert differences(BOX, made).rows == ()
+
+
+@given(st.data())
+@settings(max_examples=6, deadline=None)
+def test_one_slower_link_is_the_one_difference_and_its_bound_is_that_of_the_other(
+    data: st.DataObject,
+) -> None:
+    """Under other names too, where it is that wire or one that looks like it."""
+    wires = sorted({tuple(sorted((link.src, link.dst))) for link in BOX.links})
+    a, b = data.draw(st.sampled_from(wires))
+    slow = topoplan.slow_links(BOX, {f"{a}-{b}": data.draw(st.sampled_from([1.0, 5.0]))})
+    unknown = data.draw(st.booleans())
+    found = differences(BOX, renamed(slow, lambda one: f"x-{one}") if unknown else slow)
+    assert len(found.rows) == len(found.rows[0].names) == 1
+    assert unknown or set(found.rows[0].names[0].split("-")) == {a, b}
+    assert found.rows[0].bounds == found.bounds_b == bounds(slow)
+    assert found.bounds_a == BOX_BOUNDS
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (
+            lambda box: topoplan.without_links(box, ["gpu0-gpu3"]),
+            [("nvlink gpu-gpu", "gpu0-gpu3", "50 GB/s", "-")],
+        ),
+        (
+            lambda box: topoplan.without_links(box, ["gpu0->gpu3"]),
+            [("nvlink gpu-gpu", "gpu0>gpu3", "50 GB/s", "-")],
+        ),
+        (lambda box: topoplan.without_devices(box, ["nic3"]), [("device nic", "nic3", "there", "-")]),
+        (lambda box: topoplan.without_gpus(box, [5]), [("device gpu", "gpu5", "there", "-")]),
+    ],
+)
+def test_what_is_missing_is_told_and_bounded(
+    change: Callable[[Topology], Topology], rows: list[tuple[str, str, str, str]]
+) -> None:
+    """And the other way round it is what is there too much."""
+    less = change(BOX)
+    found = differences(BOX, less)
+    assert [(row.what, row.names[0], row.a, row.b) for row in found.rows] == rows
+    assert found.rows[0].bounds == bounds(less)
+    back = differences(less, BOX)
+    assert len(back.rows) == 1
+    assert (back.rows[0].a, back.rows[0].bounds) == ("-", BOX_BOUNDS)
+
+
+def test_a_switch_that_one_side_does_not_know_is_one_difference() -> None:
+    """What hangs on it hangs on the CPU there: a virtual machine's view of the same wires."""
+    flat = flattened(BOX)
+    for one, other in ((BOX, flat), (flat, BOX)):
+        found = differences(one, other)
+        assert [(row.what, row.names) for row in found.rows] == [
+            ("device pcie", tuple(f"pcie{n}" for n in range(4)))
+        ]
+        assert found.rows[0].bounds == found.bounds_b
+
+
+def flattened(machine: Topology) -> Topology:
+    """A DGX-1V whose PCIe switches nobody knows of: what hangs on them hangs on the CPU."""
+    up = {f"pcie{n}": f"cpu{n // 2}" for n in range(4)}
+    ends = [(up.get(link.src, link.src), up.get(link.dst, link.dst)) for link in machine.links]
+    return replace(
+        machine,
+        devices=tuple(one for one in machine.devices if one.kind != "pcie"),
+        links=tuple(
+            replace(link, src=src, dst=dst)
+            for link, (src, dst) in zip(machine.links, ends, strict=True)
+            if src != dst
+        ),
+    )
+
+
+def test_a_slot_of_another_width_is_told_beside_the_switch_that_is_missing() -> None:
+    """Two differences, of which the slot alone changes the rate between two servers, in either direction."""
+
+    def two(machine: Topology) -> Topology:
+        return topoplan.cluster([topoplan.Server(machine, count=2)], nic_gbps=100)
+
+    flat = flattened(BOX)
+    slow = topoplan.slow_links(flat, {"nic1-cpu0": 3})
+    for one, other, texts in ((BOX, slow, ("12 GB/s", "3 GB/s")), (slow, BOX, ("3 GB/s", "12 GB/s"))):
+        found = differences(one, other, placed=two)
+        assert [row.what for row in found.rows] == ["device pcie", "pcie cpu-nic"]
+        assert (found.rows[1].a, found.rows[1].b) == texts
+        assert [found.changes(row) for row in found.rows] == [False, True]
+        assert found.rows[1].bounds == bounds(two(other))
+
+
+def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
+    """NUMA node, bus id and model."""
+    devices = tuple(
+        replace(one, numa=1, model="H100", busid="0000:99:00.0") if one.name == "gpu0" else one
+        for one in BOX.devices
+    )
+    stated = replace(
+        BOX,
+        devices=tuple(
+            replace(one, numa=0, busid=f"0000:0{n}:00.0") if one.kind == "gpu" else one
+            for n, one in enumerate(BOX.devices)
+        ),
+    )
+    found = differences(stated, replace(BOX, devices=devices))
+    assert [(row.what, row.a, row.b, row.bounds) for row in found.rows] == [
+        ("numa of gpu", "0", "1", None),
+        ("bus id of gpu", "0000:00:00.0", "0000:99:00.0", None),
+        ("model of gpu", "V100", "H100", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    each(
+        [*sorted(MACHINES.glob("nccl-xml/n*-topo.xml")), *sorted(MACHINES.glob("rccl-xml/*.xml")), *MATRICES]
+    ),
+)
+def test_every_description_of_a_real_machine_equals_itself(path: Path | None) -> None:
+    """Under other names, without its bus ids."""
+    assert path is not None
+    machine = topoplan.load(path)
+    bare = replace(machine, devices=tuple(replace(one, busid="") for one in machine.devices))
+    assert differences(bare, renamed(bare, lambda one: f"x-{one}")).rows == ()
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["diff", *words])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_exit_status_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """0 equal, 1 differs, 2 unreadable."""
+    slow = tmp_path / "slow.json"
+    slow.write_text(topoplan.slow_links(BOX, {"gpu0-gpu3": 10}).to_json())
+    status, out, _ = run(capsys, "dgx-1v", "dgx-1v")
+    assert (status, out.splitlines()[0]) == (0, "no difference")
+    status, out, _ = run(capsys, "dgx-1v", str(slow))
+    assert (status, out.splitlines()[0]) == (1, "1 difference, 1 of which changes the bound by itself")
+    assert max(map(len, out.splitlines())) <= 120
+    status, out, _ = run(capsys, "dgx-1v", str(slow), "--json")
+    made = json.loads(out)
+    assert status == 1
+    assert made["differences"][0]["changes_bound"] is True
+    assert made["differences"][0]["bound"] == made["b"]["bound"]
+    (tmp_path / "cut.xml").write_text("<system version=")
+    status, _, err = run(capsys, "dgx-1v", str(tmp_path / "cut.xml"))
+    assert status == 2
+    assert err.count("\n") == 1
+
+
+def test_with_servers_the_bounds_are_of_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A PCIe slot of half the speed changes nothing within the server, and the rate between two of them."""
+    slow = tmp_path / "slow.json"
+    slow.write_text(topoplan.slow_links(BOX, {"pcie1-nic1": 3}).to_json())
+    _, out, _ = run(capsys, "dgx-1v", str(slow), "--json")
+    assert json.loads(out)["differences"][0]["changes_bound"] is False
+    _, out, _ = run(capsys, "dgx-1v", str(slow), "--servers", "2", "--nic-gbps", "100", "--json")
+    made = json.loads(out)
+    assert made["a"]["gpus"] == 16
+    assert made["differences"][0]["changes_bound"] is True

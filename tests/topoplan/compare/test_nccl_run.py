@@ -1,0 +1,120 @@
+"""NCCL's own log beside a machine: what its rings can do, and what does not fit the wires."""
+
+from __future__ import annotations
+
+import pytest
+
+import topoplan
+from tests.support.nccl_debug_logs import DebugLog, healthy, over_sockets, without_peers
+from topoplan.compare.nccl_run import NcclRun, judge_nccl
+from topoplan.errors import UsageError
+from topoplan.formats.nccl_logs.debug_log import parse_nccl_log
+from topoplan.topology import Topology
+
+
+def judged(log: DebugLog | str, machine: Topology, **more: object) -> NcclRun:
+    found = parse_nccl_log(log if isinstance(log, str) else log.text())
+    assert found is not None
+    return judge_nccl(found, machine, **more)  # type: ignore[arg-type]
+
+
+def kinds(run: NcclRun) -> list[str]:
+    return [finding.kind for finding in run.findings]
+
+
+def h100_pair() -> Topology:
+    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-h100"), count=2)], nic_gbps=400)
+
+
+def test_the_rings_of_a_healthy_dgx1_fill_its_nvlinks() -> None:
+    """Six rings of 25 GB/s, which is what the best do; nothing misfits."""
+    run = judged(healthy(), topoplan.load("dgx-1v"))
+    assert (run.rings, run.best_rings) == (150, 150)
+    assert run.trees == pytest.approx(75)
+    assert run.findings == ()
+    assert dict(run.gpus) == {rank: rank for rank in range(8)}
+
+
+def test_host_memory_beside_nvlink_is_found_with_its_cause() -> None:
+    """The setting, the pairs with their number, the ring without links and the missing channels."""
+    run = judged(without_peers(), topoplan.load("dgx-1v"))
+    assert kinds(run) == ["setting", "shm", "ring without link", "ring without link", "few channels"]
+    shm = next(finding for finding in run.findings if finding.kind == "shm")
+    assert (
+        shm.text == "GPU 0 sends to GPU 1 through host memory (SHM), where NVLink joins them (6 pairs such)"
+    )
+    assert run.rings == pytest.approx(25)
+
+
+def test_sockets_between_servers_with_nics_are_found() -> None:
+    """With the setting that causes them, and the multicast that is not there."""
+    run = judged(over_sockets(), h100_pair())
+    assert kinds(run) == ["setting", "socket", "no nvls", "socket", "few channels"]
+    assert "GPU 7 sends to GPU 8 over sockets (NET/Socket), where the machine has NICs (2 pairs such)" in [
+        finding.text for finding in run.findings
+    ]
+
+
+@pytest.mark.parametrize(
+    ("via", "kind"),
+    [("NET/IB/0/GDRDMA", None), ("NET/IB/0", "no gdr"), ("NET/Socket/1", "socket"), ("P2P/MNNVL", None)],
+)
+def test_ways_between_servers(via: str, kind: str | None) -> None:
+    """InfiniBand that reads the GPU's memory fits; without it data pass host memory."""
+    line = f"n:1:2 [7] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via {via}"
+    found = [one for one in kinds(judged(line, h100_pair())) if one in ("no gdr", "socket")]
+    assert found == ([kind] if kind else [])
+
+
+@pytest.mark.parametrize(
+    ("machine", "pair", "via", "kind"),
+    [
+        ("dgx-1v", (0, 1), "SHM/direct/direct", "shm"),
+        ("dgx-1v", (0, 5), "SHM/direct/direct", None),
+        ("dgx-1v", (0, 1), "P2P/IPC", None),
+        ("pcie-x8", (0, 1), "direct shared memory", "shm"),
+        ("pcie-x8", (0, 7), "SHM/direct/direct", None),
+        ("dgx-h100", (0, 1), "NET/IB/0/GDRDMA", "net inside"),
+    ],
+)
+def test_ways_inside_a_server(machine: str, pair: tuple[int, int], via: str, kind: str | None) -> None:
+    """Host memory misfits where NVLink or PCIe switches join the pair, and not between sockets."""
+    tail, head = pair
+    line = f"n:1:2 [{tail}] NCCL INFO Channel 00/0 : {tail}[{tail}] -> {head}[{head}] via {via}"
+    found = [one for one in kinds(judged(line, topoplan.load(machine))) if one != "few channels"]
+    assert found == ([kind] if kind else [])
+
+
+def test_settings_that_cost_nothing_are_no_finding() -> None:
+    """NCCL_P2P_DISABLE=0 is the default; NCCL_DEBUG costs nothing."""
+    lines = "\n".join(
+        f"n:1:2 [0] NCCL INFO {name} set by environment to {value}."
+        for name, value in (("NCCL_P2P_DISABLE", "0"), ("NCCL_DEBUG", "INFO"), ("NCCL_ALGO", "Ring"))
+    )
+    run = judged(
+        lines + "\nn:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", topoplan.load("v100x4")
+    )
+    assert [finding.text for finding in run.findings] == [
+        "NCCL_ALGO=Ring takes the choice of an algorithm away from NCCL"
+    ]
+
+
+def test_one_rank_alone_is_told() -> None:
+    """NCCL_DEBUG_FILE writes a file for each process."""
+    text = "\n".join(line for line in healthy().text().splitlines() if "[3] NCCL" in line)
+    run = judged(text, topoplan.load("dgx-1v"))
+    assert run.notes == ("the log is of ranks 3, 1 of 8",)
+    assert run.rings is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "more", "told"),
+    [
+        ("v100x4", {}, "ran on device 4 of node1, and v100x4 has 4 GPUs"),
+        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, and --gpus names 2"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(machine: str, more: dict[str, object], told: str) -> None:
+    """In one line."""
+    with pytest.raises(UsageError, match=told):
+        judged(healthy(), topoplan.load(machine), **more)

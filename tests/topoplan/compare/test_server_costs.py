@@ -1,0 +1,108 @@
+"""``compare --without-each-server``: what each server of a cluster costs the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from topoplan.cli.main import main
+from topoplan.compare.servers import without_each_server
+from topoplan.errors import UsageError
+from topoplan.topology import Topology
+
+
+def hosts(gbps: Sequence[float], **network: object) -> Topology:
+    """Servers of one GPU and a NIC of so many Gb/s each."""
+    servers = [topoplan.Server("dgx-1v", [0], nic_gbps=rate) for rate in gbps]
+    return topoplan.cluster(servers, nic_gbps=100, nics=1, nic_access="direct", **network)  # type: ignore[arg-type]
+
+
+def test_the_slowest_server_is_the_one_that_costs() -> None:
+    """An allreduce of N hosts of b GB/s does b N / (2 (N - 1)) beyond two, and the slowest NIC alone limits it."""
+    found = without_each_server(hosts([100, 100, 100, 40, 100]))
+    assert found.whole.rate == 5.0
+    assert [(row.servers, row.rate) for row in found.rows] == [
+        (("s3",), 12.5 * 4 / 6),
+        (("s0", "s1", "s2", "s4"), 5.0),
+    ]
+    assert [row.servers for row in found.slow] == [("s3",)]
+    assert found.gain(found.rows[0]) == pytest.approx(12.5 * 4 / 6 / 5)
+
+
+def test_rates_are_those_of_plans_on_what_is_left() -> None:
+    """Every server by itself, on a fat tree where leaves differ; those that are said to be alike give the same."""
+    machine = hosts([100, 50, 100, 100, 100], network="fat-tree", leaf_size=2, oversubscription=2)
+    found = without_each_server(machine, "allgather")
+    assert sorted(name for row in found.rows for name in row.servers) == list(machine.servers)
+    for row in found.rows:
+        for name in row.servers:
+            left = [number for number, server in enumerate(machine.servers) if server != name]
+            assert topoplan.plan(machine, "allgather", gpus=left).rate == row.rate
+            assert row.bus == pytest.approx(row.rate * 3 / 4)
+
+
+def test_of_two_equally_slow_servers_neither_costs_by_itself() -> None:
+    """Leaving one out leaves the other in."""
+    found = without_each_server(hosts([100, 40, 40, 100]))
+    assert found.slow == ()
+    assert found.whole.rate == 5.0
+
+
+def test_what_any_server_fewer_gains_is_no_fault_of_one() -> None:
+    """Alike servers: five do less than four because of the ranks, and none is blamed."""
+    found = without_each_server(hosts([100] * 5))
+    assert found.gain(found.rows[0]) > 1
+    assert found.slow == ()
+
+
+def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
+    """A chain of three hosts without its middle."""
+    ends = [(f"gpu{n}", f"gpu{n + 1}") for n in range(2)]
+    chain = Topology(
+        "chain",
+        tuple(topoplan.Device(f"gpu{n}", "gpu", f"s{n}") for n in range(3)),
+        tuple(topoplan.Link(*way, "network", 5.0) for a, b in ends for way in ((a, b), (b, a))),
+    )
+    found = without_each_server(chain)
+    assert [row.rate for row in found.rows if row.servers == ("s1",)] == [0.0]
+
+
+def test_fewer_than_three_servers_are_refused() -> None:
+    """What is left of two is one, and moves nothing."""
+    with pytest.raises(UsageError, match="three or more"):
+        without_each_server(hosts([100, 40]))
+    with pytest.raises(UsageError, match="1 server has GPUs"):
+        without_each_server("dgx-1v")
+
+
+def test_the_command_prints_a_row_for_each_kind_of_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """From a cluster file, as text and as JSON; options of other comparisons are refused."""
+    path = tmp_path / "mixed.json"
+    path.write_text(
+        '{"format": "topoplan.cluster/1", "network": {"nic_gbps": 100, "nics": 1, "nic_access": "direct"}, "servers": '
+        '[{"machine": "dgx-1v", "gpus": [0], "count": 3}, {"machine": "dgx-1v", "gpus": [0], "nic_gbps": 25}]}'
+    )
+    assert main(["compare", str(path), "--without-each-server"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == [
+        "servers              GPUs   GB/s    bus  of all",
+        "all                     4  3.125  4.688",
+        "all but s3              3  9.375   12.5   3.00x",
+        "all but one of s0-2     3  3.125  4.167   1.00x",
+    ]
+    assert lines[5].startswith("s3 holds the others back: they do 9.375 GB/s")
+    assert main(["compare", str(path), "--without-each-server", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["all"]["rate"] == 3.125
+    assert [(row["servers"], row["gain"]) for row in made["without"]] == [
+        (["s3"], 3.0),
+        (["s0", "s1", "s2"], 1.0),
+    ]
+    assert main(["compare", str(path), "--without-each-server", "--all-allocations"]) == 2
+    assert "does not go with --all-allocations" in capsys.readouterr().err

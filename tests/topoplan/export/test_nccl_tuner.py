@@ -1,0 +1,169 @@
+"""Files for NCCL's tuner plugin: an independent reader of its rules runs what is fastest, at every size."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+import topoplan
+from tests.support.tuner_plugin import Line, chosen, read
+from topoplan.errors import UsageError
+from topoplan.export.known_formats import export_machine, export_plan
+from topoplan.export.nccl.tuner import measured_tuner, model_tuner, parse_label
+from topoplan.in_network import fully_used
+from topoplan.schedules.nccl.tuning import COLLECTIVES, expectations, setting_of
+from topoplan.topology import Topology
+
+NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
+
+
+def pair(name: str = "dgx-h100") -> Topology:
+    return topoplan.cluster(
+        [topoplan.Server(topoplan.load(name), count=2)], nic_gbps=400, nics=8, nic_access="direct"
+    )
+
+
+MACHINES = {
+    "dgx-1v": lambda: topoplan.load("dgx-1v"),
+    "dgx-h100": lambda: topoplan.load("dgx-h100"),
+    "pcie-x8": lambda: topoplan.load("pcie-x8"),
+    "two servers": pair,
+    "one rank a server": lambda: pair("dgx-a100").subset([0, 8]),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_plugin_runs_what_the_model_finds_fastest(name: str) -> None:
+    """At every power of two and beside it, of every collective; never one channel where more would run."""
+    machine = MACHINES[name]()
+    here = setting_of(fully_used(machine))
+    text = model_tuner(machine).text
+    lines = read(text)
+    assert len(lines) == sum(not line.startswith("#") for line in text.splitlines())
+    for collective in COLLECTIVES:
+        known = expectations(here, collective)
+        for size in sorted({max(0, (1 << power) + step) for power in range(0, 35, 2) for step in (-1, 0, 1)}):
+            best = min(known, key=lambda one: one.seconds(size))
+            algorithm, protocol, channels = chosen(
+                lines, NAMES[collective], size, nodes=here.servers, ranks=here.ranks
+            )
+            ran = next(one for one in known if (one.algorithm, one.protocol) == (algorithm, protocol))
+            assert ran.seconds(size) <= best.seconds(size) * (1 + 1e-6) + 1e-12
+            assert ran.channels(size) / 2 < channels <= max(1, ran.channels(size))
+
+
+def test_ranges_have_no_gap_and_no_overlap() -> None:
+    """From 0 to the largest number that the plugin has."""
+    lines = read(model_tuner(topoplan.load("dgx-h100")).text)
+    for collective in NAMES.values():
+        own = [line for line in lines if line.collective == collective]
+        assert (own[0].low, own[-1].high) == (0, 2**64 - 1)
+        assert [line.low for line in own[1:]] == [line.high + 1 for line in own[:-1]]
+
+
+def test_words_and_lines_are_the_plugin_s() -> None:
+    """Nothing that it would take for something else, and no line that it would cut."""
+    machines = [model_tuner(make()).text for make in MACHINES.values()]
+    for line in "".join(machines).splitlines():
+        assert len(line) < 255
+        if not line.startswith("#"):
+            (kept,) = read(line + "\n")
+            words = line.split(",")
+            assert len(words) == 10
+            assert (kept.collective, kept.algorithm, kept.protocol) == (words[0], words[3], words[4])
+    assert {"nvls", "nvls_tree", "tree", "ring", "pat"} == {
+        line.algorithm for text in machines for line in read(text)
+    }
+
+
+def test_another_communicator_matches_no_line() -> None:
+    """And the note says what that costs with the example plugin."""
+    exported = model_tuner(topoplan.load("dgx-1v"))
+    assert chosen(read(exported.text), "allreduce", 1 << 20, nodes=1, ranks=4) == ("", "", 1)
+    assert "communicators of other sizes than 8 ranks on 1" in exported.notes[0]
+
+
+def test_machines_plans_and_clusters_are_exported_alike() -> None:
+    """A plan stands for its allocation; a cluster needs no choice of a server, and may have one."""
+    machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
+    plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2, 3])
+    ours = [line for line in export_plan(plan, "nccl-tuner").text.splitlines() if line[0] != "#"]
+    assert ours == [
+        line for line in export_machine(machine, "nccl-tuner").text.splitlines() if line[0] != "#"
+    ]
+    assert {line.nodes for line in read(export_machine(pair(), "nccl-tuner").text)} == {2}
+    assert {line.nodes for line in read(export_machine(pair(), "nccl-tuner", server="s1").text)} == {1}
+    spread = topoplan.plan(pair("dgx-a100"), gpus=[0, 8])
+    assert {line.ranks for line in read(export_plan(spread, "nccl-tuner").text)} == {2}
+
+
+def test_a_plan_whose_switches_forward_says_why_it_has_no_nvls() -> None:
+    """A plan file states what its switches did; with in-network ones NVLS stands in the lines."""
+    plain, able = (topoplan.plan(machine) for machine in ("dgx-h100", fully_used(topoplan.load("dgx-h100"))))
+    assert "NVLS stands in no line" in export_plan(plain, "nccl-tuner").notes[-1]
+    made = export_plan(able, "nccl-tuner")
+    assert "nvls" in {line.algorithm for line in read(made.text)}
+    assert not any("NVLS" in note for note in made.notes)
+
+
+def measured(times: dict[tuple[str, str], dict[int, float]], most: int | None = 16) -> list[Line]:
+    made = measured_tuner({"allreduce": times}, servers=1, ranks=8, channels=lambda _: most, source="a test")
+    return read(made.text)
+
+
+@hypothesis.given(
+    st.dictionaries(
+        st.sampled_from([("ring", "ll"), ("ring", "simple"), ("tree", "ll128"), ("nvls", "simple")]),
+        st.dictionaries(st.integers(1, 20).map(lambda power: 1 << power), st.floats(1e-6, 1e-1), min_size=1),
+        min_size=1,
+    )
+)
+@hypothesis.settings(max_examples=60)
+def test_what_was_measured_fastest_is_run_where_it_was_measured(
+    times: dict[tuple[str, str], dict[int, float]],
+) -> None:
+    """Within the two per cent that count as noise, whatever was measured at which sizes."""
+    lines = measured(times)
+    for size in {size for one in times.values() for size in one}:
+        algorithm, protocol, channels = chosen(lines, "allreduce", size, nodes=1, ranks=8)
+        there = {choice: one[size] for choice, one in times.items() if size in one}
+        assert there[algorithm, protocol] <= min(there.values()) / 0.98
+        assert 1 <= channels <= 16
+    assert chosen(lines, "allreduce", 0, nodes=1, ranks=8)[0]
+    assert chosen(lines, "allreduce", 1 << 50, nodes=1, ranks=8)[0]
+
+
+def test_neighbouring_sizes_of_one_choice_are_one_range() -> None:
+    """And a change of one per cent is none."""
+    times = {
+        ("tree", "ll"): {1 << 10: 10e-6, 1 << 12: 11e-6, 1 << 14: 12e-6, 1 << 20: 99e-6},
+        ("ring", "simple"): {1 << 10: 20e-6, 1 << 12: 10.9e-6, 1 << 14: 21e-6, 1 << 20: 60e-6},
+    }
+    lines = measured(times, None)
+    assert [(line.low, line.high, line.algorithm, line.channels) for line in lines] == [
+        (0, (1 << 20) - 1, "tree", -1),
+        (1 << 20, 2**64 - 1, "ring", -1),
+    ]
+
+
+def test_channels_that_nobody_knows_are_warned_of() -> None:
+    """The example plugin would run one."""
+    made = measured_tuner(
+        {"reduce": {("ring", "ll"): {8: 1e-5}}}, servers=1, ranks=8, channels=lambda _: None, source="a test"
+    )
+    assert "warning: channels are not known" in made.notes[-1]
+    assert "no lines for allreduce, allgather, reducescatter, broadcast" in made.notes[1]
+
+
+@pytest.mark.parametrize("label", ["", "rings", "ring/ll64", "nvls/ll", "pat/ll128", "ring/ll/simple"])
+def test_labels_that_nccl_does_not_have_are_refused(label: str) -> None:
+    """With the words that it has."""
+    with pytest.raises(UsageError, match=r"use |write "):
+        parse_label(label)
+
+
+def test_nothing_measured_is_refused() -> None:
+    """There is nothing to write."""
+    with pytest.raises(UsageError, match="nothing to tune"):
+        measured_tuner({}, servers=1, ranks=8, channels=lambda _: 1, source="a test")

@@ -1,0 +1,256 @@
+"""Logs of nccl-tests: every figure of an independent writer comes back, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from tests.support.perf_logs import FACTORS, PerfLog
+from topoplan.errors import UsageError
+from topoplan.formats.nccl_logs.perf_json import parse_perf_runs
+from topoplan.formats.nccl_logs.perf_runs import PROGRAMS
+
+TWO = (("node1", range(8)), ("node2", range(8)))
+LOGS = {
+    "all_reduce": PerfLog(),
+    "all_reduce of two hosts": PerfLog(hosts=TWO, start=60e-6),
+    "all_reduce, older": PerfLog(newer=False, names_test=False),
+    "all_reduce, four of eight": PerfLog(hosts=(("node1", (1, 4, 5, 7)),), rate=33),
+    "all_gather": PerfLog("all_gather", rate=380),
+    "reduce_scatter": PerfLog("reduce_scatter", rate=390),
+    "broadcast": PerfLog("broadcast", root=3, rate=300),
+    "reduce": PerfLog("reduce", rate=310),
+    "alltoall": PerfLog("alltoall", hosts=TWO, rate=80),
+    "sendrecv": PerfLog("sendrecv", rate=40),
+    "gather": PerfLog("gather", rate=90),
+    "hypercube": PerfLog("hypercube", rate=90),
+    "unchecked": PerfLog(checked=False),
+    "wrong": PerfLog(wrong={2048: 17}),
+}
+
+
+@pytest.mark.parametrize("log", LOGS.values(), ids=LOGS)
+def test_every_row_comes_back_in_both_places(log: PerfLog) -> None:
+    """Times to the digits that were printed, and sizes, ranks and tests exactly."""
+    (run,) = parse_perf_runs(log.text())
+    assert [row.size for row in run.rows] == list(log.sizes)
+    assert run.stated == log.ranks
+    assert [(rank.host, rank.device) for rank in run.ranks] == [
+        (host, device) for host, devices in log.hosts for device in devices
+    ]
+    assert run.program == (log.test if log.names_test else "")
+    assert run.collective == (PROGRAMS.get(log.test, "") if log.names_test else "")
+    for row in run.rows:
+        assert row.out_of_place
+        assert row.in_place
+        for timing, seconds in (
+            (row.out_of_place, log.seconds(row.size)),
+            (row.in_place, log.seconds(row.size) * log.in_place),
+        ):
+            assert timing.seconds == pytest.approx(seconds, rel=5e-4)
+            assert timing.algbw == pytest.approx(row.size / seconds / 1e9, abs=0.0051)
+            factor = FACTORS.get(log.test, lambda n: 1.0)(log.ranks)
+            assert timing.busbw == pytest.approx(factor * row.size / seconds / 1e9, abs=0.0051)
+            assert timing.wrong == (log.wrong.get(row.size, 0) if log.checked else None)
+    assert bool(run.warnings) == bool(log.wrong)
+
+
+def test_bus_ids_of_old_and_new_tests_are_the_same() -> None:
+    """``0x0f`` is ``0000:0f:00``."""
+    old, new = (parse_perf_runs(PerfLog(newer=newer).text())[0] for newer in (False, True))
+    assert [rank.busid for rank in old.ranks] == [rank.busid for rank in new.ranks]
+    assert new.ranks[1].busid == "0000:0f:00.0"
+
+
+def test_several_runs_in_one_text_stay_apart() -> None:
+    """One after another, whether or not they name their tests."""
+    text = "".join(PerfLog(test).text() for test in ("all_reduce", "all_gather", "sendrecv"))
+    assert [run.program for run in parse_perf_runs(text)] == ["all_reduce", "all_gather", "sendrecv"]
+    older = "".join(
+        f"$ mpirun -np 8 ./build/{test}_perf -b 8 -e 512M -f 4\n{PerfLog(test, names_test=False, newer=False).text()}"
+        for test in ("all_reduce", "reduce_scatter")
+    )
+    assert [run.program for run in parse_perf_runs(older)] == ["all_reduce", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("label", ["[1,0]<stdout>:", "0: ", ""])
+def test_what_launchers_put_before_a_line_is_left_out(label: str) -> None:
+    """As mpirun --tag-output and srun --label print it."""
+    log = PerfLog()
+    text = "\n".join(label + line for line in log.text().splitlines())
+    assert parse_perf_runs(text) == parse_perf_runs(log.text())
+
+
+def test_lines_of_nccl_between_the_rows_change_nothing() -> None:
+    """NCCL_DEBUG=INFO prints into the same log."""
+    lines = PerfLog().text().splitlines()
+    spoken = [part for line in lines for part in (line, "node1:4242:4250 [3] NCCL INFO 8 GPUs on 1 node")]
+    assert [run.rows[0].size for run in parse_perf_runs("\n".join(spoken))] == [8]
+    assert len(parse_perf_runs("\n".join(spoken))[0].rows) == 14
+
+
+def test_columns_are_found_by_their_names() -> None:
+    """A table without root, with an error in place of #wrong, and with a timestamp."""
+    text = """# nThread 1 nGpus 2 minBytes 1024 maxBytes 2048 step: 2(factor)
+#       size         count    type   redop     time   algbw   busbw  error     time   algbw   busbw  error
+        1024           256   float     sum    10.00    0.10    0.10  0e+00     9.00    0.11    0.11  2e-07
+# Out of bounds values : 0 OK
+# nThread 1 nGpus 2 minBytes 1024 maxBytes 2048 step: 2(factor)
+#  size  count  type  redop  root  time  algbw  busbw  #wrong  time  algbw  busbw  #wrong timestamp
+   2048  512  float  sum  -1  10.00  0.20  0.20  0  8.00  0.26  0.26  0 2026-01-02 03:04:05
+# Out of bounds values : 0 OK
+"""
+    old, stamped = parse_perf_runs(text)
+    assert (old.rows[0].root, old.rows[0].timing.wrong, old.warnings) == (None, None, ())
+    assert stamped.rows[0].in_place
+    assert (stamped.rows[0].in_place.seconds, stamped.warnings) == (8e-6, ())
+
+
+def test_a_row_that_ran_in_place_only_has_no_time_out_of_place() -> None:
+    """Its columns are blank."""
+    log = PerfLog(sizes=[1 << 20])
+    row = log.row(1 << 20)
+    blank = row[:54] + " " * 34 + log.block(1 << 20, log.seconds(1 << 20))
+    (run,) = parse_perf_runs(log.text().replace(row, blank))
+    assert run.rows[0].out_of_place is None
+    assert run.rows[0].timing.algbw == pytest.approx((1 << 20) / log.seconds(1 << 20) / 1e9, abs=0.006)
+    assert run.warnings == ()
+
+
+def test_a_row_that_is_cut_is_named() -> None:
+    """With its line and size, whereever it is cut; so is a run without a summary."""
+    log = PerfLog()
+    lines = log.text().splitlines()
+    last = next(place for place, line in enumerate(lines) if line.startswith("   536870912"))
+    for kept in range(20, len(lines[last]) - 1):
+        if len(lines[last][:kept].split()) == 13:
+            break
+        (run,) = parse_perf_runs("\n".join([*lines[:last], lines[last][:kept]]))
+        assert len(run.rows) == 13
+        assert f"line {last + 1}: the row of 512MB is cut" in run.warnings[0]
+        assert "without its summary" in run.warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("# Out of bounds values : 3 FAILED", "Out of bounds values : 3 FAILED"),
+        ("# Avg bus bandwidth    : 12.5 FAILED", "Avg bus bandwidth : 12.5 FAILED"),
+        (
+            "node1: Test NCCL failure common.cu:958 'unhandled system error'",
+            "the test failed: node1: Test NCCL",
+        ),
+        ("node1: Test CUDA failure common.cu:892 'out of memory'", "'out of memory'"),
+        ("        4096  1024  float  sum  -1  nan  nan  nan  0  1.0  4.1  7.2  0", "nan nan nan is no time"),
+        (
+            "        4096  1024  float  sum  -1  0.00  inf  inf  0  1.0  4.1  7.2  0",
+            "0.00 inf inf is no time",
+        ),
+        ("        4096  1024  float  sum", "the row of 4KB is cut (4 of 13)"),
+        ("        4096  1024  float  sum  -1  1.0  4.1  7.2  5  1.0  4.1  7.2  0", "5 wrong elements"),
+    ],
+)
+def test_what_is_amiss_leaves_a_warning(line: str, told: str) -> None:
+    """And every other row is read."""
+    text = PerfLog(sizes=[1024, 2048]).text().replace("# Out of", f"{line}\n# Out of", 1)
+    (run,) = parse_perf_runs(text)
+    assert any(told in warning for warning in run.warnings), run.warnings
+    assert {row.size for row in run.rows} >= {1024, 2048}
+
+
+def test_another_text_has_no_run() -> None:
+    """Not a poem, not a machine, not numbers in columns."""
+    for text in ("roses are red\n", "GPU0\tGPU1\n", "1 2 3\n4 5 6\n", "# a comment\n"):
+        assert parse_perf_runs(text) == ()
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=25)
+def test_no_damage_ends_in_an_error(data: st.DataObject) -> None:
+    """Lines left out, doubled or cut, bytes changed: runs with warnings, or none."""
+    lines = PerfLog(sizes=[1024, 4096, 1 << 20]).text().splitlines()
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(lines) - 1))
+        kind = data.draw(st.sampled_from(["drop", "double", "cut", "change"]))
+        if kind == "drop" and len(lines) > 1:
+            del lines[place]
+        elif kind == "double":
+            lines.insert(place, lines[place])
+        elif lines[place]:
+            column = data.draw(st.integers(0, len(lines[place]) - 1))
+            new = (
+                "" if kind == "cut" else data.draw(st.characters(codec="ascii")) + lines[place][column + 1 :]
+            )
+            lines[place] = lines[place][:column] + new
+    for run in parse_perf_runs("\n".join(lines)):
+        assert all(row.timing.seconds > 0 and row.size >= 0 for row in run.rows)
+
+
+def test_the_json_of_nccl_tests_is_the_same_run() -> None:
+    """Written as ``-J`` writes it."""
+    log = PerfLog("reduce_scatter", sizes=[1 << 20, 1 << 24])
+    (text,) = parse_perf_runs(log.text())
+
+    def block(seconds: float, size: int) -> dict[str, object]:
+        return {
+            "time": seconds * 1e6,
+            "alg_bw": size / seconds / 1e9,
+            "bus_bw": size / seconds / 1e9 * 7 / 8,
+            "nwrong": 0.0,
+        }
+
+    value = {
+        "version": 2,
+        "args": ["./build/reduce_scatter_perf", "-b", "1M"],
+        "config": {"nthreads": 1},
+        "devices": [
+            {
+                "rank": rank,
+                "group": 0,
+                "hostname": "node1",
+                "device": rank,
+                "device_hex": text.ranks[rank].busid.removesuffix(".0"),
+                "device_info": log.gpu,
+            }
+            for rank in range(8)
+        ],
+        "results": [
+            {
+                "size": size,
+                "type": "float",
+                "redop": "sum",
+                "root": "    -1",
+                "out_of_place": block(log.seconds(size), size),
+                "in_place": None,
+            }
+            for size in log.sizes
+        ],
+    }
+    (run,) = parse_perf_runs(json.dumps(value))
+    assert (run.collective, run.stated, run.warnings) == ("reduce_scatter", 8, ())
+    assert run.ranks == text.ranks
+    assert [row.timing.algbw for row in run.rows] == [
+        pytest.approx(row.timing.algbw, abs=0.006) for row in text.rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rows": [1], "ranks": ["gpu0"]}', '{"results": [{}], "config": {}}', '{"results": [']
+)
+def test_json_that_is_no_log_is_refused_in_one_line(text: str) -> None:
+    """Cut, or without what it needs."""
+    with pytest.raises(UsageError, match="JSON"):
+        parse_perf_runs(text)
+
+
+def test_a_writer_of_other_widths_is_read_alike() -> None:
+    """Only the order of the columns counts."""
+    text = PerfLog().text()
+    narrow = "\n".join(line if line.startswith("#") else " ".join(line.split()) for line in text.splitlines())
+    (wide,), (tight,) = parse_perf_runs(text), parse_perf_runs(narrow)
+    assert tight == replace(wide, rows=tight.rows)
+    assert tight.rows == wide.rows

@@ -1,0 +1,125 @@
+"""NCCL's model of time: latencies counted by hand, limits of protocols, and what it has for which collective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import topoplan
+from topoplan.errors import UsageError
+from topoplan.in_network import fully_used
+from topoplan.schedules.nccl.tuning import COLLECTIVES, Expectation, channel_count, expectations, setting_of
+from topoplan.topology import Topology
+
+
+def known(machine: Topology, collective: str) -> dict[tuple[str, str], Expectation]:
+    return {(one.algorithm, one.protocol): one for one in expectations(setting_of(machine), collective)}
+
+
+def pair(name: str = "dgx-h100") -> Topology:
+    return topoplan.cluster(
+        [topoplan.Server(topoplan.load(name), count=2)], nic_gbps=400, nics=8, nic_access="direct"
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "choice", "microseconds"),
+    [
+        ("allreduce", ("ring", "ll"), 6.6 + 14 * 0.6),
+        ("allreduce", ("ring", "ll128"), 14.0 + 14 * 1.9),
+        ("allreduce", ("ring", "simple"), 8.4 + 14 * 3.4),
+        ("allreduce", ("tree", "ll"), 6.8 + 14 * 0.6),
+        ("allreduce", ("tree", "simple"), 8.4 + 14 * 4.0),
+        ("allgather", ("ring", "ll"), 6.6 + 7 * 0.6),
+        ("broadcast", ("ring", "simple"), 8.4 + 3.4),
+    ],
+)
+def test_latencies_on_one_server(collective: str, choice: tuple[str, str], microseconds: float) -> None:
+    """A base and a hop for every step; a broadcast in a ring is a pipeline and pays one."""
+    assert known(topoplan.load("dgx-a100"), collective)[choice].latency == pytest.approx(microseconds * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("collective", "choice", "microseconds"),
+    [
+        # 28 inside of the larger of a hop and the network's overhead, 2 between servers
+        ("allreduce", ("ring", "ll"), 6.6 + 28 * 1.0 + 2 * 2.7),
+        ("allreduce", ("ring", "simple"), 8.4 + 28 * 3.4 + 2 * 14.0),
+        ("allreduce", ("tree", "ll"), 6.8 + 2 * (7 * 0.6 + 1 * 5.0)),
+        ("allreduce", ("nvls_tree", "simple"), 25 + 2 * 20.9),
+        ("reduce_scatter", ("ring", "ll"), 6.6 + 14 * 1.0 + 2.7),
+    ],
+)
+def test_latencies_between_servers(collective: str, choice: tuple[str, str], microseconds: float) -> None:
+    """As ``src/graph/tuning.cc`` adds them up for two servers of eight."""
+    assert known(fully_used(pair()), collective)[choice].latency == pytest.approx(microseconds * 1e-6)
+
+
+def test_bandwidths_of_protocols_are_limited_as_nccl_limits_them() -> None:
+    """A100: rings of 240 GB/s over NVLinks counted at 20; LL half and 87.7 at most, LL128 23/25 of them."""
+    found = known(topoplan.load("dgx-a100"), "allreduce")
+    ring = 8 / 14
+    assert found["ring", "simple"].bandwidth == pytest.approx(240 * ring)
+    assert found["ring", "ll"].bandwidth == pytest.approx(87.7 * ring)
+    assert found["ring", "ll128"].bandwidth == pytest.approx(240 * 0.92 * ring)
+    assert found["tree", "simple"].bandwidth == pytest.approx(min(0.92 * 240 * ring, 12 * 24.0 / 2))
+    hopper = known(fully_used(topoplan.load("dgx-h100")), "allreduce")
+    assert hopper["nvls", "simple"].bandwidth == pytest.approx(2 * 370.8 * 0.85 * 7 / 8 * ring)
+
+
+def test_what_nccl_has_for_which_collective() -> None:
+    """Trees for allreduce alone, NVLS where switches can add, PAT with one rank a server, LL128 over NVLink alone."""
+    names = {one: {a for a, _ in known(fully_used(topoplan.load("dgx-h100")), one)} for one in COLLECTIVES}
+    assert names == {
+        "allreduce": {"ring", "tree", "nvls"},
+        "allgather": {"ring", "nvls"},
+        "reduce_scatter": {"ring", "nvls"},
+        "broadcast": {"ring"},
+        "reduce": {"ring"},
+    }
+    assert {a for a, _ in known(fully_used(pair()), "allreduce")} == {"ring", "tree", "nvls_tree"}
+    alone = pair("dgx-a100").subset([0, 8])
+    assert {a for a, _ in known(alone, "allgather")} == {"ring", "pat"}
+    assert {p for _, p in known(topoplan.load("pcie-x8"), "allreduce")} == {"ll", "simple"}
+
+
+def test_a_tree_has_what_its_correction_leaves() -> None:
+    """Half of the bandwidth at 128 KB with Simple, nine tenths at 64 bytes."""
+    tree = known(topoplan.load("dgx-a100"), "allreduce")["tree", "simple"]
+    moving = (tree.seconds(1 << 17) - tree.latency) * tree.bandwidth * 1e9
+    assert moving == pytest.approx((1 << 17) / 0.5)
+    assert (tree.seconds(64) - tree.latency) * tree.bandwidth * 1e9 == pytest.approx(64 / 0.9)
+
+
+def test_channels_shrink_with_the_buffer() -> None:
+    """As NCCL takes them away: 512 threads of 64 bytes each, with LL 8 bytes times the ranks of a ring."""
+    found = [channel_count("ring", "simple", 32768 * times, ranks=8, most=24) for times in (0, 1, 5, 24, 99)]
+    assert found == [1, 1, 5, 24, 24]
+    assert channel_count("ring", "ll", 32768 * 3, ranks=8, most=24) == 3
+    assert channel_count("nvls", "simple", 8, ranks=8, most=24) == 16
+
+
+@pytest.mark.parametrize(
+    ("machine", "told"),
+    [("mi300x", "these are AMD's"), ("dgx-1v", "a single GPU has nothing to tune")],
+)
+def test_machines_without_a_model_are_refused(machine: str, told: str) -> None:
+    """RCCL has its own figures; one GPU has no collective."""
+    found = topoplan.load(machine)
+    with pytest.raises(UsageError, match=told):
+        setting_of(found if machine == "mi300x" else found.subset([0]))
+
+
+def test_nothing_is_chosen_for_an_all_to_all() -> None:
+    """NCCL sends it."""
+    with pytest.raises(UsageError, match="chooses no algorithm for alltoall"):
+        expectations(setting_of(topoplan.load("dgx-1v")), "alltoall")
+
+
+def test_a_slower_machine_is_expected_to_be_slower() -> None:
+    """Half the NVLink halves every bandwidth that no channel limits."""
+    machine = topoplan.load("dgx-a100")
+    half = replace(machine, links=tuple(replace(one, bandwidth=one.bandwidth / 2) for one in machine.links))
+    slow, fast = (known(one, "allgather")["ring", "simple"].bandwidth for one in (half, machine))
+    assert slow <= fast

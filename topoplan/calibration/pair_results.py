@@ -1,0 +1,190 @@
+"""Rates of pair tests as they come back from a machine: CSV, JSON, or what ``topoplan calibrate --json`` prints.
+
+CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
+lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
+with ``"one_way": true``, and as `topoplan calibrate` prints it, data ran from ``src`` to ``dst`` alone. Ends are GPUs
+by name, or servers that have one end. ``failed`` in place of a number counts as 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from topoplan.calibration.pair_tests import PairTest, PairTests
+from topoplan.calibration.slow_links import Measured
+from topoplan.errors import UsageError
+from topoplan.topology import shown
+
+HEADS = {"a,b,gb/s": False, "src,dst,gb/s": True}
+"""The heads of a CSV, and whether its tests are one way."""
+
+FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A result as it stands in a file: where, the two ends, and GB/s."""
+
+    where: str
+    src: str
+    dst: str
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A file of results.
+
+    Parameters
+    ----------
+    one_way : bool
+    calibrated : bool
+        `topoplan calibrate` made it: it measures pairs that it chooses itself.
+    lines : tuple of Line
+    """
+
+    one_way: bool
+    calibrated: bool
+    lines: tuple[Line, ...]
+
+
+def parse_results(text: str) -> Results:
+    """The results in a text.
+
+    Raises
+    ------
+    UsageError
+        It is empty, cut, or holds what is no pair with its rate; the message names the line.
+
+    Examples
+    --------
+    >>> parse_results("a,b,GB/s\\ns0.gpu0,s1.gpu0,11.5\\n").lines
+    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5),)
+    """
+    if not text.strip():
+        raise UsageError("no results: the file is empty")
+    made = _from_json(text) if text.lstrip().startswith("{") else _from_csv(text)
+    if not made.lines:
+        raise UsageError("no results: there is a head and no pair below it")
+    return made
+
+
+def _from_csv(text: str) -> Results:
+    rows = [
+        (number, [cell.strip() for cell in line.split(",")])
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    head = ",".join(rows[0][1]).lower() if rows else ""
+    if head not in HEADS:
+        raise UsageError(
+            f"the results begin with {shown(head)}; they need the head a,b,GB/s (both ways at once) or src,dst,GB/s"
+        )
+    lines = []
+    for number, cells in rows[1:]:
+        if len(cells) != 3 or not all(cells):
+            there = sum(map(bool, cells))
+            raise UsageError(f"line {number} of the results has {there} of 3 values; was the file cut?")
+        lines.append(_line(f"line {number}", cells[0], cells[1], cells[2]))
+    return Results(HEADS[head], False, tuple(lines))
+
+
+def _from_json(text: str) -> Results:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the results are no JSON: {error}; was the file cut?") from None
+    pairs = value.get("pairs")
+    one_way = value.get("one_way", "method" in value)
+    if not isinstance(pairs, list) or not isinstance(one_way, bool):
+        raise UsageError(
+            'the results need "pairs", a list of {"src", "dst", "bandwidth"}, and "one_way" true or false'
+        )
+    lines = []
+    for number, pair in enumerate(pairs):
+        where = f"pairs[{number}]"
+        if not isinstance(pair, dict) or not all(
+            isinstance(pair.get(end), str) and pair[end] for end in ("src", "dst")
+        ):
+            raise UsageError(f"{where} of the results is {shown(pair)}, and needs src, dst and bandwidth")
+        lines.append(_line(where, pair["src"], pair["dst"], pair.get("bandwidth")))
+    return Results(one_way, "method" in value, tuple(lines))
+
+
+def _line(where: str, src: str, dst: str, rate: object) -> Line:
+    number = math.nan
+    if rate == FAILED:
+        number = 0.0
+    elif isinstance(rate, str | float | int) and not isinstance(rate, bool):
+        try:
+            number = float(rate)
+        except (ValueError, OverflowError):
+            number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(f"{where} of the results: {shown(rate)} is no rate in GB/s, 0 or more, nor {FAILED}")
+    return Line(where, src, dst, number)
+
+
+def match_results(
+    results: Results, possible: PairTests, asked: Sequence[PairTest] | None = None
+) -> tuple[Measured, ...]:
+    """The tests that results are of.
+
+    Parameters
+    ----------
+    results : Results
+    possible : PairTests
+        Of the machine, one way or both ways as the results are.
+    asked : sequence of PairTest or None
+        Those that were to be run; None for any.
+
+    Raises
+    ------
+    UsageError
+        A result names what is no GPU of the machine, two that are no pair, or a pair that was not asked for.
+    """
+    tests = possible.named()
+    wanted = None if asked is None else {test.name for test in asked}
+    ends = _ends(possible)
+    found = []
+    for line in results.lines:
+        src, dst = (_end(line, name, ends, possible) for name in (line.src, line.dst))
+        test = tests.get((src, dst))
+        if test is None:
+            raise UsageError(
+                f"{line.where} of the results: {line.src} and {line.dst} are no pair of {possible.topology.name}"
+                + ("" if src != dst else "; a pair has two ends")
+            )
+        if wanted is not None and test.name not in wanted:
+            raise UsageError(
+                f"{line.where} of the results: {test.name} was not asked for; give the options with which the rounds "
+                "were planned, or --any-pair"
+            )
+        found.append(Measured(test, line.rate))
+    return tuple(found)
+
+
+def _ends(possible: PairTests) -> dict[str, str]:
+    """GPUs by what they may be called: their name, and their server's where it has one end."""
+    own = {name: name for name in possible.topology.gpus}
+    servers: dict[str, list[str]] = {}
+    for name in possible.ends:
+        servers.setdefault(possible.topology.device(name).server, []).append(name)
+    return {server: names[0] for server, names in servers.items() if server and len(names) == 1} | own
+
+
+def _end(line: Line, name: str, ends: Mapping[str, str], possible: PairTests) -> str:
+    if name not in ends:
+        several = name in possible.topology.servers
+        raise UsageError(
+            f"{line.where} of the results: "
+            + (
+                f"server {name} has several GPUs; name the one that was tested"
+                if several
+                else f"{shown(name)} is no GPU of {possible.topology.name}, such as {possible.ends[0]}"
+            )
+        )
+    return ends[name]

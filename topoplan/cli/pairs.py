@@ -1,0 +1,316 @@
+"""``topoplan pairs``: which GPUs to test with which, in rounds that leave each other alone, and which link is slow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from topoplan.calibration.links import TOLERANCE, Key
+from topoplan.calibration.pair_results import match_results, parse_results
+from topoplan.calibration.pair_rounds import TIMES, Rounds, plan_rounds
+from topoplan.calibration.pair_tests import PairTests, possible_tests, wire_names
+from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
+from topoplan.cli import arguments
+from topoplan.cli.cluster_options import add_cluster
+from topoplan.cli.damage_options import add_damage
+from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
+from topoplan.cli.progress import progress_line
+from topoplan.cli.sources import read_machine
+from topoplan.errors import TopologyError, UsageError
+from topoplan.export.nccl.pair_script import STARTERS, pair_script, parse_hosts
+from topoplan.formats.load import read_text
+from topoplan.topology import Topology
+
+FORMATS = ("text", "json", *STARTERS)
+SIZE = 256 << 20
+MOST_SHOWN, WELL_BELOW = 8, 0.7
+"""Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least."""
+
+
+def add_options(parser: arguments.OneLineParser) -> None:
+    """Add the options of ``pairs``."""
+    arguments.add_machine(parser)
+    arguments.add_allocation(parser)
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="text, json, or a script with which nccl-tests run the rounds: mpirun starts every test here, ssh on the "
+        "first of its two servers (default: text)",
+    )
+    parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
+    parser.add_argument(
+        "--times",
+        type=arguments.whole(1, 64, "number of times from 1 to 64"),
+        default=TIMES,
+        metavar="K",
+        help=f"how often each link is crossed, by different pairs where there are (default: {TIMES})",
+    )
+    parser.add_argument(
+        "--every-gpu",
+        action="store_true",
+        help="on a cluster, test every GPU, which tells its way to a NIC from the NIC's wire (default: one a NIC)",
+    )
+    parser.add_argument(
+        "--one-way", action="store_true", help="test each direction by itself (default: both at once)"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="host names of the servers, a line each, for the scripts (default: s0, s1, …)",
+    )
+    parser.add_argument(
+        "--size",
+        type=arguments.size,
+        default=SIZE,
+        metavar="S",
+        help="bytes of the buffer that the scripts send (default: 256MB)",
+    )
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        help="GB/s of pairs, CSV or JSON as docs/file-formats.md says, or what topoplan calibrate --json prints: name "
+        "the links that are slow; exit status 1 if there are any",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=arguments.number(0.001, 0.5, "part of a rate from 0.001 to 0.5"),
+        default=TOLERANCE,
+        metavar="T",
+        help=f"with --results, what a healthy pair may be below the others (default: {TOLERANCE:g})",
+    )
+    parser.add_argument(
+        "--any-pair", action="store_true", help="with --results, take pairs that these rounds do not have too"
+    )
+    arguments.add_json(parser)
+    add_cluster(parser)
+    add_damage(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan rounds of tests of two GPUs, or find the links that make pairs slow from their results."""
+    form = options.format or ("json" if options.json else "text")
+    if options.json and form != "json":
+        raise UsageError(f"--json and --format {form} print two things; leave one out")
+    if options.results is not None and form not in ("text", "json"):
+        raise UsageError(f"--results and --format {form} do not go together; leave one out")
+    if options.output is not None and form not in STARTERS:
+        raise UsageError("-o writes a script; add --format mpirun or --format ssh")
+    if options.results == "-" and options.topo == "-":
+        raise UsageError("stdin is read once; give TOPO or --results a file")
+    check_target(options.output, "-o")
+    machine = read_machine(options)
+    topology, gpus = machine.whole, machine.allocation(options.gpus)
+    results = None
+    if options.results is not None:
+        try:
+            results = parse_results(_text(options.results, "the results of pairs"))
+        except UsageError as error:
+            raise UsageError(f"{options.results}: {error}") from None
+    one_way = options.one_way if results is None else results.one_way
+    with progress_line("planning"):
+        possible = possible_tests(topology, gpus, every_gpu=options.every_gpu, one_way=one_way)
+        rounds = None
+        if results is None or not (results.calibrated or options.any_pair):
+            rounds = plan_rounds(possible, times=options.times)
+    if results is None:
+        assert rounds is not None, "planned above"
+        return _plan(options, form, possible, rounds)
+    asked = None if rounds is None else rounds.tests
+    try:
+        measured = match_results(results, possible, asked)
+        found = attribute(
+            measured, tolerance=options.tolerance, possible=possible.tests if asked is None else asked
+        )
+    except UsageError as error:
+        raise UsageError(f"{options.results}: {error}") from None
+    missing = (
+        () if asked is None else sorted({test.name for test in asked} - {one.test.name for one in measured})
+    )
+    if form == "json":
+        print_json(verdict_to_object(topology, found, len(measured), missing))
+    else:
+        _print_verdict(topology, found, len(measured), missing)
+    return 1 if found.slow else 0
+
+
+def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: Rounds) -> int:
+    topology = possible.topology
+    if form in STARTERS:
+        servers = list(dict.fromkeys(topology.device(end).server for end in possible.ends))
+        hosts = {} if options.hosts is None else parse_hosts(_text(options.hosts, "the hosts"), servers)
+        text = pair_script(topology, rounds.rounds, starter=form, hosts=hosts, nbytes=options.size)
+        if options.output in (None, "-"):
+            sys.stdout.write(text)
+            return 0
+        write_whole(options.output, text)
+        print(f"written: {options.output}, {_summary(possible, rounds)}")
+        return 0
+    if form == "json":
+        print_json(rounds_to_object(possible, rounds))
+        return 0
+    print(f"{topology.name}: {_summary(possible, rounds)}")
+    proved = len(rounds.rounds) == rounds.fewest
+    print(f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}")
+    print(
+        f"links   all {rounds.links} that pairs cross, {counted(rounds.times, 'time')} each where so many pairs do; "
+        f"{rounds.classes} classes told apart,"
+    )
+    finest = rounds.finest
+    print(
+        "        "
+        + ("as all pairs together would" if rounds.classes == finest else f"{finest} by all pairs together")
+    )
+    for number, tests in enumerate(rounds.rounds, 1):
+        print(f"\nround {number}")
+        for start in range(0, len(tests), 4):
+            print("  " + "  ".join(test.name for test in tests[start : start + 4]))
+    print_notes(*topology.notes, *_rounds_notes(possible, rounds))
+    return 0
+
+
+def _text(path: str, what: str) -> str:
+    try:
+        return read_text(path, f"name the file with {what}")
+    except TopologyError:
+        raise UsageError(f"{path} is binary, not text; name the file with {what}") from None
+
+
+def _summary(possible: PairTests, rounds: Rounds) -> str:
+    ways = "one way" if possible.one_way else "both ways at once"
+    return (
+        f"{counted(len(possible.ends), 'GPU')}, {counted(len(rounds.tests), 'test')} in "
+        f"{counted(len(rounds.rounds), 'round')}, {ways}"
+    )
+
+
+def _rounds_notes(possible: PairTests, rounds: Rounds) -> list[str]:
+    notes = []
+    for bandwidth, seen in dict.fromkeys((bandwidth, seen) for _, bandwidth, seen in rounds.wide):
+        names = [name for name, *figures in rounds.wide if figures == [bandwidth, seen]]
+        notes.append(
+            f"a test fills {seen:g} of {bandwidth:g} GB/s of {_some(names)}: seen as slow only below that"
+        )
+    if possible.alone:
+        notes.append(f"not tested, since no other GPU reaches them: {_some(possible.alone)}")
+    return notes
+
+
+def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
+    """The JSON object of rounds; rates in GB/s each way."""
+    return {
+        "machine": possible.topology.name,
+        "one_way": possible.one_way,
+        "ends": list(possible.ends),
+        "alone": list(possible.alone),
+        "times": rounds.times,
+        "rounds": [
+            [
+                {"src": test.src, "dst": test.dst, "channel": test.channel, "stated": test.rate}
+                for test in tests
+            ]
+            for tests in rounds.rounds
+        ],
+        "fewest": rounds.fewest,
+        "why": rounds.why,
+        "links": rounds.links,
+        "classes": rounds.classes,
+        "classes_of_all_pairs": rounds.finest,
+        "wide": [
+            {"link": name, "bandwidth": bandwidth, "seen": seen} for name, bandwidth, seen in rounds.wide
+        ],
+        "notes": list(possible.topology.notes),
+    }
+
+
+def verdict_to_object(
+    topology: Topology, found: Verdict, results: int, missing: Sequence[str]
+) -> dict[str, object]:
+    """The JSON object of a verdict; rates in GB/s."""
+    return {
+        "machine": topology.name,
+        "results": results,
+        "missing": list(missing),
+        "healthy": dict(found.healthy),
+        "slow_pairs": [
+            {"pair": one.test.name, "bandwidth": one.rate, "stated": one.test.rate} for one in found.slow
+        ],
+        "slow_links": [_class_to_object(one) for one in found.named],
+        "alternatives": [
+            [[_class_to_object(one) for one in each] for each in part] for part in found.alternatives
+        ],
+        "unexplained": [one.test.name for one in found.unexplained],
+        "unjudged": [list(wire_names(links)) for links in found.unjudged],
+        "unmeasured": [list(wire_names(links)) for links in found.unmeasured],
+        "fewest": found.fewest,
+    }
+
+
+def _class_to_object(one: SlowClass) -> dict[str, object]:
+    return {
+        "links": list(wire_names(one.links)),
+        "bandwidth": one.rate,
+        "healthy": one.healthy,
+        "pairs": list(one.pairs),
+    }
+
+
+def _print_verdict(topology: Topology, found: Verdict, results: int, missing: Sequence[str]) -> None:
+    healthy = ", ".join(f"{share:.0%} of what {kind} states" for kind, share in found.healthy.items())
+    print(
+        f"{topology.name}: {counted(results, 'result')}, {len(found.slow)} slow; healthy pairs get {healthy}"
+    )
+    rows = [_row("slow", one) for one in found.named]
+    for part in found.alternatives:
+        for place, each in enumerate(part[:MOST_SHOWN]):
+            heads = ["or" if place else "either", *("and" for _ in each[1:])]
+            rows += [_row(head, one) for head, one in zip(heads, each, strict=True)]
+    if rows:
+        print()
+        print(table(("", "link", "GB/s", "healthy", "slow pairs"), rows))
+    if found.slow:
+        print()
+    together = [one for one in found.named if len(wire_names(one.links)) > 1]
+    if together:
+        print("links in one line occur together in every test: which of them it is, pairs cannot tell")
+    if found.alternatives:
+        print("either … or …: each explains the same slow pairs; more pairs tell them apart")
+    if found.unexplained:
+        names = [f"{one.test.name} {one.rate:.4g} GB/s" for one in found.unexplained]
+        print(
+            f"no link explains {_some(names)}: other pairs cross its links at full speed; test again, look at its GPUs"
+        )
+    if found.unjudged:
+        print(
+            f"not judged, only slow pairs cross them: {_some([_together(links) for links in found.unjudged])}"
+        )
+    if found.unmeasured:
+        print(f"not measured: {_some([_together(links) for links in found.unmeasured])}")
+    if missing:
+        print(f"asked for, and without a result: {counted(len(missing), 'pair')}: {_some(missing)}")
+    if not found.fewest:
+        print(
+            "note: too many slow pairs hang together for the smallest explanation; this is one that is small"
+        )
+    if not found.slow:
+        print("no pair is slow")
+    below = [kind for kind, share in found.healthy.items() if share < WELL_BELOW]
+    if below:
+        print(
+            f"note: even the faster pairs get less than {WELL_BELOW:.0%} of what {', '.join(below)} states; what slows "
+            "all of them alike is not found by comparing them"
+        )
+
+
+def _row(head: str, one: SlowClass) -> tuple[str, ...]:
+    rate = "dead" if one.rate == 0 else f"{one.rate:.4g}"
+    return head, _together(one.links), rate, f"{one.healthy:.4g}", str(len(one.pairs))
+
+
+def _together(links: Sequence[Key]) -> str:
+    return " ".join(wire_names(links))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+    return ", ".join(names[:MOST_SHOWN]) + more
