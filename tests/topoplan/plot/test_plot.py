@@ -29,6 +29,7 @@ from topoplan.plans.build import trivial_plan
 from topoplan.plot.bars import draw_comparison
 from topoplan.plot.canvas import Look, save_figure, write_figure
 from topoplan.plot.circle_order import circle_order, circle_places
+from topoplan.plot.layers import forest_positions
 from topoplan.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.plot.sweep import draw_sweep
 from topoplan.plot.trees import draw_trees
@@ -401,6 +402,12 @@ def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], w
     figure = draw_trees(topoplan.plan(name, **options))
     assert [axes.get_title(loc="left") for axes in figure.axes] == wanted
     assert "not shown" not in figure.get_suptitle()
+
+
+def test_a_path_of_thousands_has_its_places() -> None:
+    """No call is nested for each rank of a ring."""
+    children = {rank: [rank + 1] for rank in range(4999)}
+    assert forest_positions([0], children) == {rank: (0.0, rank) for rank in range(5000)}
 
 
 def test_a_cluster_is_one_tree_with_its_ranks_named() -> None:
