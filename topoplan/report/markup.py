@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 VOID = frozenset({"br", "hr", "meta"})
 """Elements that have no end."""
@@ -21,6 +22,15 @@ class Markup(str):
     """Characters that are HTML already."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page under a heading."""
+
+    name: str
+    heading: str
+    content: Markup
 
 
 def element(name: str, /, *inside: str | Markup, **attributes: str | float | bool | None) -> Markup:

@@ -10,14 +10,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import topoplan
-from topoplan.choice.by_size import Choice, choose_by_size
 from topoplan.compare.comparison import nccl_rivals
 from topoplan.compare.recommendation import recommend
 from topoplan.degraded import nic_name
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.health.costs import costs_of
 from topoplan.health.diagnosis import diagnose
@@ -34,15 +32,13 @@ from topoplan.plot.canvas import STROKES
 from topoplan.plot.machine import lay_out
 from topoplan.plot.trees import DRAWN_APART
 from topoplan.plot.wires import Wire, whole_nics, wires
-from topoplan.report.drawing import Curve, draw_curves, draw_machine
-from topoplan.report.markup import Markup, element, folded, items, joined, table
+from topoplan.report.drawing import draw_machine
+from topoplan.report.markup import Markup, Section, element, folded, items, joined, table
+from topoplan.report.sizes import by_size, sizes_section
 from topoplan.report.style import SCRIPT, STYLE
 from topoplan.report.tree_steps import draw_steps
-from topoplan.schedules.registry import ONE_FABRIC
-from topoplan.simulation.model import clock
-from topoplan.simulation.table import Row, sweep
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, format_size, number_ranges
+from topoplan.units import bus_factor, number_ranges
 
 MOST_WIRES = 600
 """Wires that are listed one by one."""
@@ -57,15 +53,6 @@ MOST_SETS = 2000
 """Sets of GPUs that are compared; `topoplan recommend` takes its time for more."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of the page under a heading."""
-
-    name: str
-    heading: str
-    content: Markup
 
 
 def report_page(
@@ -126,7 +113,12 @@ def report_page(
         say("times over sizes")
         rivals, _ = nccl_rivals(topology, collective, chosen, root, plan)
         found.append(
-            sizes_section(plan, rivals, _choice(topology, plan, chosen, root, channels, sizes), sizes)
+            sizes_section(
+                plan,
+                rivals,
+                by_size(topology, plan, chosen, root=root, channels=channels, sizes=sizes),
+                sizes,
+            )
         )
     title = f"{collective} on {topology.name}"
     return _document(title, _answer(plan), found)
@@ -380,80 +372,3 @@ def trees_content(plan: Plan) -> Markup:
     if not plan.trees:
         return element("p", "There is no tree.")
     return joined((element("p", told), *ranks, draw_steps(plan)))
-
-
-def _choice(
-    topology: Topology,
-    plan: Plan,
-    chosen: Sequence[int],
-    root: int | None,
-    channels: str,
-    sizes: Sequence[int],
-) -> Choice | None:
-    """Plans by size where there are any."""
-    if plan.collective == ALL_TO_ALL or channels not in ("auto", *ONE_FABRIC):
-        return None
-    try:
-        return choose_by_size(
-            topology, plan.collective, gpus=chosen, root=root, channels=channels, sizes=sizes
-        )
-    except (InfeasibleError, UsageError):
-        # Some schedule refuses such a machine; the page has the others.
-        return None
-
-
-def sizes_section(
-    plan: Plan, rivals: dict[str, Plan], choice: Choice | None, sizes: Sequence[int]
-) -> Section:
-    """Model times over sizes: the plan, the best plan by size, the ring, and the best that NCCL has."""
-    own = sweep(plan, sizes)
-    ring = rivals.get("ring")
-    ring_rows = sweep(ring, sizes) if ring else None
-    clocks = {name: clock(one) for name, one in rivals.items()}
-    nccl: list[tuple[float, str]] = (
-        [min((time(size).seconds, rivals[name].schedule) for name, time in clocks.items()) for size in sizes]
-        if rivals
-        else []
-    )
-    best = sweep(choice.plans, sizes) if choice else None
-    heads = ["size", f"{plan.schedule}: us", "GB/s", "busbw"]
-    columns: list[list[str]] = [
-        [format_size(size) for size in sizes],
-        *_cells([row.seconds for row in own], sizes),
-        [f"{row.busbw:.4g}" for row in own],
-    ]
-    curves = [_curve(f"{plan.schedule} of the plan above", own)]
-    if best is not None and choice is not None:
-        heads += ["best by size: us", "GB/s", "which"]
-        columns += [
-            *_cells([row.seconds for row in best], sizes),
-            [choice.plans.at(size).schedule for size in sizes],
-        ]
-        curves.append(_curve("best schedule by size", best))
-        if choice.bound is not None:
-            heads.append("least possible: us")
-            columns.append([f"{choice.bound.seconds(size) * 1e6:.1f}" for size in sizes])
-    if ring_rows is not None and ring is not None:
-        heads += [f"{ring.schedule}: us", "GB/s"]
-        columns += _cells([row.seconds for row in ring_rows], sizes)
-        curves.append(_curve(ring.schedule, ring_rows))
-    if nccl:
-        heads += ["NCCL's best: us", "GB/s", "which"]
-        columns += [*_cells([seconds for seconds, _ in nccl], sizes), [name for _, name in nccl]]
-        points = tuple((size, size / seconds / 1e9) for size, (seconds, _) in zip(sizes, nccl, strict=True))
-        curves.append(Curve("NCCL's best", points))
-    told = "Model times (start-ups and bandwidth of every link, pipelined), not measured; GB/s of algorithm bandwidth."
-    label = f"algorithm bandwidth of {plan.collective} on {plan.topology.name} over sizes"
-    chart = draw_curves(curves, label=label)
-    rows = list(zip(*columns, strict=True))
-    return Section("sizes", "Times over sizes", joined((element("p", told), chart, table(heads, rows))))
-
-
-def _cells(seconds: Sequence[float], sizes: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Microseconds and GB/s."""
-    times = [f"{one * 1e6:.1f}" for one in seconds]
-    return times, [f"{size / one / 1e9:.4g}" for size, one in zip(sizes, seconds, strict=True)]
-
-
-def _curve(name: str, rows: Sequence[Row]) -> Curve:
-    return Curve(name, tuple((row.nbytes, row.algbw) for row in rows))

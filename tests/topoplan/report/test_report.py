@@ -19,7 +19,8 @@ from tests.support.checkout import Run
 from topoplan.compare import compare
 from topoplan.report.drawing import Curve, draw_curves
 from topoplan.report.markup import VOID, Markup, element, table
-from topoplan.report.page import report_page, sizes_section
+from topoplan.report.page import report_page
+from topoplan.report.sizes import sizes_section
 from topoplan.report.tree_steps import CHUNKS, lines_of, steps_of
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.table import sweep
