@@ -54,6 +54,7 @@ TAKERS: dict[str, Asked] = {
     "overlay": topoplan.overlay,
     "plan": topoplan.plan,
     "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),
+    "plan_from_trees": lambda machine: topoplan.plan_from_trees(machine, "allreduce", [[0, 1, 2, 3]]),
     "plan_mesh": lambda machine: topoplan.plan_mesh(machine, {"dp": 2, "tp": 2}),
     "ring": topoplan.ring,
     "slow_links": lambda machine: topoplan.slow_links(machine, {"gpu0-gpu1": 10}),

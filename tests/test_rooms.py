@@ -18,7 +18,7 @@ MODULES = sorted(
 )
 
 ORDER = [
-    *("errors", "units", "topology", "degraded", "in_network"),
+    *("errors", "offers", "units", "topology", "degraded", "in_network"),
     *("hosts", "clusters", "calibration"),
     *("formats", "machines", "probing"),
     *("simplex", "fabric", "symmetry", "trees"),

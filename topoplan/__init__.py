@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from topoplan.schedules.lowest_tree import lowest_tree
     from topoplan.schedules.one_hop import one_hop
     from topoplan.schedules.one_shot import one_shot
+    from topoplan.schedules.own_trees import plan_from_trees
     from topoplan.schedules.rings.ring import ring
     from topoplan.schedules.sparse_plan import sparse_plan
     from topoplan.schedules.three_phase import three_phase
@@ -75,6 +76,7 @@ _HOME = {
     "overlay": "topoplan.formats.nvidia_smi.nvlink_overlay",
     "plan": "topoplan.packing.planner",
     "plan_by_size": "topoplan.choice.by_size",
+    "plan_from_trees": "topoplan.schedules.own_trees",
     "plan_mesh": "topoplan.packing.mesh",
     "probe": "topoplan.probing.probe",
     "ring": "topoplan.schedules.rings.ring",
@@ -117,6 +119,7 @@ __all__ = [
     "overlay",
     "plan",
     "plan_by_size",
+    "plan_from_trees",
     "plan_mesh",
     "probe",
     "ring",

@@ -6,19 +6,22 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes, table
+from topoplan.cli.output import check_plot, draw_plot, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
-from topoplan.compare import compare, compare_all, format_table, summary, to_object
+from topoplan.compare import Comparison, compare, compare_all, format_table, summary, to_object
+from topoplan.compare.recommendation import MOST_SETS
 from topoplan.compare.servers import ServerCosts, WithoutServer, without_each_server
+from topoplan.compare.table import HEADS
 from topoplan.errors import UsageError
 from topoplan.plans.plan import check_collective
 from topoplan.topology import Topology
-from topoplan.units import name_ranges
+from topoplan.units import name_ranges, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -26,7 +29,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     parser.add_argument(
-        "--all-allocations", action="store_true", help="every allocation of 2 or more GPUs, up to isomorphism"
+        "--all-allocations",
+        action="store_true",
+        help="every allocation of 2 or more GPUs, of all or of those that --gpus names, up to isomorphism",
     )
     parser.add_argument(
         "--gpu-counts",
@@ -44,16 +49,44 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_channels(parser)
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
+    arguments.add_csv(parser, "the rows")
     add_cluster(parser)
     add_in_network(parser)
     add_damage(parser)
 
 
+LEFT_OUT = ("collective", "notes", "others", "allocations")
+"""Keys of a row in JSON that are no column of comma-separated values, or the last one."""
+
+
+def _numbered(row: Comparison, inside: Sequence[int]) -> Comparison:
+    """A row of a part of a machine under the numbers of the whole."""
+    named = tuple(tuple(inside[gpu] for gpu in gpus) for gpus in (row.gpus, *row.allocations))
+    return replace(row, gpus=named[0], allocations=named[1:])
+
+
+def _print_rows(rows: Sequence[Comparison]) -> None:
+    """The rows as comma-separated values, lists of GPUs as ranges."""
+    made = cast("list[dict[str, object]]", to_object(rows)["rows"])
+    heads = [name for name in made[0] if name not in LEFT_OUT] if made else ["gpus"]
+    print_csv(
+        [
+            {
+                "gpus": number_ranges(row.gpus),
+                **{name: told[name] for name in heads[1:]},
+                "allocations": " ".join(map(number_ranges, row.allocations)),
+            }
+            for row, told in zip(rows, made, strict=True)
+        ]
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
     collective = check_collective(options.collective)
-    if options.all_allocations and (options.gpus is not None or options.root is not None):
-        raise UsageError("--all-allocations goes with neither --gpus nor --root; leave one of them out")
+    arguments.check_csv(options)
+    if options.all_allocations and options.root is not None:
+        raise UsageError("--all-allocations does not go with --root; leave one of them out")
     if options.all_allocations and (options.channels != "auto" or options.size is not None):
         raise UsageError("--all-allocations goes with neither --channels nor --size; leave them out")
     if options.gpu_counts is not None and not options.all_allocations:
@@ -65,8 +98,15 @@ def run(options: argparse.Namespace) -> int:
     topology = machine.whole
     with progress_line("comparing") as progress:
         if options.all_allocations:
-            found = compare_all(machine.topology, collective, sizes=options.gpu_counts, progress=progress)
-            rows = tuple(replace(row, gpus=tuple(machine.left[gpu] for gpu in row.gpus)) for row in found)
+            inside = tuple(sorted(machine.whole.select(machine.allocation(options.gpus) or machine.left)))
+            found = compare_all(
+                topology.subset(inside) if inside else topology,
+                collective,
+                sizes=options.gpu_counts,
+                most_listed=MOST_SETS,
+                progress=progress,
+            )
+            rows = tuple(_numbered(row, inside) for row in found)
         else:
             one = compare(
                 topology,
@@ -84,6 +124,10 @@ def run(options: argparse.Namespace) -> int:
         from topoplan.plot.bars import draw_comparison
 
         draw_plot(options, lambda: draw_comparison(rows, title=title))
+    if options.all_allocations:
+        rows = tuple(
+            sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))
+        )
     if options.json:
         print_json(
             {
@@ -94,9 +138,19 @@ def run(options: argparse.Namespace) -> int:
             }
         )
         return 0
+    if options.csv:
+        _print_rows(rows)
+        return 0
     print(title)
     print(format_table(rows))
     if options.all_allocations:
+        several = [row for row in rows if row.members > 1]
+        if several:
+            print()
+        for row in several:
+            print(listed_sets(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members))
+        print()
+        print(HEADS)
         print()
         print(summary(rows))
         over_nvlink = [row for row in rows if row.channel == "nvlink"]

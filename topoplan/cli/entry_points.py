@@ -7,12 +7,12 @@ what ``plan --explain`` says. Nothing of it is imported by name.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from topoplan.cli.arguments import OneLineParser
 from topoplan.errors import UsageError
+from topoplan.offers import offered
 from topoplan.plans.plan import Plan
 
 COMMANDS = "topoplan.commands"
@@ -43,44 +43,6 @@ class Explanation(Protocol):
 
     def to_object(self) -> dict[str, object]:
         """For JSON."""
-
-
-def offered(group: str) -> dict[str, Callable[[], Any]]:
-    """What loads each entry of a group, by name.
-
-    A loader raises UsageError where the package that offers the entry cannot be imported.
-    """
-    # Reading what is installed takes longer than a small plan: only where it is asked for.
-    from importlib.metadata import EntryPoint, entry_points
-
-    def loader(entry: EntryPoint) -> Callable[[], Any]:
-        def load() -> Any:
-            try:
-                return entry.load()
-            except (ImportError, AttributeError) as error:
-                package = entry.dist.name if entry.dist else entry.module.split(".")[0]
-                raise UsageError(
-                    f"{entry.name}, which the package {package} offers, cannot be loaded: {error}; install it again"
-                ) from error
-
-        return load
-
-    found = [*entry_points(group=group)]
-    if not any(entry.dist is not None and entry.dist.name == "topoplan" for entry in found):
-        found += [EntryPoint(name, value, group) for name, value in _of_checkout(group).items()]
-    return {entry.name: loader(entry) for entry in found}
-
-
-def _of_checkout(group: str) -> dict[str, str]:
-    """What ``pyproject.toml`` beside the package offers, where nothing is installed: names and what they load."""
-    import tomllib
-
-    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    if not file.is_file():
-        return {}
-    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
-    entries: dict[str, str] = project.get("entry-points", {}).get(group, {})
-    return entries if project.get("name") == "topoplan" else {}
 
 
 def explanations(plan: Plan) -> dict[str, Explanation]:

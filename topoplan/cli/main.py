@@ -20,9 +20,10 @@ from typing import cast
 import topoplan
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.entry_points import COMMANDS as GROUP
-from topoplan.cli.entry_points import Command, offered
+from topoplan.cli.entry_points import Command
 from topoplan.cli.output import WIDEST, WrappedText, print_error
 from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.offers import offered
 
 COMPLETION = "completion"
 
@@ -33,8 +34,8 @@ COMMANDS = {
     "check": "is a machine healthy, and what does each fault cost",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
-    "recommend": "which GPUs to take for a job, or for several",
     "explain": "a log of nccl-tests or NCCL beside what the wires allow, and a file for NCCL's tuner",
+    "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
-from topoplan.units import bus_factor
+from topoplan.units import bus_factor, number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,11 +135,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2)
 
 
 def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print objects as comma-separated values (RFC 4180, lines ended as everywhere here), their keys first."""
+    """Print objects as comma-separated values (RFC 4180, lines ended as everywhere here), their keys first.
+
+    Nothing stands for None and for infinite rates.
+    """
     keys = dict.fromkeys(key for row in rows for key in row)
-    writer = csv.DictWriter(sys.stdout, list(keys), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(keys)
+    for row in rows:
+        cells = (row.get(key) for key in keys)
+        writer.writerow("" if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in cells)
 
 
 class WrappedText(io.TextIOBase):
@@ -211,6 +217,40 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return cell in ("", "-")
     return True
+
+
+MOST_SETS = 70
+"""Sets of GPUs that a line of text lists: all that have equal wires on machines of 8 GPUs."""
+
+
+def listed_sets(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
+    """Sets of GPUs in lines under a head; of many the first.
+
+    Parameters
+    ----------
+    head : str
+    sets : sequence of sequence of int
+        Those that are known, which may be fewer than there are.
+    number : int
+        How many there are.
+    width : int
+        Columns.
+
+    Examples
+    --------
+    >>> listed_sets("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
+    'class 1: 0-3  4-7'
+    """
+    texts = [number_ranges(gpus) for gpus in sets[:MOST_SETS]]
+    if number > len(texts):
+        texts.append(f"… and {number - len(texts):,} more (--json, --csv)")
+    return textwrap.fill(
+        "  ".join(texts),
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+    )
 
 
 def check_target(path: str | None, what: str) -> None:

@@ -26,7 +26,7 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.progress import progress_line
-from topoplan.cli.sources import read_demand, read_machine
+from topoplan.cli.sources import read_demand, read_machine, read_trees
 from topoplan.cli.tree_table import named_ranks, phase_table, tree_noun, tree_rows, tree_table
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import ALL, Fabric, channel_words
@@ -71,8 +71,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--schedule",
         default=TREES,
         metavar="NAME",
-        help="a schedule in place of packed trees, such as ring, one-hop or double-tree; a name that is unknown is "
-        f"answered with all (default: {TREES})",
+        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or what an installed package "
+        f"registers; a name that is unknown is answered with all (default: {TREES})",
+    )
+    parser.add_argument(
+        "--schedule-file",
+        metavar="F.json",
+        help='trees of your own in place of packed ones, {"trees": [[[0, 1], [1, 2]], {"ring": [0, 1, 2]}]}; their '
+        "shares are chosen where the file leaves them out",
     )
     arguments.add_channels(parser)
     parser.add_argument(
@@ -157,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     plan_sizes.check_options(options)
     plan_mesh.check_options(options)
     sparse = asked_for(options)
-    if options.schedule != TREES:
+    if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
     check_target(options.output, "-o")
     check_plot(options)
@@ -202,16 +208,32 @@ def _check_schedule(options: argparse.Namespace) -> None:
     # The rooms of rings and others are loaded where one is asked for.
     from topoplan.schedules.registry import find_schedule
 
-    name = find_schedule(options.schedule).name
+    what = "--schedule-file"
+    if options.schedule != TREES:
+        what = f"--schedule {find_schedule(options.schedule).name}"
+        if options.schedule_file is not None:
+            raise UsageError(f"{what} and --schedule-file are two schedules; leave one of them out")
     given = arguments.first_given(options, OF_TREES)
     if given:
         raise UsageError(
-            f"--schedule {name} is one plan without a search, so {given} does not go with it; leave one of them out"
+            f"{what} is one plan without a search, so {given} does not go with it; leave one of them out"
         )
 
 
 def _plan(options: argparse.Namespace, machine: Machine, progress: Callable[[str], None] | None) -> Plan:
     """The plan of elements that is asked for."""
+    trees = None if options.schedule_file is None else read_trees(options.schedule_file)
+    if trees is not None:
+        from topoplan.schedules.own_trees import plan_from_trees
+
+        return plan_from_trees(
+            machine.whole,
+            options.collective,
+            trees,
+            gpus=machine.allocation(options.gpus),
+            root=options.root,
+            channels=options.channels,
+        )
     if options.schedule != TREES:
         from topoplan.schedules.registry import make_schedule
 
@@ -396,6 +418,7 @@ OF_ELEMENTS = {
     "bound_only": False,
     "explain": False,
     "schedule": TREES,
+    "schedule_file": None,
 }
 """Options that do not go with a sparse plan, and what they are when nobody has given them."""
 

@@ -43,6 +43,7 @@ OF_ONE_PLAN = {
     "explain": False,
     "plot": None,
     "schedule": TREES,
+    "schedule_file": None,
 }
 """Options that do not go with a mesh, and what they are when nobody has given them."""
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import counted, print_csv, print_json, print_notes, table
+from topoplan.cli.output import counted, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
+from topoplan.compare.jobs import Division, JobSet, divide
 from topoplan.compare.recommendation import GpuSet, recommend
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
+from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
 from topoplan.units import bus_factor, number_ranges
-
-MOST_SHOWN = 70
-"""Sets of a class that the text lists: all of classes of 8 GPUs or fewer."""
-
-WIDTH = 116
-"""Columns of the text."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -33,6 +28,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--count", type=arguments.whole(1, 999_999, "number of GPUs"), metavar="K", help="GPUs of the job"
     )
     parser.add_argument(
+        "--jobs",
+        type=_sizes,
+        metavar="LIST",
+        help="GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them",
+    )
+    parser.add_argument(
         "--free",
         type=arguments.gpu_list,
         metavar="LIST",
@@ -40,18 +41,20 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_collective(parser)
     arguments.add_json(parser)
-    arguments.add_csv(parser, "the sets")
+    arguments.add_csv(parser, "the rows")
     add_cluster(parser)
     add_in_network(parser)
     add_damage(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """List all sets of so many GPUs, best first, with what the best leave for the next job."""
+    """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
     collective = check_collective(options.collective)
     arguments.check_csv(options)
-    if options.count is None:
-        raise UsageError("say how many GPUs the job has with --count, such as --count 4")
+    if (options.count is None) == (options.jobs is None):
+        raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")
+    if options.jobs is not None:
+        return _run_jobs(options, collective)
     machine = read_machine(options)
     free = _free(options, machine)
     with progress_line("comparing") as progress:
@@ -69,11 +72,111 @@ def run(options: argparse.Namespace) -> int:
             }
         )
     elif options.csv:
-        print_csv([{**_object(one, factor), "gpus": number_ranges(one.gpus)} for one in sets])
+        rows = [_object(one, factor) for one in sets]
+        print_csv([{**row, "gpus": number_ranges(one.gpus)} for one, row in zip(sets, rows, strict=True)])
     else:
         _print_sets(machine, collective, sets, factor)
         print_notes(*machine.whole.notes)
     return 0
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """GPUs of each job.
+
+    Examples
+    --------
+    >>> _sizes("4,2,2")
+    (4, 2, 2)
+    """
+    one = arguments.whole(1, 999_999, "list of numbers of GPUs such as 4,2,2")
+    try:
+        return tuple(one(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no list of numbers of GPUs such as 4,2,2"
+        ) from None
+
+
+def _run_jobs(options: argparse.Namespace, collective: str) -> int:
+    machine = read_machine(options)
+    free = _free(options, machine)
+    with progress_line("dividing") as progress:
+        found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
+    rows = [_job_object(job, collective) for job in found.jobs]
+    if options.json:
+        print_json(
+            {
+                "machine": machine.whole.name,
+                "collective": collective,
+                "free": list(free),
+                "ways": found.ways,
+                "proved": found.proved,
+                "complete": found.complete,
+                "least": found.least,
+                "jobs": rows,
+                "notes": list(machine.whole.notes),
+            }
+        )
+    elif options.csv:
+        print_csv(
+            [{**row, "gpus": number_ranges(job.gpus)} for job, row in zip(found.jobs, rows, strict=True)]
+        )
+    else:
+        _print_jobs(machine, collective, found)
+        print_notes(*machine.whole.notes)
+    return 0
+
+
+def _job_object(job: JobSet, collective: str) -> dict[str, object]:
+    """A job for JSON; null where nothing moves."""
+    return {
+        "gpus": list(job.gpus),
+        "rate": finite(job.rate),
+        "busbw": finite(job.rate * bus_factor(collective, len(job.gpus))) if len(job.gpus) > 1 else None,
+        "alone": finite(job.alone),
+        "best": finite(job.best),
+        "part": job.part,
+        "shares_links": job.shares_links,
+    }
+
+
+def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
+    """A row for each job, and what is the best about it."""
+    sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
+    best = "the best" if found.proved else "a good one"
+    print(
+        f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
+    )
+    print()
+    rows = []
+    for number, job in enumerate(found.jobs):
+        moves = len(job.gpus) > 1
+        told = (
+            [job.rate, job.rate * bus_factor(collective, len(job.gpus)), job.alone, job.best] if moves else []
+        )
+        rows.append(
+            (
+                str(number),
+                number_ranges(job.gpus),
+                *(f"{rate:.6g}" for rate in told),
+                *("-" for _ in range(4 - len(told))),
+                f"{job.part:.4g}",
+                "yes" if job.shares_links else "no",
+            )
+        )
+    print(table(("job", "GPUs", "GB/s", "busbw", "alone", "best set", "part", "shares links"), rows))
+    print()
+    print(
+        "GB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
+    )
+    print(
+        "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
+    )
+    if any(job.shares_links for job in found.jobs):
+        print("shares links: its wires meet those of another job; GB/s holds while both run")
+    if not found.complete:
+        better = "in the sum of the parts" if found.proved else "in the least part"
+        print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")
 
 
 def _free(options: argparse.Namespace, machine: Machine) -> tuple[int, ...]:
@@ -143,7 +246,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
     print(table(heads, rows))
     print()
     for group in classes:
-        print(_members(group))
+        print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
     print(
@@ -157,21 +260,6 @@ def _span(rates: Sequence[float]) -> str:
     return least if least == most else f"{least}-{most}"
 
 
-def _members(group: Sequence[GpuSet]) -> str:
-    """The sets of a class; of very many the first."""
-    texts = [number_ranges(one.gpus) for one in group[:MOST_SHOWN]]
-    if len(group) > MOST_SHOWN:
-        texts.append(f"… and {len(group) - MOST_SHOWN:,} more: --json and --csv list all")
-    head = f"class {group[0].number}: "
-    return textwrap.fill(
-        "  ".join(texts),
-        WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_on_hyphens=False,
-    )
-
-
 def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
     """What the best set leaves for the next job."""
     free = sorted({gpu for one in sets for gpu in one.gpus})
@@ -182,5 +270,6 @@ def _leaves(best: GpuSet, sets: Sequence[GpuSet]) -> str:
     if best.following is not None:
         told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
     if best.left is not None and len(rest) != len(best.gpus):
-        told.append(f"{best.left:.6g} for one of all {len(rest)}")
+        unit = "" if told[1:] else " GB/s"
+        told.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
     return f"{told[0]}: {', '.join(told[1:])}" if told[1:] else f"{told[0]}, no pair"

@@ -155,11 +155,11 @@ def _where(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-def read_plan_text(path: str) -> str:
+def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
     """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
     try:
         return read_text(
-            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else _REMEDY
+            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else remedy
         )
     except TopologyError:
         raise UsageError(f"{_where(path)} is binary, not text; give another file") from None
@@ -204,6 +204,38 @@ def read_demand(path: str) -> list[list[float]]:
             f'{_where(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
         )
     return cast("list[list[float]]", rows)
+
+
+TREES_FORMAT = "topoplan.trees/1"
+
+
+def read_trees(path: str) -> list[object]:
+    """The trees in a file of them, ``{"format": "topoplan.trees/1", "trees": [...]}`` or the list alone.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or holds no such list; what the trees are is for `topoplan.plan_from_trees` to say.
+    """
+    text = read_plan_text(path, "give a file of trees, as docs/file-formats.md has it")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_where(path)} is no JSON: {error}") from None
+    if isinstance(value, dict):
+        unknown = [key for key in value if key not in ("format", "trees")]
+        if unknown:
+            raise UsageError(
+                f"{_where(path)}: key {unknown[0][:40]!r} is unknown; known are format and trees"
+            )
+        if value.get("format", TREES_FORMAT) != TREES_FORMAT:
+            raise UsageError(f"{_where(path)}: format {value['format']!r} is not {TREES_FORMAT!r}"[:200])
+        value = value.get("trees")
+    if not isinstance(value, list):
+        raise UsageError(
+            f'{_where(path)} holds no trees; give {{"trees": [[[0, 1], [1, 2]]]}}, of each its edges [parent, child]'
+        )
+    return value
 
 
 def printable_machine(topology: Topology) -> Topology:

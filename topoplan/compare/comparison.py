@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from topoplan.compare.allocations import AllocationClass, allocation_classes
+from topoplan.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
 from topoplan.compare.table import NO_RING, Comparison
 from topoplan.errors import InfeasibleError
 from topoplan.fabric.fabric import Fabric
@@ -134,6 +134,7 @@ def compare(
         nccl_kind=nccl.schedule if nccl else NO_RING,
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
         in_network=helped,
+        allocations=(chosen,),
     )
 
 
@@ -186,6 +187,7 @@ def compare_all(
     collective: str = "allreduce",
     *,
     sizes: Collection[int] | None = None,
+    most_listed: int = MOST_LISTED,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Comparison, ...]:
     """Compare trees with rings on one allocation of each class.
@@ -196,6 +198,8 @@ def compare_all(
     collective : str
     sizes : collection of int or None
         Numbers of GPUs; 2 to N for None.
+    most_listed : int
+        Allocations of a class up to which they are listed.
     progress : callable or None
         Called with a line of text before each class.
 
@@ -226,7 +230,7 @@ def compare_all(
     """
     topology = as_topology(topology)
     collective = check_collective(collective)
-    classes = allocation_classes(topology, sizes=sizes)
+    classes = allocation_classes(topology, sizes=sizes, most_listed=most_listed)
     rows = []
     for number, one in enumerate(classes):
         if progress:
@@ -238,7 +242,8 @@ def compare_all(
 def compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
     """As `compare`, of the representative of a class; rates of 0 where no path joins it."""
     try:
-        return replace(compare(topology, collective, gpus=one.gpus), members=one.members)
+        found = compare(topology, collective, gpus=one.gpus)
+        return replace(found, members=one.members, allocations=one.allocations)
     except InfeasibleError as error:
         if one.channel is not None:
             raise
@@ -258,4 +263,5 @@ def compare_class(topology: Topology, collective: str, one: AllocationClass) -> 
             ratio=math.nan,
             relay_ratio=None,
             notes=(str(error),),
+            allocations=one.allocations,
         )

@@ -28,6 +28,9 @@ from topoplan.topology import Topology, TopologyLike, as_topology
 MOST_SETS = 20_000
 """Sets that are listed; 8 of 16 GPUs are 12,870."""
 
+MOST_CLASSES = 400
+"""Classes that are planned: minutes on 16 GPUs with several kinds of wires; machines of 8 GPUs have up to 70."""
+
 Progress = Callable[[str], None]
 
 
@@ -87,7 +90,7 @@ class RankedSets:
     ) -> None:
         self.topology, self.collective, self.free = topology, collective, free
         self._part = topology.subset(free)
-        self._progress = progress
+        self.progress = progress
         self._classes: dict[int, dict[tuple[int, ...], AllocationClass]] = {}
         self._rates: dict[tuple[int, ...], float] = {}
 
@@ -119,14 +122,30 @@ class RankedSets:
         """A class whose representative has the machine's GPU numbers."""
         return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
 
+    def planned_classes(self, count: int) -> list[AllocationClass]:
+        """The classes of sets of so many GPUs, by their representatives.
+
+        Raises
+        ------
+        UsageError
+            There are more than `MOST_CLASSES`, too many to plan each; as `classes`.
+        """
+        found = {one.gpus: one for one in self.classes(count).values()}
+        if len(found) > MOST_CLASSES:
+            raise UsageError(
+                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} different kinds of wires, and "
+                f"at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
+            )
+        return [found[gpus] for gpus in sorted(found)]
+
     def compared(self, count: int) -> dict[tuple[int, ...], Comparison]:
-        """The comparison of each class of so many GPUs, by its representative."""
-        classes = sorted({one.gpus: one for one in self.classes(count).values()}.items())
+        """The comparison of each class of so many GPUs, by its representative; errors as `planned_classes`."""
+        classes = self.planned_classes(count)
         made = {}
-        for number, (gpus, one) in enumerate(classes):
-            self._say(f"class {number + 1} of {len(classes)}", gpus)
-            made[gpus] = compare_class(self.topology, self.collective, one)
-            self._rates[gpus] = made[gpus].trees
+        for number, one in enumerate(classes):
+            self._say(f"class {number + 1} of {len(classes)}", one.gpus)
+            made[one.gpus] = compare_class(self.topology, self.collective, one)
+            self._rates[one.gpus] = made[one.gpus].trees
         return made
 
     def rate(self, gpus: tuple[int, ...]) -> float:
@@ -141,8 +160,8 @@ class RankedSets:
         return self._rates[one.gpus]
 
     def _say(self, what: str, gpus: Sequence[int]) -> None:
-        if self._progress:
-            self._progress(f"{what}: GPUs {', '.join(str(gpu) for gpu in gpus)}")
+        if self.progress:
+            self.progress(f"{what}: GPUs {', '.join(str(gpu) for gpu in gpus)}")
 
 
 def recommend(
@@ -193,9 +212,10 @@ def recommend(
         topology, check_collective(collective), tuple(sorted(topology.select(free))), progress
     )
     if not 2 <= count <= len(ranked.free):
-        raise UsageError(
-            f"no set of {count} GPUs can be chosen from {len(ranked.free)}; ask for 2 to {len(ranked.free)}"
+        remedy = (
+            f"ask for 2 to {len(ranked.free)}" if len(ranked.free) > 1 else "name two or more to choose from"
         )
+        raise UsageError(f"no set of {count} GPUs can be chosen from {len(ranked.free)}; {remedy}")
     rows = ranked.compared(count)
     rings = _own_rings(ranked, rows)
     fastest = max(row.trees for row in rows.values())

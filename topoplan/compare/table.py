@@ -63,6 +63,8 @@ class Comparison:
     in_network : float or None
         Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
         this row have such switches already, or there are none.
+    allocations : tuple of tuple of int
+        The allocations that the row stands for, ascending; empty where they are too many to be listed.
     """
 
     collective: str
@@ -85,6 +87,7 @@ class Comparison:
     nccl_kind: str = NO_RING
     nccl_ratio: float | None = None
     in_network: float | None = None
+    allocations: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rival(self) -> tuple[float, str]:
@@ -270,6 +273,14 @@ def format_table(rows: Sequence[Comparison]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+HEADS = """\
+GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
+trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+ring: NCCL's before 2.8, over NVLink or else PCIe; relay: rings that pass through GPUs; binary: double binary tree
+nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
+"""What the heads of the table say."""
 
 
 def _others(row: Comparison, heads: Sequence[str]) -> list[tuple[str, float | None]]:

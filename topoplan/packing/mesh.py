@@ -241,11 +241,7 @@ def plan_mesh(
     ]
     choice = _choice(parts, channels)
     whole = Fabric(asked.topology, choice)
-    if whole.helpers:
-        raise UsageError(
-            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is none; leave the helpers out of the "
-            "machine"
-        )
+    _refuse_helpers(whole)
     kind = Packing if Packing(whole, asked.collective, None).folded else Directed
     packing = MeshPacking(
         whole,
@@ -324,6 +320,64 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
 
 def _all_pairs(fabric: Fabric) -> bool:
     return len({(arc.tail, arc.head) for arc in fabric.arcs}) == fabric.size * (fabric.size - 1)
+
+
+def rate_together(
+    whole: Fabric, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
+) -> Fraction:
+    """The largest rate that groups reach at once, each times its weight, over the links of a whole that holds them all.
+
+    Parameters
+    ----------
+    whole : Fabric
+    groups : sequence of (Fabric, str, int or None)
+        Of each its ranks and links, its collective and its root rank.
+    weights : sequence of Fraction
+        Above zero.
+
+    Returns
+    -------
+    Fraction
+        GB/s for weight 1, exact: by the trees that are found, and no trees do more.
+
+    Raises
+    ------
+    UsageError
+        The machine has helpers.
+
+    Examples
+    --------
+    Two jobs of two GPUs each cross the link between the CPUs of a machine of PCIe:
+
+    >>> import topoplan
+    >>> machine = topoplan.load("pcie-x8")
+    >>> whole, one = Fabric(machine, ("pcie",)), [Fraction(1)]
+    >>> pairs = [(Fabric(machine.subset(pair), ("pcie",)), "allreduce", None) for pair in ([0, 4], [1, 5])]
+    >>> float(rate_together(whole, pairs[:1], one)), float(rate_together(whole, pairs, one * 2))
+    (10.0, 5.0)
+    """
+    _refuse_helpers(whole)
+    kind = (
+        Packing if all(Packing(whole, collective, None).folded for _, collective, _ in groups) else Directed
+    )
+    packing = MeshPacking(
+        whole,
+        groups[0][1],
+        None,
+        groups=tuple(kind(fabric, collective, root) for fabric, collective, root in groups),
+        weights=tuple(weights),
+    )
+    free = Generation(MeshPricing(packing))
+    free.run(None)
+    return free.value / packing.scale
+
+
+def _refuse_helpers(whole: Fabric) -> None:
+    if whole.helpers:
+        raise UsageError(
+            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is none; leave the helpers out of the "
+            "machine"
+        )
 
 
 def _generated(packing: MeshPacking, progress: Progress | None) -> tuple[dict[TreeColumn, Fraction], Lengths]:

@@ -2,21 +2,28 @@
 
 A new schedule is a file with a function such as `topoplan.one_hop`, and a line in the list below: then ``topoplan plan
 --schedule`` makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
+
+Other packages offer theirs as entry points of the group `GROUP`, each a function as above or a `Schedule`:
+``--schedule`` makes them by name, and verifies what it gets.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.fabric.fabric import Fabric
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.fabric.fabric import STAGED, Fabric
 from topoplan.fabric.servers import Servers
+from topoplan.hosts.staging import staged
+from topoplan.offers import Offer, offers
 from topoplan.packing.three_phase import THREE_PHASE, plan_three_phase
+from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates.certificate import Proved
 from topoplan.plans.plan import COLLECTIVES, EVERY, TREES, Plan
+from topoplan.plans.verify import verify
 from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.hierarchical import bml, hips_ring, two_level
 from topoplan.schedules.lowest_tree import lowest_tree
@@ -28,6 +35,9 @@ from topoplan.schedules.rails import RAILS, RELAYED_RAILS, rails, relayed_rails
 from topoplan.schedules.rings.ring import ring
 from topoplan.schedules.three_phase import three_phase
 from topoplan.topology import TopologyLike
+
+GROUP = "topoplan.schedules"
+"""Group of entry points of functions that are a `Make` each, or of a `Schedule`, by name."""
 
 MOST_RANKS = 64
 """Ranks beyond which regular schedules are not timed: a ring has N trees of N - 1 edges there."""
@@ -257,12 +267,13 @@ SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of this name.
+    """The schedule of this name, ours or that of an installed package.
 
     Raises
     ------
     UsageError
-        There is none; the message lists those that are known.
+        There is none, and the message lists those that are known; a package offers one of our names, or cannot be
+        loaded.
 
     Examples
     --------
@@ -275,12 +286,69 @@ one-hop, mesh, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree,
 one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
 parameter-server, two-level
     """
+    others = offers(GROUP)
+    if name in others:
+        if name in (TREES, *SCHEDULES):
+            raise UsageError(
+                f"schedule {name} is topoplan's own, and the package {others[name].package} offers another of that "
+                "name; take the package out, or ask its makers for another name"
+            )
+        return _of_package(others[name])
     if name not in SCHEDULES:
-        known = (TREES, *SCHEDULES)
+        known = (TREES, *SCHEDULES, *sorted({*others} - {TREES, *SCHEDULES}))
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"schedule {name[:40]!r} is unknown; {hint}known ones are {', '.join(known)}")
     return SCHEDULES[name]
+
+
+def _of_package(offer: Offer) -> Schedule:
+    """A schedule of an installed package, whose plans are verified and whose faults are named as its own."""
+    found = offer.load()
+    known = found if isinstance(found, Schedule) else None
+    make = known.make if known else found
+    where = f"schedule {offer.name}, of the package {offer.package},"
+    if not callable(make):
+        raise UsageError(
+            f"{where} is a {type(found).__name__}, not a function that makes a plan; its makers can mend that"
+        )
+
+    def checked(
+        topology: TopologyLike,
+        collective: str = "allreduce",
+        *,
+        gpus: Sequence[int] | None = None,
+        root: int | None = None,
+        channels: str = "auto",
+    ) -> Plan:
+        asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=EVERY)
+        try:
+            made = make(topology, collective, gpus=gpus, root=root, channels=channels)
+            if not isinstance(made, Plan):
+                raise PlanError(f"it is a {type(made).__name__}, no Plan")
+            if (made.collective, made.ranks, made.root) != (
+                asked.collective,
+                asked.topology.gpus,
+                asked.root,
+            ):
+                raise PlanError("it is of another collective, other GPUs or another root than were asked for")
+            machine = staged(asked.topology) if STAGED in made.channels else asked.topology
+            if made.topology != machine:
+                raise PlanError("it is of another machine than was asked for")
+            verify(made)
+        except (InfeasibleError, UsageError):
+            raise
+        except PlanError as error:
+            raise UsageError(f"{where} made a wrong plan: {error}; its makers can mend that") from error
+        except Exception as error:
+            raise UsageError(
+                f"{where} failed: {type(error).__name__}: {error}; its makers can mend that"
+            ) from error
+        return made
+
+    return (
+        replace(known, name=offer.name, make=checked) if known else Schedule(offer.name, checked, timed=False)
+    )
 
 
 def make_schedule(

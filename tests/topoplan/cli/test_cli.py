@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -10,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,9 +25,9 @@ from collectives.benchmark import count_wrong
 from tests.support.checkout import ROOT
 from tests.support.listings import EACH_MATRIX
 from topoplan.cli.entry_points import COMMANDS as GROUP
-from topoplan.cli.entry_points import offered
 from topoplan.cli.main import COMMANDS, INTERRUPTED, main
 from topoplan.formats.load import library
+from topoplan.offers import offered
 from topoplan.plans.plan import COLLECTIVES
 
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
@@ -205,6 +208,25 @@ class TestContract:
         row = run("compare", "dgx-1v", "--gpus", "1,4,5,7", "--json").json["rows"]
         assert isinstance(row, list)
         assert (row[0]["trees"], row[0]["ring"]) == (50.0, pytest.approx(16 / 3))
+
+    def test_compare_all_allocations_inside_some_gpus(self, run: Run) -> None:
+        """Best first for every number of GPUs, all members listed, no GPU but those that were named."""
+        asked = ("compare", "dgx-1v", "--all-allocations", "--gpus", "0,1,5-7", "--without-gpu", "2")
+        rows = cast("list[dict[str, Any]]", run(*asked, "--json").json["rows"])
+        order = [(len(row["gpus"]), -row["trees"]) for row in rows]
+        assert order == sorted(order)
+        assert sorted(tuple(gpus) for row in rows for gpus in row["allocations"]) == sorted(
+            gpus for count in range(2, 6) for gpus in combinations((0, 1, 5, 6, 7), count)
+        )
+        for row in rows:
+            assert (row["gpus"] in row["allocations"], len(row["allocations"])) == (True, row["members"])
+        out = run(*asked).out
+        assert "as 6,7: 1,5  5,6  6,7\n" in out
+        assert "bound: what no plan exceeds" in out
+        table = [*csv.reader(io.StringIO(run(*asked, "--csv").out))]
+        assert [float(line[table[0].index("trees")]) for line in table[1:]] == [row["trees"] for row in rows]
+        assert table[1][0] == "6,7"
+        assert table[1][-1] == "1,5 5,6 6,7"
 
     def test_compare_all_allocations(self, run: Run) -> None:
         """--all-allocations has a row for each class, and the summary counts all 11 allocations of 4 GPUs."""
@@ -609,7 +631,7 @@ BAD_OPTIONS = [
     ("simulate dgx-1v --sizes huge", ["'huge'", "for example"]),
     ("simulate dgx-1v --sizes 1KB:9999999TB", ["9999999TB", "choose smaller"]),
     (f"simulate dgx-1v --sizes {'9' * 400}", ["99999999", "choose smaller"]),
-    ("compare dgx-1v --all-allocations --gpus 0,1", ["--all-allocations", "leave one of them out"]),
+    ("compare dgx-1v --all-allocations --csv --json", ["--json and --csv", "leave one of them out"]),
     ("compare dgx-1v --all-allocations --root 0", ["--all-allocations", "leave one of them out"]),
     ("plan dgx-1v --json -o -", ["stdout", "leave one of them out"]),
     ("plan dgx-1v --colective reduce", ["'--colective'", "did you mean --collective?"]),

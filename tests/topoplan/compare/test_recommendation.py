@@ -116,6 +116,7 @@ def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
         (1, None, "no set of 1 GPUs"),
         (3, (0, 1), "no set of 3 GPUs can be chosen from 2"),
         (2, (0, 11), "GPU 11"),
+        (2, (5,), "no set of 2 GPUs can be chosen from 1; name two or more"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None, told: str) -> None:
@@ -126,6 +127,14 @@ def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None,
 def test_too_many_sets_are_refused_before_any_is_planned() -> None:
     with pytest.raises(UsageError, match=r"10,518,300 sets of 8 GPUs among 32 are too many: at most 20,000"):
         recommend(topoplan.nvswitch_cluster(4), 8)
+
+
+def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topoplan.compare.recommendation.MOST_CLASSES", 2)
+    with pytest.raises(
+        UsageError, match=r"28 sets of 2 GPUs have 3 different kinds of wires, and at most 2 are planned"
+    ):
+        recommend("dgx-1v", 2)
 
 
 class TestCommand:
@@ -154,7 +163,7 @@ class TestCommand:
 
     def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
         out = run("recommend", "dgx-2", "--count", "8")[1]
-        assert "… and 12,800 more: --json and --csv list all" in out
+        assert "… and 12,800 more (--json, --csv)" in out
         assert max(len(line) for line in out.splitlines()) <= 120
 
     @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ ABSENT = {
     ("three-phase", "dgx-1v"),
     ("three-phase", "pcie-x8"),
     ("one-hop", "dgx-1v"),
+    ("mesh", "dgx-1v"),
     ("relay-ring", "pcie-x8"),
     ("parameter-server", "dgx-1v"),
     *(
@@ -138,6 +139,134 @@ def test_every_schedule_is_a_valid_plan_or_says_why_not(name: str, machine: str)
     made = make_schedule(name, machine)
     assert topoplan.verify(made).rate == find_schedule(name).make(machine).rate
     assert made.rate <= topoplan.plan(machine, channels="+".join(made.channels)).rate
+
+
+CLUSTER = ("v100x4", "--servers", "3", "--nic-gbps", "100")
+PLACES = {
+    "nvls": ("dgx-h100", "--in-network", "nvswitch"),
+    "nvls-tree": ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--in-network", "all"),
+    **dict.fromkeys(("three-phase", "one-shot-three-phase", "rails", "relayed-rails"), CLUSTER),
+}
+"""Machines that have a schedule, where v100x4 has it not."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "collective"), [(name, one) for name in sorted(SCHEDULES) for one in SCHEDULES[name].collectives]
+)
+def test_every_name_writes_a_plan_file_that_verifies(
+    run: Run, tmp_path: Path, name: str, collective: str
+) -> None:
+    """For each collective that it is defined for."""
+    path = str(tmp_path / "plan.json")
+    where = PLACES.get(name, ("v100x4",))
+    planned = run("plan", *where, "--schedule", name, "--collective", collective, "-o", path)
+    assert (planned[0], planned[2]) == (0, "")
+    assert run("verify", path)[0] == 0
+
+
+SOURCE = """
+from dataclasses import replace
+
+import topoplan
+from topoplan.schedules.registry import Schedule
+
+def wave(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):
+    ranks = range(len(topoplan.Topology.select(topology, gpus)))
+    return topoplan.plan_from_trees(
+        topology, collective, [[*ranks], [*reversed(ranks)]], gpus=gpus, root=root, channels=channels
+    )
+
+swell = Schedule("swell", wave, words="a swell", collectives=("allreduce",))
+
+def slow(topology, collective="allreduce", **asked):
+    return topoplan.ring(topology, collective, gpus=asked["gpus"])
+
+def other(topology, *rest, **asked):
+    return topoplan.plan("dgx-1v", gpus=[0, 1, 2, 3])
+
+def claims(topology, *rest, **asked):
+    return replace(topoplan.plan(topology), rate=1e6)
+
+def crash(topology, *rest, **asked):
+    return 1 / 0
+
+def nothing(topology, *rest, **asked):
+    return None
+
+number = 7
+"""
+
+ENTRIES = """[topoplan.schedules]
+wave = other_waves:wave
+swell = other_waves:swell
+slow = other_waves:slow
+other = other_waves:other
+claims = other_waves:claims
+crash = other_waves:crash
+nothing = other_waves:nothing
+number = other_waves:number
+missing = other_waves:missing
+gone = other_gone:wave
+broken = other_broken:wave
+double-tree = other_waves:wave
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that offers schedules, good ones and broken ones."""
+    folder = tmp_path / "other-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(ENTRIES)
+    (tmp_path / "other_waves.py").write_text(SOURCE)
+    (tmp_path / "other_broken.py").write_text("this is no Python\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -> None:
+    """Made by its name, verified, written and known to the guess at what was meant."""
+    path = str(tmp_path / "plan.json")
+    status, out, err = run("plan", "v100x4", "--schedule", "wave", "-o", path)
+    assert (status, err) == (0, "")
+    assert "trees  1, height 3 (own trees, own trees)" in out
+    assert run("verify", path)[0] == 0
+    assert (
+        make_schedule("swell", topoplan.load("v100x4")).rate
+        == make_schedule("wave", topoplan.load("v100x4")).rate
+    )
+    assert find_schedule("swell").words == "a swell"
+    refused = run("plan", "v100x4", "--schedule", "waves")
+    assert (refused[0], "did you mean wave?" in refused[2]) == (2, True)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("double-tree", "is topoplan's own, and the package other offers another of that name"),
+        ("gone", "gone, which the package other offers, cannot be loaded: No module named 'other_gone'"),
+        ("missing", "missing, which the package other offers, cannot be loaded"),
+        ("broken", "broken, which the package other offers, cannot be loaded: SyntaxError"),
+        ("number", "schedule number, of the package other, is a int, not a function that makes a plan"),
+        ("crash", "schedule crash, of the package other, failed: ZeroDivisionError: division by zero"),
+        ("nothing", "schedule nothing, of the package other, made a wrong plan: it is a NoneType, no Plan"),
+        ("claims", "schedule claims, of the package other, made a wrong plan: claims a rate of 1000000 GB/s"),
+        ("other", "schedule other, of the package other, made a wrong plan: it is of another machine"),
+    ],
+)
+def test_a_broken_package_is_one_line(run: Run, name: str, told: str) -> None:
+    status, out, err = run("plan", "v100x4", "--schedule", name)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+@pytest.mark.usefixtures("installed")
+def test_our_own_names_do_not_need_the_package(run: Run) -> None:
+    """What it offers under other names, broken or not, is loaded only when it is asked for."""
+    assert run("plan", "v100x4", "--schedule", "ring")[0] == 0
 
 
 def test_a_ring_runs_over_the_channel_that_is_asked_for(run: Run, tmp_path: Path) -> None:
