@@ -23,7 +23,7 @@ ORDER = [
     *("formats", "machines", "probing"),
     *("simplex", "fabric", "symmetry", "trees"),
     *("plans", "bounds", "columns", "simulation", "packing", "health"),
-    *("schedules", "ordering", "choice", "compare", "plot", "export", "interpreters"),
+    *("schedules", "ordering", "choice", "compare", "plot", "export", "interpreters", "report"),
     "cli",
 ]
 

@@ -304,6 +304,49 @@ def check_csv(options: argparse.Namespace) -> None:
         raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
 
 
+PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
+"""How a figure looks, as argparse stores it; None where an option was not given."""
+
+
 def add_plot(parser: OneLineParser, what: str) -> None:
-    """A figure."""
-    parser.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")
+    """A figure, and how it looks."""
+    group = parser.add_argument_group("a figure", "drawn into a file; the same figure gives the same bytes")
+    group.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")
+    group.add_argument(
+        "--plot-size",
+        type=page_size,
+        metavar="WxH",
+        help="inches of the page, such as 6x4; letters shrink where there is less room than they need (default: what "
+        "the figure needs)",
+    )
+    group.add_argument(
+        "--dpi",
+        type=whole(10, 2400, "number of dots per inch such as 300"),
+        metavar="N",
+        help="of a .png (default: 150)",
+    )
+    group.add_argument(
+        "--font",
+        metavar="NAME",
+        help="serif, sans-serif, monospace, or a font that is installed (default: DejaVu Sans)",
+    )
+    group.add_argument(
+        "--plot-format", metavar="F", help="png, svg or pdf, whatever the name of the file ends with"
+    )
+
+
+def page_size(text: str) -> tuple[float, float]:
+    """Width and height in inches.
+
+    Examples
+    --------
+    >>> page_size("6x4")
+    (6.0, 4.0)
+    """
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,4})?)x([0-9]{1,3}(?:\.[0-9]{1,4})?)", text)
+    sides = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+    if not all(1 <= side <= 200 for side in sides):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no size in inches from 1x1 to 200x200, such as 6x4"
+        )
+    return sides

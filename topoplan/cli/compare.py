@@ -11,7 +11,7 @@ from typing import cast
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_plot, listed_sets, print_csv, print_json, print_notes, table
+from topoplan.cli.output import check_plot, draw_plot, listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare import Comparison, compare, compare_all, format_table, summary, to_object
@@ -81,14 +81,6 @@ def _print_rows(rows: Sequence[Comparison]) -> None:
     )
 
 
-def _over_nccl(rows: Sequence[Comparison]) -> str:
-    """What trees gain over the best that NCCL has, for the title of a figure whose bars are rings."""
-    found = summary(rows)
-    if found.nccl_lowest is None:
-        return ""
-    return f"; trees / NCCL's best {found.nccl_lowest:.3g} to {found.nccl_highest:.3g}, mean {found.nccl_mean:.3g}"
-
-
 def run(options: argparse.Namespace) -> int:
     """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
     collective = check_collective(options.collective)
@@ -101,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
     if options.without_each_server:
         return _run_without(options, collective)
-    check_plot(options.plot)
+    check_plot(options)
     machine = read_machine(options)
     topology = machine.whole
     with progress_line("comparing") as progress:
@@ -130,9 +122,8 @@ def run(options: argparse.Namespace) -> int:
     title = f"{collective} on {topology.name}"
     if options.plot:
         from topoplan.plot.bars import draw_comparison
-        from topoplan.plot.canvas import save_figure
 
-        save_figure(draw_comparison(rows, title=f"{title}{_over_nccl(rows)}"), options.plot)
+        draw_plot(options, lambda: draw_comparison(rows, title=title))
     if options.all_allocations:
         rows = tuple(
             sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))

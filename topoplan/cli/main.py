@@ -39,6 +39,7 @@ COMMANDS = {
     "verify": "check a plan and its proof without the solver",
     "order": "which rank on which GPU and node, for rings, trees and meshes",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
+    "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
     "diff": "what differs between two descriptions of a machine, and which difference changes its bound",
     "pairs": "which GPUs to test with which, and from the results which link is slow",

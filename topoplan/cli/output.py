@@ -5,6 +5,7 @@ A target is refused before the work begins, then written whole or not at all.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
@@ -15,15 +16,21 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from topoplan.cli.arguments import PLOT_OPTIONS, first_given
 from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.hosts.notes import kind_of, warnings_first
 from topoplan.plans.plan import Plans
 from topoplan.units import bus_factor, number_ranges
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from topoplan.plot.canvas import Look
 
 LONGEST = 600
 """Characters of an error that are shown; values from a file may be of any length."""
@@ -307,20 +314,41 @@ def write_whole(path: str, text: str | bytes) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another place for it") from None
 
 
-def check_plot(path: str | None) -> None:
-    """Refuse a figure that could not be written: as `check_target`, or its suffix names no format."""
-    if path is None:
+def check_plot(options: argparse.Namespace) -> None:
+    """Refuse a figure that could not be written: as `check_target`, or there is no such format, font or size."""
+    if options.plot is None:
+        given = first_given(options, dict.fromkeys(PLOT_OPTIONS))
+        if given:
+            raise UsageError(f"{given} belongs to a figure; add --plot F.png, or leave {given} out")
         return
-    check_target(path, "--plot")
+    check_target(options.plot, "--plot")
     # The first use on a machine logs that fonts are being listed; nothing belongs on stderr.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    from topoplan.plot.canvas import new_figure
+    from topoplan.plot.canvas import check_font, check_format, new_figure
 
-    known = new_figure(1, 1).canvas.get_supported_filetypes()
-    if Path(path).suffix.lower().lstrip(".") not in known:
-        raise UsageError(
-            f"cannot draw {path}: its suffix {Path(path).suffix!r} names no figure format; use .png, .svg or .pdf"
-        )
+    look = _look(options)
+    check_format(new_figure(1, 1), options.plot, look.file_format)
+    if look.font is not None:
+        check_font(look.font)
+
+
+def draw_plot(options: argparse.Namespace, draw: Callable[[], Figure]) -> None:
+    """Draw the figure that ``--plot`` and its options ask for, if they do."""
+    if options.plot:
+        from topoplan.plot.canvas import write_figure
+
+        write_figure(draw, options.plot, _look(options))
+
+
+def _look(options: argparse.Namespace) -> Look:
+    from topoplan.plot.canvas import PLAIN, Look
+
+    return Look(
+        size=options.plot_size,
+        dpi=PLAIN.dpi if options.dpi is None else options.dpi,
+        font=options.font,
+        file_format=options.plot_format,
+    )
 
 
 def _umask() -> int:

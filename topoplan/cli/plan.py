@@ -17,6 +17,7 @@ from topoplan.cli.output import (
     check_plot,
     check_target,
     counted,
+    draw_plot,
     plan_notes,
     print_csv,
     print_json,
@@ -165,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
     check_target(options.output, "-o")
-    check_plot(options.plot)
+    check_plot(options)
     if options.explain and (options.bound_only or options.sizes is not None):
         raise UsageError("--explain is for one plan; leave out --bound-only and --sizes")
     if options.bound_only:
@@ -180,10 +181,9 @@ def run(options: argparse.Namespace) -> int:
         made = plan_sparse(options, machine) if sparse else _plan(options, machine, progress)
     explained = explanations(made) if options.explain else {}
     if options.plot:
-        from topoplan.plot.canvas import save_figure
         from topoplan.plot.trees import draw_trees
 
-        save_figure(draw_trees(made), options.plot)
+        draw_plot(options, lambda: draw_trees(made))
     if options.output == "-":
         print(made.to_json(), end="")
         return 0

@@ -14,6 +14,7 @@ from topoplan.cli import arguments
 from topoplan.cli.output import (
     bus_words,
     counted,
+    draw_plot,
     plan_notes,
     print_csv,
     print_json,
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         )
     seconds = time.perf_counter() - started
     if options.plot:
-        _draw(choice, options.plot)
+        _draw(choice, options)
     plans = choice.plans
     if options.output == "-":
         print(plans.to_json(), end="")
@@ -391,8 +392,7 @@ def _summary(plan: Plan) -> dict[str, object]:
     }
 
 
-def _draw(choice: Choice, path: str) -> None:
-    from topoplan.plot.canvas import save_figure
+def _draw(choice: Choice, options: argparse.Namespace) -> None:
     from topoplan.plot.sweep import draw_sweep
     from topoplan.simulation.table import row
 
@@ -404,4 +404,4 @@ def _draw(choice: Choice, path: str) -> None:
             row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
         ]
     title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
-    save_figure(draw_sweep(curves, title=title), path)
+    draw_plot(options, lambda: draw_sweep(curves, title=title))

@@ -33,16 +33,15 @@ def run(options: argparse.Namespace) -> int:
     if options.output == "-" and options.json:
         raise UsageError("-o - and --json both print the machine; leave one out")
     check_target(options.output, "-o")
-    check_plot(options.plot)
+    check_plot(options)
     topology = probe(sysfs_root=options.sysfs_root, refresh=options.refresh)
     if options.output == "-":
-        if options.plot:
-            draw_machine(topology, options.plot)
+        draw_machine(topology, options)
         print(topology.to_json(), end="")
         return 0
     if options.output:
         write_whole(options.output, topology.to_json())
-    show_machine(topology, plot=options.plot, as_json=options.json)
+    show_machine(topology, options)
     if options.output and not options.json:
         print(f"written: {options.output}")
     return 0

@@ -14,7 +14,7 @@ from topoplan.cli.arguments import OneLineParser, add_json, add_machine, add_plo
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
 from topoplan.cli.device_tree import told_by_tree, tree_text
-from topoplan.cli.output import check_plot, print_json, print_notes, printable, table
+from topoplan.cli.output import check_plot, draw_plot, print_json, print_notes, printable, table
 from topoplan.cli.sources import read_machine
 from topoplan.clusters import alike, excerpt
 from topoplan.degraded import nic_name
@@ -36,30 +36,29 @@ def add_options(parser: OneLineParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
-    check_plot(options.plot)
-    show_machine(read_machine(options).topology, plot=options.plot, as_json=options.json)
+    check_plot(options)
+    show_machine(read_machine(options).topology, options)
     return 0
 
 
-def show_machine(topology: Topology, *, plot: str | None, as_json: bool) -> None:
+def show_machine(topology: Topology, options: argparse.Namespace) -> None:
     """Print a machine as text or as topology JSON, and draw it if a file is named."""
-    if plot:
-        draw_machine(topology, plot)
-    if as_json:
+    draw_machine(topology, options)
+    if options.json:
         print_json(topology.to_object())
         return
     print(f"{topology.name}: {link_summary(topology)}")
     _print_parts(topology)
-    if plot:
-        print(f"written: {plot}")
+    if options.plot:
+        print(f"written: {options.plot}")
 
 
-def draw_machine(topology: Topology, path: str) -> None:
-    """Draw a machine into a file."""
-    from topoplan.plot.canvas import save_figure
-    from topoplan.plot.machine import draw_topology
+def draw_machine(topology: Topology, options: argparse.Namespace) -> None:
+    """Draw a machine into a file if one is named."""
+    if options.plot:
+        from topoplan.plot.machine import draw_topology
 
-    save_figure(draw_topology(topology), path)
+        draw_plot(options, lambda: draw_topology(topology))
 
 
 def link_summary(topology: Topology) -> str:

@@ -14,6 +14,7 @@ from topoplan.cli.output import (
     check_plot,
     check_target,
     counted,
+    draw_plot,
     plan_notes,
     print_csv,
     print_json,
@@ -65,7 +66,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
     check_target(options.trace, "--trace")
-    check_plot(options.plot)
+    check_plot(options)
     simulate_jobs.check_options(options)
     if options.policy is not None:
         return simulate_jobs.run(options)
@@ -78,7 +79,6 @@ def run(options: argparse.Namespace) -> int:
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
     if options.plot:
-        from topoplan.plot.canvas import save_figure
         from topoplan.plot.sweep import draw_sweep
 
         name = f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size"
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         if rival:
             curves[rival.schedule] = rival_rows
         title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
-        save_figure(draw_sweep(curves, title=title), options.plot)
+        draw_plot(options, lambda: draw_sweep(curves, title=title))
     if options.trace:
         with progress_line("running events"):
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))

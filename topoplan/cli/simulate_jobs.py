@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topoplan.cli.arguments import OneLineParser, first_given
-from topoplan.cli.output import counted, print_json, table
+from topoplan.cli.output import counted, draw_plot, print_json, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import SETTLED
 from topoplan.errors import UsageError
@@ -59,10 +59,9 @@ def run(options: argparse.Namespace) -> int:
                 progress(f"under {policy.name} …")
             outcomes.append(run_jobs(jobs, policy))
     if options.plot:
-        from topoplan.plot.canvas import save_figure
         from topoplan.plot.timeline import draw_jobs
 
-        save_figure(draw_jobs(outcomes), options.plot)
+        draw_plot(options, lambda: draw_jobs(outcomes))
     if options.json:
         print_json({"policies": {one.policy: one.to_object() for one in outcomes}})
         return 0

@@ -12,6 +12,9 @@ from topoplan.plans.json_values import finite
 NO_RING = "none"
 """Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
 
+DOUBLE_TREE = "double binary tree"
+"""Kind of a rival that NCCL does not have in this form."""
+
 _EQUAL = 1e-6
 
 
@@ -85,6 +88,28 @@ class Comparison:
     nccl_ratio: float | None = None
     in_network: float | None = None
     allocations: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def rival(self) -> tuple[float, str]:
+        """Rate of the fastest of NCCL's best and the double binary tree, and what it is; 0 where there is none.
+
+        Examples
+        --------
+        >>> from topoplan.compare import compare
+        >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
+        >>> row.rival, row.rival_ratio
+        ((50.0, 'nccl tree'), 1.0)
+        """
+        double = self.double_tree or 0.0
+        return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
+
+    @property
+    def rival_ratio(self) -> float | None:
+        """``trees`` over the rate of `rival`; None where there is nothing to divide."""
+        rate, kind = self.rival
+        if kind != DOUBLE_TREE:
+            return self.nccl_ratio
+        return self.trees / rate if math.isfinite(self.trees) else None
 
 
 @dataclass(frozen=True, slots=True)

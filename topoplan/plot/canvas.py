@@ -1,5 +1,8 @@
 """Figures without a display, made on the Agg canvas, saved beside the target and then renamed; their colours and lines.
 
+A figure has a size of its own, at which all of its letters have room. Asked for a smaller one it is drawn again with
+letters and lines that much smaller; of a larger one the room between them grows.
+
 Colours are the Okabe-Ito palette, which colour-blind readers can tell apart.
 Nothing is told by colour alone: channels also differ in line style, bundles in width and label, bars in
 hatch.
@@ -8,10 +11,11 @@ hatch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from topoplan.errors import UsageError
 
@@ -20,6 +24,50 @@ if TYPE_CHECKING:
 
 
 DOTS_PER_INCH = 150
+
+MOST_PIXELS = 200_000_000
+"""Pixels of the largest bitmap."""
+
+_LONGEST_SIDE = 1 << 16
+_NORMAL = 10.0
+_IN_POINTS = (
+    "axes.linewidth",
+    "axes.labelpad",
+    *(f"{axis}tick.major.{what}" for axis in "xy" for what in ("size", "width", "pad")),
+)
+"""What figures take from matplotlib's settings, in points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a figure goes into its file.
+
+    Parameters
+    ----------
+    size : (float, float) or None
+        Inches of the page; None for the size at which the figure was laid out.
+    dpi : int
+        Pixels per inch of bitmaps.
+    font : str or None
+        A family that is installed, or serif, sans-serif, monospace; None for matplotlib's own.
+    file_format : str or None
+        png, svg, pdf, …; None for what the suffix of the file names.
+    """
+
+    size: tuple[float, float] | None = None
+    dpi: int = DOTS_PER_INCH
+    font: str | None = None
+    file_format: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and not all(0 < side < 1000 for side in self.size):
+            raise UsageError(f"a figure of {self.size} inches cannot be drawn; give sides such as 6x4")
+        if not 0 < self.dpi <= 4800:
+            raise UsageError(f"{self.dpi} pixels per inch cannot be drawn; give a number such as 300")
+
+
+PLAIN = Look()
+"""As the figure was laid out."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -32,8 +80,119 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure; the suffix names the format (png, svg, pdf, …).
+def points(size: float) -> float:
+    """A size of letters or lines in points, smaller where the whole figure is drawn smaller.
+
+    Examples
+    --------
+    >>> points(8)
+    8.0
+    """
+    import matplotlib
+
+    return size * float(matplotlib.rcParams["font.size"]) / _NORMAL
+
+
+def text_width(text: str, size: float) -> float:
+    """Inches that a line of text takes in letters of this many points, at the size at which figures are laid out.
+
+    Examples
+    --------
+    >>> text_width("reduce", 10) < text_width("reduce, broadcast", 10) < 2
+    True
+    """
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
+    # On a bitmap letters stand on whole pixels.
+    return float(width) / 72 * 1.03
+
+
+def fitted(text: str, size: float, room: float) -> list[str]:
+    """The lines of a text that fits into so many inches, broken between words, and within a word only where it must be.
+
+    Examples
+    --------
+    >>> fitted("allreduce on dgx-2: one-hop over NVLink", 10, 2.0)
+    ['allreduce on dgx-2:', 'one-hop over NVLink']
+    """
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".lstrip()
+        if text_width(longer, size) <= room:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and text_width(lines[-1] + letter, size) > room:
+                lines.append("")
+            lines[-1] += letter
+    return lines
+
+
+def write_figure(draw: Callable[[], Figure], path: str | Path, look: Look = PLAIN) -> None:
+    """Draw a figure into a file as it should look; errors as `save_figure`, and UsageError for an unknown font."""
+    import matplotlib
+
+    # matplotlib types its settings by their names, one by one.
+    settings: Any = {"font.size": _NORMAL, "text.parse_math": False}
+    if look.font is not None:
+        check_font(look.font)
+        settings["font.family"] = [look.font]
+    with matplotlib.rc_context(settings):
+        figure = draw()
+        if look.size is not None:
+            scale = min(look.size[0] / figure.get_figwidth(), look.size[1] / figure.get_figheight())
+            if scale < 1:
+                defaults: Any = matplotlib.rcParams
+                smaller: Any = {name: scale * float(defaults[name]) for name in ("font.size", *_IN_POINTS)}
+                with matplotlib.rc_context(smaller):
+                    figure = draw()
+            figure.set_size_inches(*look.size)
+        save_figure(figure, path, dpi=look.dpi, file_format=look.file_format)
+
+
+def check_font(name: str) -> None:
+    """Raise UsageError where no font of this family is installed."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font_names
+
+    if name in ("serif", "sans-serif", "monospace"):
+        return
+    try:
+        findfont(FontProperties(family=[name]), fallback_to_default=False)
+    except ValueError:
+        near = get_close_matches(name, get_font_names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "use serif, sans-serif, monospace or one that is"
+        raise UsageError(f"the font {name!r} is not installed; {hint}") from None
+
+
+def check_format(figure: Figure, path: str | Path, file_format: str | None = None) -> str:
+    """The format of a file, png, svg, …: the one that is asked for, or that of its suffix.
+
+    Raises
+    ------
+    UsageError
+        There is no such format.
+    """
+    known = figure.canvas.get_supported_filetypes()
+    if file_format is not None:
+        if file_format not in known:
+            raise UsageError(f"{file_format!r} is no figure format; use png, svg or pdf")
+        return file_format
+    suffix = Path(path).suffix
+    if suffix.lstrip(".").lower() not in known:
+        raise UsageError(
+            f"cannot draw {str(path)!r}: the suffix {suffix!r} names no figure format; use .png, .svg or .pdf"
+        )
+    return suffix.lstrip(".").lower()
+
+
+def save_figure(
+    figure: Figure, path: str | Path, *, dpi: int = DOTS_PER_INCH, file_format: str | None = None
+) -> None:
+    """Write a figure; the suffix names the format (png, svg, pdf, …) where none is given.
 
     The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an
     older one.
@@ -41,23 +200,24 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     Raises
     ------
     UsageError
-        The suffix names no format, or the file cannot be written there.
+        There is no such format, the bitmap would be too large, or the file cannot be written there.
     """
     import matplotlib
 
     target = Path(path)
-    known = figure.canvas.get_supported_filetypes()
-    suffix = target.suffix.lstrip(".").lower()
-    if suffix not in known:
+    kind = check_format(figure, target, file_format)
+    width, height = (side * dpi for side in figure.get_size_inches())
+    if kind not in ("svg", "pdf", "ps", "eps") and (
+        max(width, height) >= _LONGEST_SIDE or width * height > MOST_PIXELS
+    ):
         raise UsageError(
-            f"cannot draw {str(target)!r}: the suffix {target.suffix!r} names no figure format; "
-            "use .png, .svg or .pdf"
+            f"a figure of {width:.0f} by {height:.0f} pixels is too large; choose fewer dots per inch, or .svg or .pdf"
         )
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "ps": {"CreationDate": None}}
     try:
         with matplotlib.rc_context({"svg.hashsalt": "topoplan", "svg.fonttype": "none"}):
-            figure.savefig(aside, format=suffix, metadata=dated.get(suffix))
+            figure.savefig(aside, format=kind, dpi=dpi, metadata=dated.get(kind))
         aside.replace(target)
     except OSError as error:
         raise UsageError(

@@ -20,21 +20,21 @@ def forest_positions(
     """
     places: dict[Node, tuple[float, int]] = {}
     leaves = 0
-
-    def place(node: Node, depth: int) -> None:
-        nonlocal leaves
+    # Paths may be longer than calls can be nested: a node waits below its children, and is placed after them.
+    waiting = [(root, 0, False) for root in reversed(roots)]
+    while waiting:
+        node, depth, ready = waiting.pop()
         below = children.get(node, ())
-        for child in below:
-            place(child, depth + 1)
+        if below and not ready:
+            waiting.append((node, depth, True))
+            waiting += [(child, depth + 1, False) for child in reversed(below)]
+            continue
         if below:
             slot = (places[below[0]][0] + places[below[-1]][0]) / 2
         else:
             slot = float(leaves)
             leaves += 1
         places[node] = (slot, depth)
-
-    for root in roots:
-        place(root, 0)
     return places
 
 

@@ -9,7 +9,7 @@ The panel of the network has switches, and below each the NICs that are wired to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from topoplan.clusters.alike import excerpt
 from topoplan.errors import UsageError
 from topoplan.health.diagnosis import machine_warnings
 from topoplan.hosts.notes import kind_of, warnings_first
-from topoplan.plot.canvas import STROKES, VERMILLION, new_figure
+from topoplan.plot.canvas import STROKES, VERMILLION, fitted, new_figure, points
 from topoplan.plot.crossways import crossways, tree_routes
 from topoplan.plot.hanging import Forest, hanging_layout
 from topoplan.plot.host_panel import host_panel, serving_wires
@@ -40,6 +40,7 @@ MOST_LINES = 6
 _MARGIN = 0.3
 _NARROWEST = 6.5
 _TITLE = 0.34
+_TITLE_ROW = 0.2
 _HEADING = 0.28
 _GAP = 0.3
 _LEGEND_ROW = 0.2
@@ -71,7 +72,88 @@ def draw_topology(topology: TopologyLike) -> Figure:
     >>> [axes.get_title(loc="left") for axes in figure.axes]
     ['NVLink', 'PCIe']
     """
-    topology = as_topology(topology)
+    laid_out = lay_out(as_topology(topology))
+    topology, notes, panels, kinds = laid_out.shown, laid_out.notes, laid_out.panels, laid_out.kinds
+    headline, strokes = laid_out.headline, laid_out.widths
+    extents = [panel.extent() for panel in panels]
+    width = max([_NARROWEST, *(right - left + 2 * _MARGIN for left, _, right, _ in extents)])
+    columns = max(1, int((width - _MARGIN) / _LEGEND_COLUMN))
+    legend = _LEGEND_ROW * (-(-len(kinds) // columns) + 1) + _MARGIN if kinds else 0.0
+    titles = fitted(headline, 12, width - 2 * _MARGIN)
+    title = _TITLE + _TITLE_ROW * (len(titles) - 1)
+    lines = _note_lines(notes, int((width - 2 * _MARGIN) / _NOTE_LETTER))
+    head = _MARGIN / 2 + title + _NOTE_ROW * len(lines)
+    tall = sum(up - low + _HEADING + _GAP for _, low, _, up in extents)
+    height = head + tall + legend + _MARGIN / 2
+    figure = new_figure(width, height)
+    left = _MARGIN / width
+    figure.suptitle(
+        "\n".join(titles), x=left, y=1 - _MARGIN / 2 / height, ha="left", va="top", fontsize=points(12)
+    )
+    for number, (line, warning) in enumerate(lines):
+        figure.text(
+            left,
+            1 - (_MARGIN / 2 + title + _NOTE_ROW * number) / height,
+            line,
+            ha="left",
+            va="top",
+            fontsize=points(7.5),
+            color=VERMILLION if warning else "#404040",
+        )
+    top = height - head
+    for panel, (west, low, east, up) in zip(panels, extents, strict=True):
+        top -= _HEADING + _GAP / 2
+        axes = figure.add_axes((0, (top - (up - low)) / height, 1, (up - low) / height), label=panel.title)
+        axes.set_title(panel.title, loc="left", x=left, fontsize=points(10))
+        draw_panel(axes, topology, panel, strokes)
+        spare = (width - (east - west)) / 2
+        axes.set_xlim(west - spare, east + spare)
+        axes.set_ylim(low, up)
+        top -= up - low + _GAP / 2
+    _draw_legend(figure, kinds, strokes, columns)
+    return figure
+
+
+Kind = tuple[str, float, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A machine laid out in panels, whoever draws them.
+
+    Parameters
+    ----------
+    headline : str
+        Its name and GPUs.
+    shown : Topology
+        What is drawn: NICs of two devices as one, and of a large cluster one server of those that are alike.
+    notes : tuple of str
+        Warnings and notes, with what is left out.
+    panels : tuple of Panel
+        Of NVLink, of the host and of the network, as far as there are such links.
+    kinds : tuple
+        The kinds of wires (`topoplan.plot.wires.Wire.kind`) for the legend.
+    widths : mapping
+        Width of the wires of each kind in points.
+    """
+
+    headline: str
+    shown: Topology
+    notes: tuple[str, ...]
+    panels: tuple[Panel, ...]
+    kinds: tuple[Kind, ...]
+    widths: Mapping[Kind, float]
+
+
+def lay_out(topology: Topology) -> Layout:
+    """The panels of a machine; UsageError where it has more devices than a figure can show.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> [panel.title for panel in lay_out(topoplan.load("dgx-1v")).panels]
+    ['NVLink', 'PCIe']
+    """
     headline = _headline(topology)
     notes = [*machine_warnings(topology), *topology.notes]
     if len(topology.devices) > MAX_DEVICES:
@@ -81,40 +163,7 @@ def draw_topology(topology: TopologyLike) -> Figure:
     drawn = wires(topology)
     kinds = sorted({wire.kind for wire in drawn}, key=lambda kind: (list(STROKES).index(kind[0]), kind[1:]))
     panels = [panel for make in (nvlink_panel, host_panel, network_panel) if (panel := make(topology, drawn))]
-    extents = [panel.extent() for panel in panels]
-    width = max([_NARROWEST, *(right - left + 2 * _MARGIN for left, _, right, _ in extents)])
-    columns = max(1, int((width - _MARGIN) / _LEGEND_COLUMN))
-    legend = _LEGEND_ROW * (-(-len(kinds) // columns) + 1) + _MARGIN if kinds else 0.0
-    lines = _note_lines(notes, int((width - 2 * _MARGIN) / _NOTE_LETTER))
-    head = _MARGIN / 2 + _TITLE + _NOTE_ROW * len(lines)
-    tall = sum(up - low + _HEADING + _GAP for _, low, _, up in extents)
-    height = head + tall + legend + _MARGIN / 2
-    figure = new_figure(width, height)
-    left = _MARGIN / width
-    figure.suptitle(headline, x=left, y=1 - _MARGIN / 2 / height, ha="left", va="top", fontsize=12)
-    for number, (line, warning) in enumerate(lines):
-        figure.text(
-            left,
-            1 - (_MARGIN / 2 + _TITLE + _NOTE_ROW * number) / height,
-            line,
-            ha="left",
-            va="top",
-            fontsize=7.5,
-            color=VERMILLION if warning else "#404040",
-        )
-    strokes = wire_widths(drawn)
-    top = height - head
-    for panel, (west, low, east, up) in zip(panels, extents, strict=True):
-        top -= _HEADING + _GAP / 2
-        axes = figure.add_axes((0, (top - (up - low)) / height, 1, (up - low) / height), label=panel.title)
-        axes.set_title(panel.title, loc="left", x=left, fontsize=10)
-        draw_panel(axes, topology, panel, strokes)
-        spare = (width - (east - west)) / 2
-        axes.set_xlim(west - spare, east + spare)
-        axes.set_ylim(low, up)
-        top -= up - low + _GAP / 2
-    _draw_legend(figure, kinds, strokes, columns)
-    return figure
+    return Layout(headline, topology, tuple(notes), tuple(panels), tuple(kinds), wire_widths(drawn))
 
 
 def _note_lines(notes: Sequence[str], letters: int) -> list[tuple[str, bool]]:
@@ -171,7 +220,7 @@ def _draw_legend(
             [],
             color=STROKES[k[0]].colour,
             linestyle=STROKES[k[0]].style,
-            linewidth=strokes[k],
+            linewidth=points(strokes[k]),
             label=kind_text(k),
         )
         for k in kinds
@@ -183,10 +232,10 @@ def _draw_legend(
         borderaxespad=0,
         borderpad=0,
         ncols=columns,
-        fontsize=8,
+        fontsize=points(8),
         frameon=False,
         title="bandwidth in each direction; a wire without a number is one link",
-        title_fontsize=8,
+        title_fontsize=points(8),
         alignment="left",
         handlelength=3,
     )

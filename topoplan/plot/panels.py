@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from topoplan.plot.canvas import FILLS, STROKES
+from topoplan.plot.canvas import FILLS, STROKES, points
 from topoplan.plot.wires import Wire
 from topoplan.topology import Topology
 
@@ -140,26 +140,39 @@ def draw_panel(
     """Draw a panel in axes of one inch a unit; ``strokes`` has the line width of each kind of wire."""
     axes.set_axis_off()
     axes.set_aspect("equal")
-    for wire, points in panel.routes:
+    for wire, corners in panel.routes:
         stroke = STROKES[wire.channel]
-        across, up = zip(*points, strict=True)
+        across, up = zip(*corners, strict=True)
         axes.plot(
             across,
             up,
             color=stroke.colour,
             linestyle=stroke.style,
-            linewidth=strokes[wire.kind],
+            linewidth=points(strokes[wire.kind]),
             solid_joinstyle="round",
             zorder=1,
         )
     for (x, y), text in panel.counts:
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, zorder=2, bbox=_BLANK)
+        axes.text(x, y, text, ha="center", va="center", fontsize=points(8), zorder=2, bbox=_BLANK)
     for name, (x, y) in panel.places.items():
         fill, ink = FILLS[topology.device(name).kind]
-        edge = {"boxstyle": "round,pad=0.35", "facecolor": fill, "edgecolor": "black", "linewidth": 0.6}
-        axes.text(x, y, name, ha="center", va="center", fontsize=8, color=ink, zorder=3, bbox=edge)
+        edge = {
+            "boxstyle": "round,pad=0.35",
+            "facecolor": fill,
+            "edgecolor": "black",
+            "linewidth": points(0.6),
+        }
+        axes.text(x, y, name, ha="center", va="center", fontsize=points(8), color=ink, zorder=3, bbox=edge)
         if text := panel.beside.get(name, ""):
             right = x + box_width(name) / 2 + _BESIDE
             axes.text(
-                right, y, text, ha="left", va="center", fontsize=6.5, color="#404040", zorder=3, bbox=_BLANK
+                right,
+                y,
+                text,
+                ha="left",
+                va="center",
+                fontsize=points(6.5),
+                color="#404040",
+                zorder=3,
+                bbox=_BLANK,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from topoplan.plot.canvas import GREY, SERIES, new_figure
+from topoplan.plot.canvas import GREY, SERIES, new_figure, points
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,22 +40,26 @@ def draw_jobs(outcomes: Sequence[Outcome]) -> Figure:
             colour, top = SERIES[number % len(SERIES)], len(names) - number
             axes.broken_barh([(a, b - a) for a, b in run.computed], (top - 0.45, 0.35), facecolors=colour)
             for start, stop in run.sent:
-                axes.plot((start, stop), (top - 0.7, top - 0.7), color=colour, linewidth=0.8)
+                axes.plot((start, stop), (top - 0.7, top - 0.7), color=colour, linewidth=points(0.8))
             axes.broken_barh(
                 [(a, b - a) for a, b in one.network(number)],
                 (top - 0.85, 0.3),
                 facecolors="white",
                 edgecolors=colour,
                 hatch="////",
-                linewidth=0.5,
+                linewidth=points(0.5),
             )
         axes.set_xlim(0, end)
         axes.set_ylim(0, len(names))
-        axes.set_yticks([len(names) - number - 0.5 for number in range(len(names))], names, fontsize=8)
-        axes.tick_params(axis="x", labelsize=8, labelbottom=place == len(outcomes) - 1)
-        axes.grid(axis="x", color=GREY, linewidth=0.5)
+        axes.set_yticks(
+            [len(names) - number - 0.5 for number in range(len(names))], names, fontsize=points(8)
+        )
+        axes.tick_params(axis="x", labelsize=points(8), labelbottom=place == len(outcomes) - 1)
+        axes.grid(axis="x", color=GREY, linewidth=points(0.5))
         axes.set_axisbelow(True)
-        axes.set_title(f"{one.policy}: {one.utilisation:.1%} of GPU time", fontsize=9, loc="left", pad=3)
+        axes.set_title(
+            f"{one.policy}: {one.utilisation:.1%} of GPU time", fontsize=points(9), loc="left", pad=3
+        )
         if place == len(outcomes) - 1:
-            axes.set_xlabel("seconds; full: computing, hatched: sending", fontsize=8)
+            axes.set_xlabel("seconds; full: computing, hatched: sending", fontsize=points(8))
     return figure

@@ -310,6 +310,36 @@ class TestContract:
         assert [entry.name for entry in tmp_path.iterdir()] == ["figure.svg"]
 
     @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
+    def test_looks_of_figures(self, run: Run, tmp_path: Path, command: str) -> None:
+        """Size, font and format go with the --plot of every command: the page of the SVG is so many points."""
+        path = tmp_path / "figure"
+        look = ("--plot-size", "5x3.5", "--font", "serif", "--plot-format", "svg")
+        assert f"written: {path}\n" in run(command, "v100x4", "--plot", str(path), *look).out
+        assert 'width="360pt" height="252pt"' in path.read_text()
+
+    @pytest.mark.parametrize(
+        ("look", "message"),
+        [
+            (("--dpi", "9"), "'9' is no number of dots per inch such as 300"),
+            (("--plot-size", "6"), "'6' is no size in inches from 1x1 to 200x200, such as 6x4"),
+            (("--plot-size", "0x4"), "'0x4' is no size"),
+            (("--font", "Nosuch Sans"), "the font 'Nosuch Sans' is not installed"),
+            (("--plot-format", "docx"), "'docx' is no figure format; use png, svg or pdf"),
+        ],
+    )
+    def test_bad_looks_of_figures(
+        self, refused: Callable[..., str], tmp_path: Path, look: tuple[str, str], message: str
+    ) -> None:
+        """They are refused before anything is planned, with or without a file for the figure."""
+        assert message in refused("plan", "v100x4", "--plot", str(tmp_path / "f.png"), *look)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("look", [("--dpi", "300"), ("--plot-size", "6x4"), ("--font", "serif")])
+    def test_looks_belong_to_a_figure(self, refused: Callable[..., str], look: tuple[str, str]) -> None:
+        """How a figure looks without --plot is a mistake."""
+        assert f"{look[0]} belongs to a figure; add --plot F.png" in refused("compare", "v100x4", *look)
+
+    @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
     def test_notes_are_in_text_and_json(self, run: Run, command: str) -> None:
         """What had to be assumed about nvidia-smi text stands in both outputs, and is gone once it is settled."""
         note = "NVLink 25 GB/s per link and direction; set --nvlink-gbps"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +27,9 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import usable_fabric
 from topoplan.plans.build import trivial_plan
 from topoplan.plot.bars import draw_comparison
-from topoplan.plot.canvas import save_figure
+from topoplan.plot.canvas import Look, save_figure, write_figure
 from topoplan.plot.circle_order import circle_order, circle_places
+from topoplan.plot.layers import forest_positions
 from topoplan.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.plot.sweep import draw_sweep
 from topoplan.plot.trees import draw_trees
@@ -35,6 +38,7 @@ from topoplan.schedules.double_binary_tree import double_binary_tree
 from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.table import sweep
 from topoplan.topology import Device, Link, Topology, facts
+from topoplan.units import parse_gpu_list
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,8 +70,11 @@ class Rates:
     trees: float
     bound: float
     ring: float
-    ring_kind: str
-    ratio: float
+    rival: tuple[float, str]
+
+    @property
+    def rival_ratio(self) -> float:
+        return self.trees / self.rival[0]
 
 
 def class_rows(count: int) -> list[Rates]:
@@ -78,7 +85,7 @@ def class_rows(count: int) -> list[Rates]:
         trees = 25.0 * (1 + number % 6)
         loop = 5.0 if number % 3 == 0 else trees
         kind = "pcie ring" if number % 3 == 0 else "nvlink ring"
-        rows.append(Rates(tuple(range(8 - size, 8)), 1 + number % 4, trees, trees, loop, kind, trees / loop))
+        rows.append(Rates(tuple(range(8 - size, 8)), 1 + number % 4, trees, trees, loop / 2, (loop, kind)))
     return rows
 
 
@@ -365,22 +372,124 @@ def test_depth_of_a_rank_is_its_row() -> None:
 
 
 def test_weights_of_all_panels_add_up_to_the_rate() -> None:
-    """Shares in the titles sum to one and the GB/s to the plan's rate."""
-    plan = ring(topoplan.load("dgx-1v"), "broadcast")
-    titles = [axes.get_title(loc="left").split("\n")[0].split(": ")[1] for axes in draw_trees(plan).axes]
-    assert sum(Fraction(title.split(", ")[0]) for title in titles) == 1
-    assert math.isclose(
-        sum(float(title.split(", ")[1].split()[0]) for title in titles), plan.rate, rel_tol=1e-3
-    )
+    """Shares in the titles, times the trees of a shape, sum to one and the GB/s to the plan's rate."""
+    for plan in (ring(topoplan.load("dgx-1v"), "broadcast"), topoplan.plan("dgx-1v")):
+        shares, rates = Fraction(0), 0.0
+        for axes in draw_trees(plan).axes:
+            title = " ".join(axes.get_title(loc="left").split("\n"))
+            told = re.match(r"(?:(\d+) trees of this shape|tree \d+): ([\d/]+)(?:,| and) (\S+) GB/s", title)
+            assert told is not None
+            many, share, rate = int(told[1] or 1), told[2], told[3]
+            shares, rates = shares + many * Fraction(share), rates + many * float(rate)
+        assert shares == 1
+        assert math.isclose(rates, plan.rate, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wanted"),
+    [
+        ("dgx-2", {}, ["16 trees of this shape: 1/16 and 5 GB/s each\nreduce, broadcast; roots 0-15"]),
+        (
+            "dgx-2",
+            {"collective": "allgather"},
+            ["16 trees of this shape: 1/16 and 10 GB/s each\nbroadcast; roots 0-15"],
+        ),
+        ("dgx-1v", {"gpus": [1, 4, 5, 7]}, [f"tree {i}: 1/2, 25 GB/s\nreduce, broadcast" for i in (1, 2)]),
+    ],
+)
+def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], wanted: list[str]) -> None:
+    """With their number and their roots; a few trees are drawn each, since they differ in whom they join."""
+    figure = draw_trees(topoplan.plan(name, **options))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == wanted
+    assert "not shown" not in figure.get_suptitle()
+
+
+def test_a_path_of_thousands_has_its_places() -> None:
+    """No call is nested for each rank of a ring."""
+    children = {rank: [rank + 1] for rank in range(4999)}
+    assert forest_positions([0], children) == {rank: (0.0, rank) for rank in range(5000)}
+
+
+def test_a_cluster_is_one_tree_with_its_ranks_named() -> None:
+    """32 trees of four DGX A100 are one panel whose headline names ranks in ranges, and nothing of it is cut."""
+    plan = topoplan.plan(servers("dgx-a100", 4, nic_gbps=200, nics=8))
+    figure = draw_trees(plan)
+    assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == ["32 trees of this shape"]
+    assert "0-7 s0.gpu0-7, 8-15 s1.gpu0-7" in figure.get_suptitle()
+    assert overlapping(visible_texts(figure)) == []
+    assert cut_off(figure) == []
+
+
+def test_a_long_headline_is_broken() -> None:
+    """The name of a machine is anybody's: of a long one the title of every figure goes on in the next line."""
+    machine = replace(topoplan.load("v100x4"), name="the machine in the cellar " * 8 + "x" * 200)
+    plan = topoplan.plan(machine)
+    rows = [Rates((0, 1), 1, 40.0, 40.0, 10.0, (10.0, "pcie ring"))]
+    for figure in (
+        draw_trees(plan),
+        draw_comparison(rows, title=machine.name),
+        draw_sweep({"trees": sweep(plan, [1024])}, title=machine.name),
+        draw_topology(machine),
+    ):
+        assert cut_off(figure) == []
+        assert overlapping(visible_texts(figure)) == []
+
+
+@pytest.mark.parametrize("size", [(3.3, 2.5), (12.0, 8.0)])
+def test_a_figure_of_a_given_size_keeps_its_labels_apart(size: tuple[float, float], tmp_path: Path) -> None:
+    """Letters shrink with the page and never grow, so what had room has it still; the page is as asked for."""
+    plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2, 3])
+    for draw in (partial(draw_trees, plan), partial(draw_comparison, class_rows(14))):
+        drawn = []
+
+        def keep(draw: Callable[[], Figure] = draw, drawn: list[Figure] = drawn) -> Figure:
+            drawn.append(draw())
+            return drawn[-1]
+
+        write_figure(keep, tmp_path / "f.png", Look(size=size, dpi=100))
+        assert tuple(drawn[-1].get_size_inches()) == size
+        assert overlapping(visible_texts(drawn[-1])) == []
+        assert cut_off(drawn[-1]) == []
+        header = (tmp_path / "f.png").read_bytes()[16:24]
+        assert struct.unpack(">II", header) == tuple(round(100 * side) for side in size)
+
+
+def test_the_look_of_a_figure_is_refused_in_one_line(tmp_path: Path) -> None:
+    """A font that is not there, a format that is none, more pixels than fit."""
+    draw = partial(draw_trees, topoplan.plan("v100x4"))
+    looks = {
+        "font 'Nosuch' is not installed": Look(font="Nosuch"),
+        "'docx' is no figure format": Look(file_format="docx"),
+        "pixels is too large": Look(size=(90, 90), dpi=2400),
+    }
+    for message, look in looks.items():
+        with pytest.raises(UsageError, match=message):
+            write_figure(draw, tmp_path / "f.png", look)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["svg", "pdf"])
+def test_a_format_may_be_named_beside_the_file_and_no_date_is_in_it(kind: str, tmp_path: Path) -> None:
+    """A file without a suffix is of the format that is asked for, the same twice, and says no day."""
+    draw = partial(draw_trees, topoplan.plan("v100x4"))
+    for name in ("one", "two"):
+        write_figure(draw, tmp_path / name, Look(file_format=kind, font="serif"))
+    written = (tmp_path / "one").read_bytes()
+    assert written == (tmp_path / "two").read_bytes()
+    assert b"date" not in written.lower()
 
 
 def test_trees_left_out_are_counted() -> None:
-    """A ring has a panel for the reduce path and one for the broadcast path; a shard is whole or left out."""
+    """A shape is whole or left out: a ring has a panel for the reduce path and one for the broadcast path."""
     plan = ring(topoplan.load("dgx-1v"), "allreduce")
-    figure = draw_trees(plan, most=7)
-    assert len(figure.axes) == 6
-    assert "45 more of 48 trees are not shown" in figure.get_suptitle()
-    assert "more of" not in draw_trees(plan, most=96).get_suptitle()
+    figure = draw_trees(plan, most=2)
+    assert len(figure.axes) == 2
+    assert "not shown" not in figure.get_suptitle()
+    assert draw_trees(plan, most=1).axes == []
+    packed = topoplan.plan("dgx-1v")
+    figure = draw_trees(packed, most=7)
+    assert len(figure.axes) == 7
+    assert f"{packed.trees - 7} more of {packed.trees} trees are not shown" in figure.get_suptitle()
 
 
 def test_ranks_of_an_allocation_are_named() -> None:
@@ -396,36 +505,41 @@ def test_ranks_of_an_allocation_are_named() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 3, 14, 46])
 def test_bars_have_a_group_for_each_class(count: int) -> None:
-    """One bar of trees and one of a ring for each class, at its height; labels readable and on the page."""
+    """One bar of trees and one of a rival for each class, at its height; labels readable and on the page."""
     rows = class_rows(count)
     figure = draw_comparison(rows, title="broadcast on dgx-1v")
     upper, lower = figure.axes
     bars = {container.get_label(): container for container in upper.containers}
     assert [bar.get_height() for bar in bars["trees"]] == [row.trees for row in rows]
-    assert sum(len(bars[kind]) for kind in {row.ring_kind for row in rows}) == count
-    assert [text.get_text() for text in lower.get_xticklabels()] == [
-        ",".join(map(str, row.gpus)) for row in rows
-    ]
+    assert sum(len(bars[kind]) for kind in {row.rival[1] for row in rows}) == count
+    assert [parse_gpu_list(text.get_text()) for text in lower.get_xticklabels()] == [row.gpus for row in rows]
     assert overlapping(visible_texts(figure)) == []
     assert cut_off(figure) == []
 
 
-def test_ring_kinds_differ_by_more_than_colour() -> None:
-    """NVLink, PCIe, relay and unknown rings have hatches of their own."""
-    kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree")
-    rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, kind, 2.0) for i, kind in enumerate(kinds)]
+def test_rivals_differ_by_more_than_colour() -> None:
+    """Rings over NVLink and PCIe, relaying ones, NCCL's and other trees, and unknown ones have hatches of their own."""
+    kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree", "nccl tree", "nvls", "another")
+    rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, (25.0, kind)) for i, kind in enumerate(kinds)]
     bars = {c.get_label(): c for c in draw_comparison(rows).axes[0].containers}
     assert len({bars[kind][0].get_hatch() for kind in kinds}) == len(kinds)
 
 
-def test_comparison_says_largest_and_mean_ratio() -> None:
-    """The line under the title counts members and gives the largest ratio and the geometric mean."""
+def test_comparison_is_with_the_best_rival() -> None:
+    """The line under the title counts members and gives the ratios over the best rival; old rings are marks."""
     rows = [
-        Rates((0, 1), 3, 40.0, 40.0, 10.0, "pcie ring", 4.0),
-        Rates((0, 2), 1, 9.0, 9.0, 9.0, "nvlink ring", 1.0),
+        Rates((0, 1), 3, 40.0, 40.0, 5.0, (10.0, "relay ring")),
+        Rates((0, 2), 1, 9.0, 9.0, 9.0, (9.0, "nvlink ring")),
     ]
-    texts = [text.get_text() for text in draw_comparison(rows).texts]
-    assert "4 allocations in 2 classes; trees / ring: largest 4, geometric mean 2" in texts
+    figure = draw_comparison(rows)
+    texts = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
+    assert (
+        "4 allocations in 2 classes; trees / best rival: 1 to 4, geometric mean 2, equal or below in 1"
+        in texts
+    )
+    marks = {marks.get_label(): marks.get_offsets() for marks in figure.axes[0].collections}
+    assert [tuple(place)[1] for place in marks["ring of NCCL before 2.8"]] == [5.0]
+    assert figure.axes[1].get_ylabel() == "trees / best rival"
     with pytest.raises(UsageError, match="no allocation to draw"):
         draw_comparison([])
 
