@@ -133,13 +133,16 @@ def cluster_of_nodes(
         members.setdefault(at[node], []).append(node)
     tray = {id(machine): _tray(machine) for machine in {id(one): one for one in machines.values()}.values()}
     domains = network.blocks and any(tray[id(machines[node])] for node in taken)
+    top = TOP
+    while top in dict(network.switches):
+        top += "-"
     servers: list[Server] = []
     homes: list[tuple[str, str]] = []
     if domains:
         for block, own in members.items():
             servers.append(_domain(block, own, machines, tray))
-            homes.append((block, TOP))
-        switches: tuple[tuple[str, str], ...] = ((TOP, ""),)
+            homes.append((block, top))
+        switches: tuple[tuple[str, str], ...] = ((top, ""),)
     else:
         for node in taken:
             if tray[id(machines[node])]:
@@ -151,7 +154,7 @@ def cluster_of_nodes(
         homes = list(network.nodes)
         switches = network.switches
         if network.blocks:
-            switches = ((TOP, ""), *((block, TOP) for block, _ in network.switches))
+            switches = ((top, ""), *((block, top) for block, _ in network.switches))
     return cluster(
         servers,
         nic_gbps=nic_gbps,

@@ -156,8 +156,7 @@ def test_what_does_not_go_is_one_line(
     assert told in run(capsys, *given, status=2)
 
 
-def test_a_hostfile_cannot_say_that_ranks_of_a_host_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where NICs are as fast as NVLink and ranks are scattered, the order as given may stay; it has no hostfile."""
+def test_a_hostfile_cannot_say_that_ranks_of_a_host_are_apart() -> None:
     apart = [Seat("a", 0), Seat("b", 0), Seat("a", 1)]
     with pytest.raises(UsageError, match="the ranks of a host do not follow one another"):
         hostfile(apart)

@@ -200,6 +200,13 @@ def test_nodes_of_a_block_are_hosts_of_one_nvlink_domain() -> None:
         cluster_of_nodes(many, {node: rack for node, _ in many.nodes}, nic_gbps=400)
 
 
+def test_blocks_of_hosts_are_leaves_below_a_switch_that_has_a_name_of_its_own() -> None:
+    network = parse_slurm("BlockName=top Nodes=n[1-2]\nBlockName=b Nodes=n3")
+    machine = cluster_of_nodes(network, {node: HOST for node, _ in network.nodes}, nic_gbps=100)
+    switches = [device.name for device in machine.devices if device.kind == "switch"]
+    assert switches == ["top-", "top", "b"]
+
+
 def test_a_tree_does_not_say_which_nodes_share_an_nvlink_domain() -> None:
     network = parse_slurm(CONF)
     rack = topoplan.load("gb200-nvl72")
