@@ -126,13 +126,20 @@ class BucketExchange:
             if buffer.dtype in NARROW.values():
                 given = buffer.to(torch.float32)
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-            idle = (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
+            idle = self._idle(layout, buffer)
             self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
-        parts = _parts_of(layout, bucket) if averager.filters else ()
+        parts = _parts_of(layout, bucket) if averager.filters else None
+        if parts is not None and averager.settings.significance is not None:
+            waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
+            parts = tuple(one for one in parts if one.name not in waiting)
         return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
+
+    def _idle(self, layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
+        """The parameters with a gradient of zeros, which DDP may throw away: what is kept of them waits."""
+        return (_idle_at_once if on_gpu(buffer) else _idle)(layout, buffer)
 
     def total(self, here: int) -> int:
         """How many ranks have data, this one so many; all ranks must call it."""

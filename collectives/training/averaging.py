@@ -165,7 +165,13 @@ class Averager(ABC):
 
     @abstractmethod
     def start(
-        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        op: str = "avg",
+        out: Any = None,
+        parts: Sequence[Part] | None = None,
     ) -> Handle[Any]:
         """Begin to average a gradient.
 
@@ -180,7 +186,8 @@ class Averager(ABC):
         out : as ``gradients``
             Where to put the averages; new arrays by default.
         parts : sequence of Part, optional
-            The parameters whose gradients these are, one after another; by default it is one, called ``key``.
+            The parameters whose gradients these are, one after another; by default it is one, called ``key``. What is
+            kept of one that is left out stays as it is (not with ``low_rank``, which must have all).
 
         Returns
         -------
@@ -291,7 +298,7 @@ class InStepAverager(Averager):
         *,
         op: str = "avg",
         out: Any = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[Part] | None = None,
         async_op: bool = True,
     ) -> Handle[Any]:
         """See `Averager.start`.
@@ -305,7 +312,8 @@ class InStepAverager(Averager):
         handle: Handle[Any]
         low_rank, codes = self._low_rank, self._codes
         elements = elements_of(comm, gradients)
-        parts = parts or (Part(key, 0, elements, (elements,)),)
+        if parts is None:
+            parts = (Part(key, 0, elements, (elements,)),)
         if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
             handle, part = low_rank.start(thin, gradients, parts=parts, op=op, out=out, async_op=async_op)
             how_told = f"rank {low_rank.settings.rank}"
@@ -406,7 +414,13 @@ class StaleAverager(Averager):
         self._begun = False
 
     def start(
-        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        op: str = "avg",
+        out: Any = None,
+        parts: Sequence[Part] | None = None,
     ) -> Handle[Any]:
         """Send a gradient, and average it with what has come; the first of a step waits if this rank is too far ahead.
 
@@ -469,7 +483,13 @@ class LocalAverager(Averager):
         self._averages_after = mode.averages_after
 
     def start(
-        self, key: str, gradients: Any, *, op: str = "avg", out: Any = None, parts: Sequence[Part] = ()
+        self,
+        key: str,
+        gradients: Any,
+        *,
+        op: str = "avg",
+        out: Any = None,
+        parts: Sequence[Part] | None = None,
     ) -> Handle[Any]:
         """The rank's own gradient: nothing is sent. See `Averager.start`."""
         comm = self._communicator

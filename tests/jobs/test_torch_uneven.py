@@ -90,6 +90,12 @@ def test_collectives_of_the_model_in_forward_and_backward_go_beside_the_hook(tol
     assert all(one["beside"][name] < 1e-12 for one in told)
 
 
+@pytest.mark.parametrize("name", ["on all", "on one"])
+def test_of_entries_that_are_admitted_late_nothing_is_lost_where_branches_are_unused(told: Told, name: str) -> None:
+    """DDP throws away averages of what no rank has used, and what is kept of that waits."""
+    assert all(one["conserved"][name] < 1e-13 for one in told)
+
+
 @pytest.mark.parametrize("name", ["low rank", "layers", "codes", "significance", "admission"])
 def test_a_run_under_a_filter_goes_on_bit_for_bit_from_its_file(told: Told, name: str) -> None:
     """And, where the filter keeps anything, not without that."""

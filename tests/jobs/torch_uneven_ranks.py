@@ -285,10 +285,41 @@ def _run(
     return end, *states, [str(one.message) for one in caught if "checkpoint" in str(one.message)]
 
 
+def conserved() -> dict[str, float]:
+    """By how much averages and residuals miss gradients, where branches are unused on some ranks, or on all."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), {}
+    uses: dict[str, Callable[[int], str]] = {
+        "on all": lambda step: "both" if step < 2 else "left" if step < 4 else "both",
+        "on one": lambda step: "both" if (step + rank) % 2 else "left",
+    }
+    for name, use in uses.items():
+        network, alone = model(), model()
+        late = Significance(0.002, admission=3)  # so that more is kept than the threshold
+        state = HookState(plan(), significance=late, parameters=network.parameters())
+        ddp = wrapped(network, state, find_unused_parameters=True, bucket_cap_mb=0.0005)
+        missed = [torch.zeros_like(one) for one in alone.parameters()]
+        for step in range(6):
+            given, target = batch(step)
+            for module, sign in ((alone, 1), (ddp, -1)):
+                module.zero_grad()
+                (module(given, use(step)) - target).square().mean().backward()
+                for total, one in zip(missed, module.parameters(), strict=True):
+                    if one.grad is not None:
+                        total += sign * one.grad
+        left = state.state_dict()["filters"]["residuals"]
+        for number, total in enumerate(missed):
+            for kept in left.get(f"parameter {number}", []):
+                total -= kept.view_as(total)
+            dist.all_reduce(total)
+        found[name] = max(float(total.abs().max()) for total in missed) / size
+        state.close()
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    stages = (uneven, loops, beside, restored, refused_joins)
+    stages = (uneven, loops, beside, conserved, restored, refused_joins)
     found = {stage.__name__: stage() for stage in stages}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
