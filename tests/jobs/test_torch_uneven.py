@@ -91,7 +91,9 @@ def test_collectives_of_the_model_in_forward_and_backward_go_beside_the_hook(tol
 
 
 @pytest.mark.parametrize("name", ["on all", "on one"])
-def test_of_entries_that_are_admitted_late_nothing_is_lost_where_branches_are_unused(told: Told, name: str) -> None:
+def test_of_entries_that_are_admitted_late_nothing_is_lost_where_branches_are_unused(
+    told: Told, name: str
+) -> None:
     """DDP throws away averages of what no rank has used, and what is kept of that waits."""
     assert all(one["conserved"][name] < 1e-13 for one in told)
 
