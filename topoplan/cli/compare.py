@@ -11,7 +11,16 @@ from typing import cast
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_plot, draw_plot, listed_sets, print_csv, print_json, print_notes, table
+from topoplan.cli.output import (
+    check_plot,
+    draw_plot,
+    listed_sets,
+    print_csv,
+    print_json,
+    print_notes,
+    table,
+    terminal_width,
+)
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare import Comparison, compare, compare_all, format_table, summary, to_object
@@ -142,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
         _print_rows(rows)
         return 0
     print(title)
-    print(format_table(rows))
+    print(format_table(rows, widest=terminal_width()))
     if options.all_allocations:
         several = [row for row in rows if row.members > 1]
         if several:

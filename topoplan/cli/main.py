@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -21,7 +20,7 @@ import topoplan
 from topoplan.cli.arguments import OneLineParser
 from topoplan.cli.entry_points import COMMANDS as GROUP
 from topoplan.cli.entry_points import Command
-from topoplan.cli.output import WIDEST, WrappedText, print_error
+from topoplan.cli.output import WrappedText, print_error, terminal_width
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.offers import offered
 
@@ -56,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments those of the process are taken."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     whole = {"--json", "--csv", "completion"} & set(given) or ("-o", "-") in pairwise(given)
-    if sys.stdout is not None and sys.stdout.isatty() and not whole:
+    width = terminal_width()
+    if width is not None and not whole:
         # What is read by a person; what another program reads keeps its lines.
-        width = min(WIDEST, shutil.get_terminal_size().columns)
         with contextlib.redirect_stdout(WrappedText(sys.stdout, width)):
             return _main(given)
     return _main(given)

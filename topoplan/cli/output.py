@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -145,6 +146,13 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
     for row in rows:
         cells = (row.get(key) for key in keys)
         writer.writerow("" if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in cells)
+
+
+def terminal_width() -> int | None:
+    """Columns of a line where stdout is a terminal: `WIDEST`, or fewer where it has fewer; None elsewhere."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return min(WIDEST, shutil.get_terminal_size().columns)
 
 
 class WrappedText(io.TextIOBase):

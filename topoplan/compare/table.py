@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 from topoplan.fabric.fabric import ALL
 from topoplan.plans.json_values import finite
+from topoplan.units import bus_factor, number_ranges
 
 NO_RING = "none"
 """Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
@@ -229,68 +230,103 @@ def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
     return math.exp(math.fsum(n * math.log(x) for x, n in pairs) / sum(n for _, n in pairs))
 
 
-def format_table(rows: Sequence[Comparison]) -> str:
+def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> str:
     """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
 
-    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``nccl`` is the best that NCCL
-    has, with its name, and ``binary`` the double binary tree. ``in network`` is there where switches could
-    add and do not: what trees would reach with them. A dash stands where there is nothing to compare.
+    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``busbw`` is the trees' bus
+    bandwidth, ``nccl`` is the best that NCCL has, with its name, and ``binary`` the double binary tree. ``in network``
+    is there where switches could add and do not: what trees would reach with them. A dash stands where there is nothing
+    to compare.
+
+    Parameters
+    ----------
+    rows : sequence of Comparison
+    widest : int or None
+        Columns of a line: those of `LEFT_OUT` that do not fit are left out, and a last line says which. None for
+        all of them, however wide.
 
     Examples
     --------
-    Each line of the table is broken in two here:
-
     >>> import topoplan
     >>> from topoplan.compare import compare
     >>> machine = topoplan.load("dgx-1v")
-    >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])]))
-    GPUs     members  channel    trees    bound  count  height     ring  ring kind     /ring    relay  /relay
-         nccl  nccl is        /nccl   binary
-    1,4,5,7        1  nvlink     50.00    50.00      2       2     5.33  pcie ring     9.38x    33.33   1.50x
-        50.00  nccl tree      1.00x    16.67
-    4,5,6,7        1  nvlink     75.00    75.00      2       2    66.67  nvlink ring   1.12x    66.67   1.12x
-        75.00  nccl tree      1.00x    50.00
+    >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])], widest=100))
+    GPUs     channel    trees    busbw    bound     ring   /ring    relay     nccl  nccl is       /nccl
+    1,4,5,7  nvlink     50.00    75.00    50.00     5.33   9.38x    33.33    50.00  nccl tree     1.00x
+    4-7      nvlink     75.00   112.50    75.00    66.67   1.12x    66.67    75.00  nccl tree     1.00x
+    not shown: ring kind, /relay, binary, members, height, count
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
     helped = any(row.in_network is not None for row in rows)
-    wide = max([4, *(len(_gpu_list(row.gpus)) for row in rows)])
-    channel = max([7, *(len(row.channel or "none") for row in rows)])
-    lines = [
-        f"{'GPUs':<{wide}}  members  {'channel':<{channel}}  {'trees':>7}  {'bound':>7}  count  height  {'ring':>7}  "
-        f"{'ring kind':<11}  {'/ring':>6}  {'relay':>7}  {'/relay':>6}  "
-        f"{'nccl':>7}  {'nccl is':<12}  {'/nccl':>6}  {'binary':>7}"
-        + ("  in network" if helped else "")
-        + "".join(f"  {head:>7}" for head in heads)
-    ]
-    lines += [
-        f"{_gpu_list(row.gpus):<{wide}}  {row.members:>7}  {row.channel or 'none':<{channel}}  {_rate(row.trees):>7}  "
-        f"{_rate(row.bound):>7}  {row.tree_count:>5}  {row.height:>6}  {_rate(row.ring):>7}  "
-        f"{row.ring_kind:<11}  {_times(row.ratio):>6}  {_rate(row.relay):>7}  "
-        f"{_times(row.relay_ratio):>6}  {_rate(row.nccl):>7}  {row.nccl_kind:<12}  {_times(row.nccl_ratio):>6}  "
-        f"{_rate(row.double_tree):>7}"
-        + (f"  {_rate(row.in_network):>10}" if helped else "")
-        + "".join(f"  {_rate(rate):>{max(7, len(head))}}" for head, rate in _others(row, heads))
-        for row in rows
-    ]
-    return "\n".join(lines)
+    columns: dict[str, list[str]] = {
+        "GPUs": [number_ranges(row.gpus) for row in rows],
+        "members": [str(row.members) for row in rows],
+        "channel": [row.channel or "none" for row in rows],
+        "trees": [_rate(row.trees) for row in rows],
+        "busbw": [_rate(row.trees * bus_factor(row.collective, len(row.gpus))) for row in rows],
+        "bound": [_rate(row.bound) for row in rows],
+        "count": [str(row.tree_count) for row in rows],
+        "height": [str(row.height) for row in rows],
+        "ring": [_rate(row.ring) for row in rows],
+        "ring kind": [row.ring_kind for row in rows],
+        "/ring": [_times(row.ratio) for row in rows],
+        "relay": [_rate(row.relay) for row in rows],
+        "/relay": [_times(row.relay_ratio) for row in rows],
+        "nccl": [_rate(row.nccl) for row in rows],
+        "nccl is": [row.nccl_kind for row in rows],
+        "/nccl": [_times(row.nccl_ratio) for row in rows],
+        "binary": [_rate(row.double_tree) for row in rows],
+        **({"in network": [_rate(row.in_network) for row in rows]} if helped else {}),
+    }
+    for head in heads:
+        columns[head] = [_rate(dict(row.others).get(head)) for row in rows]
+    widths = {head: max(_LEAST.get(head, 7), len(head), *map(len, cells)) for head, cells in columns.items()}
+    left_out: list[str] = []
+    for head in (*heads, *LEFT_OUT) if widest is not None else ():
+        if sum(widths.values()) + 2 * (len(widths) - 1) <= (widest or 0):
+            break
+        if head in widths:
+            del widths[head]
+            left_out.append(head)
+    lines = []
+    for cells in ({head: head for head in widths}, *_each(columns, len(rows))):
+        texts = (
+            f"{cells[head]:<{wide}}" if head in _WORDS else f"{cells[head]:>{wide}}"
+            for head, wide in widths.items()
+        )
+        lines.append("  ".join(texts).rstrip())
+    return "\n".join([*lines, f"not shown: {', '.join(left_out)}"] if left_out else lines)
+
+
+_WORDS = ("GPUs", "channel", "ring kind", "nccl is")
+_LEAST = {
+    "GPUs": 4,
+    "count": 5,
+    "height": 6,
+    "ring kind": 11,
+    "/ring": 6,
+    "/relay": 6,
+    "nccl is": 12,
+    "/nccl": 6,
+}
+"""Characters of a column, so that tables of several runs look alike."""
+
+LEFT_OUT = ("in network", "ring kind", "/relay", "binary", "members", "height", "count", "relay", "bound")
+"""Columns in the order in which they are left out of a line that is too long."""
+
+
+def _each(columns: dict[str, list[str]], number: int) -> list[dict[str, str]]:
+    """The cells of each row."""
+    return [{head: cells[i] for head, cells in columns.items()} for i in range(number)]
 
 
 HEADS = """\
 GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
-trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+trees, count, height: packed trees, how many, edges from root to leaf; busbw: their bus bandwidth; bound: what no plan
+  exceeds
 ring: NCCL's before 2.8, over NVLink or else PCIe; relay: rings that pass through GPUs; binary: double binary tree
 nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
 """What the heads of the table say."""
-
-
-def _others(row: Comparison, heads: Sequence[str]) -> list[tuple[str, float | None]]:
-    """A rate for each further column, None where the row has none."""
-    known = dict(row.others)
-    return [(head, known.get(head)) for head in heads]
-
-
-def _gpu_list(gpus: Sequence[int]) -> str:
-    return ",".join(str(gpu) for gpu in gpus)
 
 
 def _rate(value: float | None) -> str:
