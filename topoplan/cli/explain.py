@@ -49,7 +49,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
-    arguments.add_collective(parser, default=None)
+    arguments.add_collective(parser, default=None, otherwise="what the log names, else what its columns fit")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
@@ -97,6 +97,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give what they printed"
+        )
+    if collective is not None and all(run.program or run.collective for run in runs):
+        raise UsageError(
+            "--collective is for runs that do not name their test, and there are none here; leave it out"
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:
