@@ -64,7 +64,7 @@ def parse_results(text: str) -> Results:
     Examples
     --------
     >>> parse_results("a,b,GB/s\\ns0.gpu0,s1.gpu0,11.5\\n").lines
-    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5),)
+    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5, together=''),)
     """
     if not text.strip():
         raise UsageError("no results: the file is empty")
