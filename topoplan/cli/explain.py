@@ -25,7 +25,7 @@ from topoplan.hosts.notes import warning
 from topoplan.in_network import fully_used
 from topoplan.plans.plan import check_collective
 from topoplan.topology import Topology
-from topoplan.units import format_size, number_ranges
+from topoplan.units import bus_words, format_size, number_ranges
 
 HEAD = (
     *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
@@ -239,14 +239,16 @@ def _reference_lines(found: Reachable) -> list[str]:
     """What NCCL and any schedule can, in algorithm and bus bandwidth."""
 
     def both(rate: float) -> str:
-        return f"{rate:.4g} GB/s (busbw {rate * found.factor:.4g})"
+        return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
 
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
     rates = [f"{name} {both(rate)}" for name, rate in found.nccl]
+    first, *others = rates or ["has nothing here"]
     return [
-        f"NCCL   {', '.join(rates) if rates else 'has nothing here'}",
-        f"best   {both(found.best)} over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
+        f"NCCL   {first}",
+        *(f"       {rate}" for rate in others),
+        f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule: {found.links}",
     ]
 
 
@@ -279,16 +281,15 @@ def _verdict(one: JudgedRun) -> str:
     top = max(usable, key=lambda row: row.rate)
     found = top.reachable
     assert found is not None
-    first = (
-        f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s (busbw {top.rate * found.factor:.4g})"
-    )
+    bus = bus_words(top.rate, found.collective, len(found.gpus), digits=4)
+    first = f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s{bus}"
     if top.of_best is None:
         return first
     rest = f"{_percent(top.of_best)} of what any schedule can"
     if top.of_nccl is not None:
         rest = f"{_percent(top.of_nccl)} of NCCL's best ({found.nccl[0][0]}), {rest}"
     why = "; latency binds at this size, so larger ones are faster" if top.bound_by == LATENCY else ""
-    return f"{first}, {rest}{why}"
+    return f"{first}; {rest}{why}"
 
 
 def _nic_sentences(one: JudgedRun) -> list[tuple[JudgedRow, str]]:

@@ -50,7 +50,10 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
     status, out, err = run("explain", str(log), "--machine", "dgx-a100")
     assert (status, err) == (0, "")
     assert "allreduce of 8 ranks by nccl-tests, on GPUs 0-7 of dgx-a100" in out
-    assert "NCCL   nvlink ring 171.4 GB/s (busbw 300), nccl tree 171.4 GB/s (busbw 300)" in out
+    assert (
+        "NCCL   nvlink ring 171.4 GB/s, 300 of bus bandwidth\n       nccl tree 171.4 GB/s, 300 of bus bandwidth"
+        in out
+    )
     assert "more than any schedule can over these wires" in out
 
 
