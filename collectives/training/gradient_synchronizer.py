@@ -153,6 +153,9 @@ class GradientSynchronizer:
             self._averager = averager(comm, how, self.recorder, timeout=timeout)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._heard = 0
+            self._there = (
+                0  # the place of a rank of this process that had data in the last step in which one had
+            )
             self._apart = False
             self._proximal: Proximal | None = None
             if isinstance(self.mode, LocalSGD) and self.mode.proximal:
@@ -288,7 +291,8 @@ class GradientSynchronizer:
         self._exchange.presence = presence
         try:
             yield
-            self._check_between_steps()
+            with self._refusing("leaving join"):
+                self._check_between_steps()
             presence.here = 0
             last = True
             while presence.ask(self.recorder.step):
@@ -537,7 +541,9 @@ class GradientSynchronizer:
         presence, comm = self._exchange.presence, self.communicator
         if presence is None or comm.one_rank or not isinstance(gradients, list | tuple):
             return gradients
-        presence.here = sum(one is not None for one in gradients)
+        there = [place for place, one in enumerate(gradients) if one is not None]
+        presence.here = len(there)
+        self._there = there[0] if there else self._there
         return [self._zeros() if one is None else one for one in gradients]
 
     def _zeros(self) -> list[Any]:
@@ -563,7 +569,7 @@ class GradientSynchronizer:
     def _copy_from_last(self, weights: list[list[Any]], last: bool) -> None:
         """Give all ranks the parameters of one that had data to the end."""
         comm = self.communicator
-        root = self._over_all(comm.ranks[0] if last else 0, "max")
+        root = self._over_all(comm.ranks[self._there] if last else 0, "max")
         for one in zip(*weights, strict=True):
             given = one[0] if comm.one_rank else list(one)
             comm.broadcast(given, root=root, out=given)

@@ -9,7 +9,9 @@ What is given up: one gradient is no longer the average but its part of low rank
 later, so that over a run everything is used. By default a bucket is one matrix whatever layers lie in it, which is
 coarser than a matrix for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or more
 dimensions is one, and all others travel whole beside them. Matrices are multiplied on the CPU. The product is added up
-column by column in a fixed order, so that every rank has the same bits.
+column by column in a fixed order, so that every rank has the same bits. Where a rank's gradient holds NaN or infinity,
+all averages of its matrices are NaN on all ranks, as a loop that skips such steps has to see, and what was kept before
+stays.
 """
 
 from __future__ import annotations
@@ -175,22 +177,34 @@ class LowRankExchange:
         self.memory.add_to(held, lines)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
-        products = [
-            [
-                *(m @ right for m, right in zip(mine, rights, strict=True)),
-                *(one[p.start : p.stop] for p in whole),
+        with np.errstate(invalid="ignore"):
+            products = [
+                [
+                    *(m @ right for m, right in zip(mine, rights, strict=True)),
+                    *(one[p.start : p.stop] for p in whole),
+                ]
+                for mine, one in zip(matrices, values, strict=True)
             ]
-            for mine, one in zip(matrices, values, strict=True)
-        ]
         summed = self._sum(products, given, op, async_op=False).wait()
-        lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         # what travels whole has arrived with the first sum
         total = values[0].copy()
         for part, line in zip(whole, summed[len(thin) :], strict=True):
             total[part.start : part.stop] = line
+        numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
+
+        def undefined() -> Any:
+            for at in thin:
+                total[at.start : at.stop] = np.nan
+            return put_in_all(comm, total, given, out)
+
+        if not _finite(summed[: len(thin)]):
+            return Handle.of(undefined()), numbers / values[0].size
+        lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         again = [[m.T @ left for m, left in zip(mine, lefts, strict=True)] for mine in matrices]
 
         def product(found: list[Matrix]) -> Any:
+            if not _finite(found):
+                return undefined()
             for at, left, one in zip(thin, lefts, found, strict=True):
                 right = one.astype(np.float32)
                 average = outer(left, right).reshape(-1)[: at.stop - at.start]
@@ -206,7 +220,6 @@ class LowRankExchange:
                 self.memory.keep(held, lines)
             return put_in_all(comm, total, given, out)
 
-        numbers = how.rank * sum(at.rows + at.columns for at in thin) + sum(p.stop - p.start for p in whole)
         handle = self._sum(again, given, op, async_op=async_op).then(product)
         return handle, numbers / values[0].size
 
@@ -276,6 +289,11 @@ def outer(left: Matrix, right: Matrix) -> Matrix:
     for one, other in zip(left.T, right.T, strict=True):
         total += one[:, None] * other[None, :]
     return total
+
+
+def _finite(matrices: Sequence[Matrix]) -> bool:
+    """Whether nothing in sums is NaN or infinite: the same on all ranks, which have the same sums."""
+    return all(bool(np.isfinite(one).all()) for one in matrices)
 
 
 def _matrix(values: Matrix, at: Thin) -> Matrix:

@@ -14,7 +14,7 @@ from topoplan.ordering.hop_loads import OrderRates
 from topoplan.ordering.launch_files import Seat
 from topoplan.ordering.mesh_axes import MeshOrder, Placement
 from topoplan.ordering.search import ENUMERATED, RankOrder
-from topoplan.units import bus_factor, bus_words
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 MOST_PLACEMENTS = 12
 """Placements that are listed."""
@@ -107,8 +107,7 @@ def _rates(answer: Answer, ranked: RankOrder) -> list[tuple[str, Rates, Rates]]:
 
 
 def _print_seats(answer: Answer) -> None:
-    hosts = folded(answer.hosts)
-    print(f"hosts   {hosts if len(hosts) <= WIDEST else hosts[:WIDEST] + '…'}")
+    print(f"hosts   {_cut(folded(answer.hosts), WIDEST)}")
     taken: dict[str, list[int]] = {}
     for seat in answer.found:
         taken.setdefault(seat.host, []).append(seat.slot)
@@ -116,12 +115,17 @@ def _print_seats(answer: Answer) -> None:
     for host, slots in taken.items():
         alike.setdefault(tuple(slots), []).append(host)
     for places, names in list(alike.items())[:4]:
-        where = "every host" if len(alike) == 1 else folded(names)[:40]
+        where = "every host" if len(alike) == 1 else _cut(folded(names), 40)
         if len(alike) > 1 or list(places) != list(range(len(places))):
-            told = " ".join(map(str, places))
-            print(f"GPUs    {told if len(told) <= 60 else told[:60] + '…'} on {where}")
+            told = number_ranges(places)
+            print(f"GPUs    {_cut(told, 60)} on {where}")
     if len(alike) > 4:
         print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
+
+
+def _cut(text: str, most: int) -> str:
+    """A list of which so many characters are shown; --json has all."""
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def print_mesh(answer: Answer, ranked: MeshOrder) -> None:

@@ -363,7 +363,8 @@ def print_plan(plan: Plan, order: str, explained: Sequence[Explanation] = ()) ->
                 f"wider  {wider:.6g} GB/s{bus}, at most, with pcie too; "
                 "--channels all and all-staged say for which sizes"
             )
-        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({plan.schedule}, {plan.method})")
+        made_by = ", ".join(dict.fromkeys((plan.schedule, plan.method)))
+        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({made_by})")
         if plan.method == "exact":
             print(f"order  {_order_text(plan, order)}")
         print()

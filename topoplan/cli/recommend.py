@@ -144,9 +144,8 @@ def _print_jobs(machine: Machine, collective: str, found: Division) -> None:
     """A row for each job, and what is the best about it."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
-    print(
-        f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {best} of {found.ways:,} ways to divide it"
-    )
+    ways = f"{best} of {found.ways:,} ways" if found.ways != 1 else "the one way"
+    print(f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {ways} to divide it")
     print()
     rows = []
     for number, job in enumerate(found.jobs):
@@ -248,9 +247,7 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         print(listed_sets(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
     print()
     print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
-    print(
-        "ring: NCCL's before 2.8; NCCL: the best of its rings, tree and NVLS; sets of a class have equal wires"
-    )
+    print("ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires")
 
 
 def _span(rates: Sequence[float]) -> str:

@@ -48,7 +48,7 @@ def test_the_table_says_before_after_and_what_is_proved(
 
 def test_an_order_inside_a_server_is_told_with_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, "dgx-1v")
-    assert "GPUs    0 3 2 1 5 6 7 4 on every host" in said
+    assert "GPUs    0,3,2,1,5-7,4 on every host" in said
     assert "optimal among all orders: every one was tried" in said
     said = run(capsys, "dgx-1v", "--gpus", "0,3,2,1,5,6,7,4")
     assert "order   as given: none that was tried is better" in said
