@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
         raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
-    if options.json and options.csv:
-        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+    arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
