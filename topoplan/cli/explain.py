@@ -49,7 +49,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
-    arguments.add_collective(parser, default=None)
+    arguments.add_collective(parser, default=None, otherwise="what the log names, else what its columns fit")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
         raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
-    if options.json and options.csv:
-        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
+    arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
@@ -97,6 +96,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
             "give what they printed"
+        )
+    if collective is not None and all(run.program or run.collective for run in runs):
+        raise UsageError(
+            "--collective is for runs that do not name their test, and there are none here; leave it out"
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:

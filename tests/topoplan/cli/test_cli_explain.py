@@ -123,6 +123,7 @@ def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
         ),
         (("--machine", "v100x4"), "rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs"),
         (("--machine", "dgx-h100", "--collective", "gather"), "gather"),
+        (("--machine", "dgx-h100", "--collective", "broadcast"), "--collective is for runs that do not name"),
     ],
 )
 def test_what_does_not_fit_is_one_line(run: Run, log: Path, arguments: tuple[str, ...], told: str) -> None:
