@@ -15,14 +15,10 @@ from collectives.backends.open_backend import Settings
 from collectives.communicator.communicator import Communicator
 from collectives.job.given_plan import GivenPlan, open_for_plan
 from collectives.staleness.modes import APART, ASP, BSP, SSP, Gossip, LocalSGD, Mode, mode_of
-from collectives.training.averaging import (
-    Density,
-    ExchangeSettings,
-    average_parameters,
-    averager,
-)
+from collectives.training.averaging import average_parameters, averager
 from collectives.training.bucket_exchange import BucketExchange, BucketMemory
 from collectives.training.buckets import BUCKET_BYTES, GradientShapes, buckets_of
+from collectives.training.exchange_settings import Density, ExchangeSettings
 from collectives.training.integer_codes import IntegerCodes
 from collectives.training.kept_memory import NOTHING, told, warn_of_lost
 from collectives.training.low_rank import LowRank

@@ -78,6 +78,8 @@ def print_order(answer: Answer, ranked: RankOrder) -> None:
         print(
             f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
         )
+    if ranked.after.tree is None:
+        print("NCCL    lays rings of its own inside a server, several at once: topoplan compare has them")
     crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
     if any(crossed):
         print(

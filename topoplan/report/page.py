@@ -25,7 +25,7 @@ from topoplan.plans.allocation import Allocation
 from topoplan.plans.certificates import explain_certificate
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, EVERY, Plan
-from topoplan.plans.tree import Stage
+from topoplan.plans.tree import bracketed
 from topoplan.plans.tree_shapes import tree_shapes
 from topoplan.plans.verify import verify
 from topoplan.plot.canvas import STROKES
@@ -345,19 +345,12 @@ def _shapes_table(plan: Plan) -> Markup:
                 f"{float(one.shard.share) * plan.rate:.4g}",
                 number_ranges(one.roots),
                 str(max(tree.height for tree, _ in one.trees)),
-                _edges(plan, stage),
+                bracketed(plan.vertices, stage),
             )
         )
-    heads = ("trees", "share", "GB/s each", "root ranks", "height", "edges of the first")
+    heads = ("trees", "share", "GB/s each", "root ranks", "height", "the first of them")
     more = [element("p", f"and {len(shapes) - len(rows)} more")] if len(shapes) > len(rows) else []
     return joined((table(heads, rows, caption="Trees that differ in nothing but names are one row"), *more))
-
-
-def _edges(plan: Plan, stage: Stage) -> str:
-    names = plan.vertices
-    edges = [f"{names[edge.parent]}>{names[edge.child]}" for edge in stage.top_down()]
-    shown = " ".join(edges[:MOST_SHAPES])
-    return shown if len(edges) <= MOST_SHAPES else f"{shown} and {len(edges) - MOST_SHAPES} more"
 
 
 def trees_content(plan: Plan) -> Markup:
