@@ -226,6 +226,17 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Examples
+    --------
+    >>> counted(1, "GPU"), counted(8, "GPU")
+    ('1 GPU', '8 GPUs')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from topoplan.cli import arguments
 from topoplan.cli.output import (
     check_target,
-    counted,
     plan_notes,
     print_csv,
     print_json,
@@ -31,7 +30,7 @@ from topoplan.cli.sources import read_plan
 from topoplan.clusters.memory import physical_memory
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
-from topoplan.units import format_size
+from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
     from collectives.backends.backend import Backend

@@ -18,11 +18,11 @@ from topoplan.cli.arguments import (
     first_given,
     whole,
 )
-from topoplan.cli.output import check_target, counted, print_json, print_notes, table, write_whole
+from topoplan.cli.output import check_target, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_topology
 from topoplan.errors import UsageError
-from topoplan.units import format_seconds, format_size
+from topoplan.units import counted, format_seconds, format_size
 
 if TYPE_CHECKING:
     from topoplan.calibration.samples import Meter

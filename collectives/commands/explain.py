@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from collectives.backends.footprint import Footprint, footprint
 from collectives.backends.tcp.order import FLIGHT_BYTES
-from topoplan.cli.output import counted
 from topoplan.plans.plan import Plan
-from topoplan.units import format_size
+from topoplan.units import counted, format_size
 
 CHUNK = 256 << 10
 """Bytes of the chunk that memory is told for."""

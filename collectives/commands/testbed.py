@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, plan_notes, print_json, print_notes, table
+from topoplan.cli.output import plan_notes, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_plan_or_machine
 from topoplan.cli.tree_table import named_ranks
@@ -19,7 +19,7 @@ from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.rings.ring import ring
 from topoplan.topology import Topology
-from topoplan.units import format_size
+from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
     from collectives.testbed.outcome import Outcome

@@ -19,7 +19,7 @@ from math import ceil, floor
 
 from topoplan.calibration.links import Key
 from topoplan.calibration.pair_tests import FILLED, PairTest, PairTests, link_classes, wire_names
-from topoplan.units import TOLERANCE
+from topoplan.units import TOLERANCE, counted
 
 TIMES = 3
 """How often each link is crossed unless told otherwise."""
@@ -327,13 +327,13 @@ def fewest_rounds(possible: PairTests, wanted: dict[Key, int], room: _Room) -> t
     }
     if scarce:
         most, key = max((number, key) for key, number in scarce.items())
-        found.append((most, f"{_named(key)} is to be crossed {_counted(most, 'time')}, once in a round"))
+        found.append((most, f"{_named(key)} is to be crossed {counted(most, 'time')}, once in a round"))
     need = {}
     for end in possible.ends:
         ways = [_turns(own.get((end, way), set()), wanted) for way in (True, False)]
         need[end] = sum(ways) if possible.one_way else max(ways)
     end, most = max(need.items(), key=lambda one: one[1])
-    found.append((most, f"{end} is to be tested {_counted(most, 'time')}, once in a round"))
+    found.append((most, f"{end} is to be tested {counted(most, 'time')}, once in a round"))
     pairs = len(need) // 2 * 2
     found.append(
         (
@@ -421,7 +421,3 @@ def _wide(possible: PairTests, room: _Room) -> tuple[tuple[str, float, float], .
 
 def _named(key: Key) -> str:
     return wire_names([key])[0]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

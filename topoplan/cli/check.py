@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import counted, print_json, print_notes, printable, table
+from topoplan.cli.output import print_json, print_notes, printable, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import as_asked, read_machine
 from topoplan.errors import UsageError
@@ -19,7 +19,7 @@ from topoplan.health.faults import Fault
 from topoplan.hosts.notes import kind_of
 from topoplan.probing.probe import probe
 from topoplan.topology import Topology
-from topoplan.units import bus_words
+from topoplan.units import bus_words, counted
 
 ALWAYS = "allreduce"
 """The collective whose cost is always told."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from topoplan.cli.output import counted, table
+from topoplan.cli.output import table
 from topoplan.plot.layers import grow_forest
 from topoplan.topology import FACTS, Device, Link, Topology
+from topoplan.units import counted
 
 Node = tuple[str, str]
 """A device and an empty text, or a CPU and the name of a host bridge of it."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, as_cluster
-from topoplan.cli.output import counted, print_json, print_notes, table
+from topoplan.cli.output import print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import printable_machine
 from topoplan.compare.differences import COLLECTIVES, Difference, Differences, differences
 from topoplan.errors import UsageError
 from topoplan.formats.load import load
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, name_ranges
+from topoplan.units import bus_factor, counted, name_ranges
 
 MOST_NAMED, LONGEST_NAMES = 4, 44
 """Most devices or wires that a row names, and most characters of that."""

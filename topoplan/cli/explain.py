@@ -10,7 +10,7 @@ from functools import cache
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import counted, print_csv, print_json, print_notes, printable, table
+from topoplan.cli.output import print_csv, print_json, print_notes, printable, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.cli.tuner_logs import tune
@@ -25,7 +25,7 @@ from topoplan.hosts.notes import warning
 from topoplan.in_network import fully_used
 from topoplan.plans.plan import check_collective
 from topoplan.topology import Topology
-from topoplan.units import bus_words, format_size, number_ranges
+from topoplan.units import bus_words, counted, format_size, number_ranges
 
 HEAD = (
     *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),

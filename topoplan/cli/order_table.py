@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from topoplan.cli.damage_options import Machine
-from topoplan.cli.output import counted, table
+from topoplan.cli.output import table
 from topoplan.fabric.fabric import channel_words, usable_fabric
 from topoplan.formats.slurm.hostlist import folded
 from topoplan.ordering.hop_loads import OrderRates
 from topoplan.ordering.launch_files import Seat
 from topoplan.ordering.mesh_axes import MeshOrder, Placement
 from topoplan.ordering.search import ENUMERATED, RankOrder
-from topoplan.units import bus_factor, bus_words, number_ranges
+from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 MOST_PLACEMENTS = 12
 """Placements that are listed."""

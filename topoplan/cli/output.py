@@ -77,17 +77,6 @@ def print_notes(*notes: str, file: TextIO | None = None) -> None:
         print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    Examples
-    --------
-    >>> counted(1, "GPU"), counted(8, "GPU")
-    ('1 GPU', '8 GPUs')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def verdict(channels: Sequence[str], gap: float) -> str:
     """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
 

@@ -14,13 +14,14 @@ from topoplan.calibration.slow_links import SlowClass, Verdict, attribute
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster
 from topoplan.cli.damage_options import add_damage
-from topoplan.cli.output import check_target, counted, print_csv, print_json, print_notes, table, write_whole
+from topoplan.cli.output import check_target, print_csv, print_json, print_notes, table, write_whole
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import TopologyError, UsageError
 from topoplan.export.nccl.pair_script import STARTERS, hosts_of_servers, pair_script
 from topoplan.formats.load import read_text
 from topoplan.topology import Topology
+from topoplan.units import counted
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20

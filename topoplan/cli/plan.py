@@ -15,7 +15,6 @@ from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
     check_plot,
     check_target,
-    counted,
     draw_plot,
     plan_notes,
     print_csv,
@@ -39,7 +38,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, bus_words, exact, format_seconds
+from topoplan.units import bus_factor, bus_words, counted, exact, format_seconds
 
 OF_TREES = {
     "method": "exact",

@@ -9,7 +9,7 @@ from itertools import groupby
 from topoplan.cli import arguments
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
-from topoplan.cli.output import counted, listed_sets, print_csv, print_json, print_notes, table
+from topoplan.cli.output import listed_sets, print_csv, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import read_machine
 from topoplan.compare.jobs import Division, JobSet, divide
@@ -18,7 +18,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
-from topoplan.units import bus_factor, bus_words, number_ranges
+from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:

@@ -12,7 +12,6 @@ from topoplan.cli.damage_options import add_damage
 from topoplan.cli.output import (
     check_plot,
     check_target,
-    counted,
     draw_plot,
     plan_notes,
     print_csv,
@@ -33,7 +32,7 @@ from topoplan.schedules.rings.ring import ring
 from topoplan.simulation.events import Run, chrome_trace, run_events
 from topoplan.simulation.table import Crossover, Row, crossover, format_table, sweep
 from topoplan.topology import Topology
-from topoplan.units import bus_words, format_size
+from topoplan.units import bus_words, counted, format_size
 
 
 def add_options(parser: arguments.OneLineParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topoplan.cli.arguments import OneLineParser, first_given
-from topoplan.cli.output import counted, draw_plot, print_json, table
+from topoplan.cli.output import draw_plot, print_json, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import SETTLED
 from topoplan.errors import UsageError
@@ -15,6 +15,7 @@ from topoplan.formats.load import read_text
 from topoplan.simulation.fluid import Outcome, run_jobs
 from topoplan.simulation.jobs import JobSet, read_jobs
 from topoplan.simulation.policies import POLICIES, policy_named
+from topoplan.units import counted
 
 
 def add_options(parser: OneLineParser) -> None:

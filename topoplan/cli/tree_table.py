@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from topoplan.cli.output import counted, table
+from topoplan.cli.output import table
 from topoplan.fabric.fabric import Fabric
 from topoplan.plans.phases import Phases
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.symmetric_shards import ImageShards
 from topoplan.plans.tree import Shard, Stage, bracketed
-from topoplan.units import name_ranges
+from topoplan.units import counted, name_ranges
 
 MOST_ROWS = 64
 """Shards that are listed."""

@@ -13,6 +13,7 @@ from topoplan.clusters.server import MOST_NICS, Server, check_count, check_flow,
 from topoplan.clusters.transport import Transport, transport_of
 from topoplan.errors import UsageError
 from topoplan.topology import Device, Link, Topology, facts
+from topoplan.units import counted
 
 MOST_HELPERS = 4096
 """Most machines without GPUs: more is a slip of the keyboard."""
@@ -149,7 +150,7 @@ def cluster(
     latency = None if carrier is None else carrier.alpha / 2
     switches, wires = join_servers(joined, hosts, nics=most, latency=latency)
     return Topology(
-        (name or _name(servers)) + (f" + {helpers} helper{'s' * (helpers > 1)}" if helpers else ""),
+        (name or _name(servers)) + (f" + {counted(helpers, 'helper')}" if helpers else ""),
         (*devices, *switches),
         (*links, *wires),
         _notes(wired),

@@ -13,7 +13,7 @@ from topoplan.errors import UsageError
 from topoplan.formats.nccl_logs.perf_runs import LoggedRank, PerfRun
 from topoplan.hosts.host import plain_bus_id
 from topoplan.topology import Topology
-from topoplan.units import number_ranges
+from topoplan.units import counted, number_ranges
 
 LARGEST_HOST = 16
 """GPUs that a host has at the most: a larger server is an NVLink domain of several hosts."""
@@ -117,7 +117,7 @@ def _by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]
     if len(hosts) > len(servers):
         raise UsageError(
             f"the log's {len(ranks)} ranks ran on {len(hosts)} hosts ({', '.join(hosts[:4])}), and {machine.name} is "
-            f"{len(servers)} server{'s' if len(servers) > 1 else ''}; add --servers {len(hosts)} and --nic-gbps"
+            f"{counted(len(servers), 'server')}; add --servers {len(hosts)} and --nic-gbps"
         )
     of_host = dict(zip(hosts, servers.values(), strict=False))
     found = {}

@@ -20,7 +20,7 @@ from topoplan.schedules.nccl.channels import Order, chain_rate, ring_bandwidth
 from topoplan.schedules.nccl.paths import NcclPaths
 from topoplan.schedules.registry import nccl_ring
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, format_size, nearest_float, number_ranges
+from topoplan.units import bus_factor, counted, format_size, nearest_float, number_ranges
 
 LIMITING = {
     "NCCL_P2P_DISABLE": "switches NVLink and PCIe between GPUs off",
@@ -369,7 +369,7 @@ def _channels(one: Communicator, part: Topology) -> Iterator[Finding]:
     if count and count < least:
         yield Finding(
             "few channels",
-            f"{count} channel{'s' if count > 1 else ''}, where every GPU has {least} NVLinks or more: a channel is one "
+            f"{counted(count, 'channel')}, where every GPU has {least} NVLinks or more: a channel is one "
             "block of threads and fills about one NVLink",
         )
 

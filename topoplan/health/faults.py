@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from topoplan.topology import Link, Topology
-from topoplan.units import name_ranges
+from topoplan.units import counted, name_ranges
 
 Kind = Literal[
     "link missing",
@@ -204,7 +204,7 @@ def nvlinks(count: int, rate: float) -> str:
     >>> nvlinks(1, 25.0), nvlinks(6, 12.5)
     ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
     """
-    return f"{count} NVLink{'s' * (count > 1)} of {rate:g} GB/s"
+    return f"{counted(count, 'NVLink')} of {rate:g} GB/s"
 
 
 def most_have(values: Iterable[Value]) -> Value | None:
@@ -215,8 +215,8 @@ def most_have(values: Iterable[Value]) -> Value | None:
     >>> most_have([6, 6, 4]), most_have([6, 4])
     (6, None)
     """
-    counted = Counter(values)
-    return next((value for value, times in counted.items() if 2 * times > counted.total()), None)
+    tally = Counter(values)
+    return next((value for value, times in tally.items() if 2 * times > tally.total()), None)
 
 
 def lower_median(values: Iterable[float]) -> float:

@@ -16,6 +16,7 @@ from itertools import combinations
 from topoplan.health.faults import SLOW, Ends, Fault, compared, lower_median, most_have
 from topoplan.health.resemblance import Resemblance, server_nvlinks, shape_of
 from topoplan.topology import Link, Topology
+from topoplan.units import counted
 
 MOST = 3 / 4
 """Part of the pairs, or of the GPUs, that have the same NVLinks where the others are said to have fewer."""
@@ -118,7 +119,7 @@ def _fewer(server: Topology) -> list[Fault]:
         Fault(
             "fewer NVLinks",
             (gpu,),
-            f"{counts[gpu]} NVLink{'s' * (counts[gpu] > 1)}",
+            counted(counts[gpu], "NVLink"),
             f"{most} as most GPUs have",
         )
         for gpu in lost

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from topoplan.hosts.host import Host, HostGpu, NvlinkBundle
 from topoplan.topology import Link
-from topoplan.units import summed
+from topoplan.units import counted, summed
 
 SWITCH = "nvswitch0"
 
@@ -101,7 +101,7 @@ def _one_sided(direct: Mapping[tuple[str, str], NvlinkBundle]) -> list[str]:
 
 
 def _left_out(gpu: HostGpu, name: str, bundle: NvlinkBundle) -> str:
-    links = f"{name}: {bundle.count} NVLink{'s' if bundle.count > 1 else ''}"
+    links = f"{name}: {counted(bundle.count, 'NVLink')}"
     if bundle.target == gpu.busid:
         return f"{links} to itself ({bundle.target}); which GPU is at the far end is not known, so they are left out"
     if bundle.end == "gpu":

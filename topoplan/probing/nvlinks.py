@@ -21,7 +21,7 @@ from topoplan.hosts.notes import listed
 from topoplan.probing.access import without_refused_nvlinks
 from topoplan.probing.driver import Driver, DriverGpu
 from topoplan.probing.driver_links import DriverLink
-from topoplan.units import summed
+from topoplan.units import counted, summed
 
 NOMINAL = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
 """GB/s per direction of a link, by NVML's enumeration of versions: NVLink 1.0, 2.x, 3.x, 4.0, 5.0."""
@@ -162,7 +162,7 @@ def _slow(driver: Driver, wires: dict[str, list[Wire]]) -> list[str]:
     for gpu in driver.gpus:
         slow = Counter(wire.bandwidth for wire in wires[gpu.busid] if wire.bandwidth < fastest[gpu.name])
         notes += [
-            f"warning: gpu{gpu.index}: {number} NVLink{'s' * (number > 1)} at {rate:g} GB/s, others at "
+            f"warning: gpu{gpu.index}: {counted(number, 'NVLink')} at {rate:g} GB/s, others at "
             f"{fastest[gpu.name]:g}"
             for rate, number in sorted(slow.items())
         ]

@@ -38,7 +38,7 @@ from topoplan.report.sizes import by_size, sizes_section
 from topoplan.report.style import SCRIPT, STYLE
 from topoplan.report.tree_steps import draw_steps
 from topoplan.topology import Topology
-from topoplan.units import bus_factor, bus_words, number_ranges
+from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 MOST_WIRES = 600
 """Wires that are listed one by one."""
@@ -212,7 +212,7 @@ def health_section(topology: Topology, collective: str) -> Section:
         return Section("health", "Health", told)
     costs = costs_of(found, collective) if collective != ALL_TO_ALL else ()
     number = len(found.faults)
-    told = element("p", element("span", f"{number} fault{'s' * (number > 1)}", class_="bad"), f". {what}.")
+    told = element("p", element("span", counted(number, "fault"), class_="bad"), f". {what}.")
     parts = [told]
     if costs:
         now, healthy = costs[0].now, costs[0].healthy

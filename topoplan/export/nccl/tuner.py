@@ -41,6 +41,7 @@ from topoplan.schedules.nccl.tuning import (
     setting_of,
 )
 from topoplan.topology import Topology
+from topoplan.units import counted
 
 NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
 """The plugin's names of collectives."""
@@ -208,7 +209,7 @@ def _exported(
     head = [
         "# NCCL_TUNER_CONFIG_FILE of NCCL's example tuner plugin",
         f"# from {source[:110]}",
-        f"# for communicators of {ranks} ranks on {servers} server{'s' if servers > 1 else ''}",
+        f"# for communicators of {ranks} ranks on {counted(servers, 'server')}",
         HEAD,
     ]
     notes = [

@@ -24,6 +24,7 @@ from topoplan.schedules.rings.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, 
 from topoplan.schedules.rings.order import order_is_exact, server_rings, single_ring, switched_rings
 from topoplan.schedules.rings.routes import Routes
 from topoplan.topology import Topology, TopologyLike
+from topoplan.units import counted
 
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
@@ -206,7 +207,7 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
         )
         for order in orders
     )
-    number = f"{len(rings)} link-disjoint NVLink ring{'s' if len(rings) > 1 else ''}"
+    number = counted(len(rings), "link-disjoint NVLink ring")
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"
 
 
