@@ -84,7 +84,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--order",
         metavar="O",
-        help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
+        help=f"with exact, what comes first among equal rates: {', '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--height",

@@ -35,7 +35,7 @@ from topoplan.simplex.time_limit import UNDONE, Deadline, deadline_of, out_of_ti
 from topoplan.symmetry.search import find_symmetry
 from topoplan.trees.hop_constrained_search import SMALL, lowest_heights
 
-ORDERS = ("height", "trees")
+ORDERS = ("height", "trees", "first")
 """What is minimised first among packings of equal rate."""
 
 FIRST_HEIGHTS = 3
@@ -97,7 +97,8 @@ def pack_exact(
     root : int or None
         Root rank of a broadcast or reduce.
     order : str
-        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height.
+        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height. ``first``: the
+        first optimum of the lowest height found, with as many trees as it has.
     time_limit : float, Deadline or None
         Seconds after which the best packing so far is taken; heights, rounds and walks under way are ended.
     progress : callable or None
@@ -188,9 +189,11 @@ def _pack_few(
             return _cut_short(generator, certificate)
         target = generator.value
         certificate = tight = packing.certificate(generator.duals())
-    if order == "height":
+    if order != "trees":
         generator = lowest(generator, target, progress)
-    weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
+    weights = generator.weights()
+    if order != "first":
+        weights = thin(generator, packing.row_lengths(tight.link_lengths(fabric, collective)))
     if order == "trees" and not deadline.over():
         weights = fewest_peeled(packing, target, fewer_than=len(weights)) or weights
     return ExactPacking(packing, weights, certificate, (deadline.note(UNDONE),) if deadline.cut else ())
@@ -246,7 +249,7 @@ def _pack_on_orbits(
 ) -> ExactPacking:
     known: _Found | None = None
     enough = 1 if order == "trees" and root is not None else fabric.size
-    for largest in (None, fabric.size) if order == "height" else (None, fabric.size, 1):
+    for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
         generators = tuple(
             tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
         )
@@ -256,7 +259,7 @@ def _pack_on_orbits(
             continue
         if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
             break
-        if known is not None and deadline.over():
+        if known is not None and (deadline.over() or (order == "first" and known.optimal)):
             break
         search = _Search(packing, order, progress, deadline)
         search.run()
@@ -276,16 +279,23 @@ class _Found:
         self.search = search
         self.elements = elements
         packing = search.packing
-        weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
+        weights = search.best.weights()
+        if search.order != "first":
+            weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
         self.weights = weights
         self.trees = sum(map(packing.image_count, weights))
         self.height = max(tree.height for tree in weights)
         self.value = search.best.value
 
+    @property
+    def optimal(self) -> bool:
+        """Whether no packing on any symmetries is better."""
+        return self.value >= self.search.target
+
     def rank(self, order: str) -> tuple[Fraction, int, int]:
         """Smaller is better."""
         behind = -self.value / self.search.packing.scale
-        return (behind, self.height, self.trees) if order == "height" else (behind, self.trees, self.height)
+        return (behind, self.trees, self.height) if order == "trees" else (behind, self.height, self.trees)
 
 
 @dataclass
