@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
     from topoplan.plans.plan import Plan
     from topoplan.plans.size_plans import SizePlans, load_plan, load_survival
-    from topoplan.plans.survival import SurvivalPlans, verify_survival
+    from topoplan.plans.survival import SurvivalPlans, surviving_ranks, verify_survival
     from topoplan.plans.verify import verify
     from topoplan.probing.probe import probe
     from topoplan.schedules.double_binary_tree import double_binary_tree
@@ -90,6 +90,7 @@ _HOME = {
     "simulate": "topoplan.simulation.model",
     "slow_links": "topoplan.degraded",
     "sparse_plan": "topoplan.schedules.sparse_plan",
+    "surviving_ranks": "topoplan.plans.survival",
     "three_phase": "topoplan.schedules.three_phase",
     "verify": "topoplan.plans.verify",
     "verify_survival": "topoplan.plans.survival",
@@ -139,6 +140,7 @@ __all__ = [
     "simulate",
     "slow_links",
     "sparse_plan",
+    "surviving_ranks",
     "three_phase",
     "verify",
     "verify_survival",

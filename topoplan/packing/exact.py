@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.columns.generation import Generation, Progress
@@ -184,6 +185,9 @@ def _pack_few(
     target = certificate.bound(fabric, collective, root) * packing.scale
     tight = certificate
     generator = Generation(Pricing(packing), progress=progress, deadline=deadline)
+    low = first_low(generator, target) if order == "first" else None
+    if low is not None:
+        return ExactPacking(packing, low.weights(), certificate)
     if not generator.run(target):
         if deadline.cut:
             return _cut_short(generator, certificate)
@@ -213,6 +217,28 @@ def _cut_short(generator: Generation, certificate: Certificate) -> ExactPacking:
     bound, best = min(bounds, key=lambda pair: pair[0])
     note = generator.deadline.note(out_of_time(float(generator.value / packing.scale), float(bound)))
     return ExactPacking(packing, generator.weights(), best, (note,))
+
+
+def first_low(generator: Generation, target: Fraction) -> Generation | None:
+    """Column generation at the lowest height that reaches the target, of the first heights; None where none does.
+
+    Unlike `lowest` it does not know what trees of any height have found, which takes longer than to find it where
+    low trees are enough.
+    """
+    pool: list[TreeColumn] = []
+    for height in range(_lowest_height(generator.packing), _lowest_height(generator.packing) + FIRST_HEIGHTS):
+        limited = Generation(
+            replace(generator.pricing, height=height),
+            progress=generator.progress,
+            deadline=generator.deadline,
+        )
+        limited.add(pool)
+        if limited.run(target, hopeless=target):
+            return limited
+        if generator.deadline.over():
+            return None
+        pool = limited.trees
+    return None
 
 
 def lowest(generator: Generation, target: Fraction, progress: Progress | None) -> Generation:
@@ -250,6 +276,8 @@ def _pack_on_orbits(
     known: _Found | None = None
     enough = 1 if order == "trees" and root is not None else fabric.size
     for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
+        if order == "first" and known is not None and known.optimal:
+            break
         generators = tuple(
             tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
         )
@@ -259,7 +287,7 @@ def _pack_on_orbits(
             continue
         if known is not None and (known.trees <= enough or fabric.size > MOST_AGAIN):
             break
-        if known is not None and (deadline.over() or (order == "first" and known.optimal)):
+        if known is not None and deadline.over():
             break
         search = _Search(packing, order, progress, deadline)
         search.run()
@@ -283,9 +311,13 @@ class _Found:
         if search.order != "first":
             weights = search.best.fewer_trees(Stream(0), least=packing.owners, walks=WALKS)
         self.weights = weights
-        self.trees = sum(map(packing.image_count, weights))
         self.height = max(tree.height for tree in weights)
         self.value = search.best.value
+
+    @cached_property
+    def trees(self) -> int:
+        """How many the forest has, with all images."""
+        return sum(map(self.search.packing.image_count, self.weights))
 
     @property
     def optimal(self) -> bool:

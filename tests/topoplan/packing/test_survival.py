@@ -181,6 +181,17 @@ def test_replanning_proves_the_best_rate_for_what_is_left(gpu: int, collective: 
     topoplan.verify(plan)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["v100x4", "nvlink-x4", "pcie-x8", "2 x nvlink-x4"])
+def test_the_first_optimum_is_as_good_and_as_low(name: str, collective: str) -> None:
+    """It has the rate, the bound and the height of the plan with few trees, and a file that says nothing of it."""
+    first, few = (topoplan.plan(machine(name), collective, order=order) for order in ("first", "height"))
+    assert (first.rate, first.bound, first.height, first.order) == (few.rate, few.bound, few.height, few.order)
+    assert first.trees >= few.trees
+    topoplan.verify(first)
+
+
 def test_replanning_takes_every_damage_at_once() -> None:
     """A lost GPU, a lost link and a slow one of four V100; the root moves with its GPU."""
     whole = topoplan.plan("v100x4", "broadcast", root=3)

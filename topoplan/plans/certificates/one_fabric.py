@@ -223,7 +223,7 @@ class Lengths(OneFabric):
     def volume(self, fabric: Fabric) -> Fraction:
         """What the links carry a second, each by its length."""
         length = self.link_lengths(fabric, "")
-        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True)), Fraction(0))
+        return sum((c * y for c, y in zip(fabric.capacity, length, strict=True) if y), Fraction(0))
 
     def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
         """Length of the cheapest forest of one byte; links that the fabric lacks do not count."""
