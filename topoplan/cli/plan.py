@@ -403,6 +403,8 @@ def _order_text(plan: Plan, order: str) -> str:
     elif plan.height == 1:
         lowest = "1, the lowest there is"
     fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
+    if order == "first":
+        fewer = "; the first such plan that was found: --order height looks for fewer trees"
     return f"lowest height first: {lowest}{fewer}"
 
 

@@ -38,8 +38,8 @@ OF_OTHERS = {
 WORDS = {"gpu": "GPU", "link": "link", "device": "switch or NIC"}
 SEVERAL = {"gpu": "GPUs", "link": "links", "device": "switches and NICs"}
 
-MOST_LINKS = 3
-"""Links of a class that the table names."""
+MOST_LETTERS = 50
+"""Of the names of a class's links, in the table; one is named in any case."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -242,14 +242,17 @@ def _named(failures: Sequence[Failure]) -> str:
     Examples
     --------
     >>> _named([Failure("gpu", "gpu0"), Failure("gpu", "gpu1"), Failure("link", "gpu0-nic0")])
-    'gpu0-1, link gpu0-nic0'
+    'gpu0,1, link gpu0-nic0'
     """
     parts = []
     for kind in ("gpu", "link", "device"):
         names = [failure.name for failure in failures if failure.kind == kind]
         if kind == "link" and names:
-            more = f" and {len(names) - MOST_LINKS} more" if len(names) > MOST_LINKS else ""
-            parts.append(f"link{'s' if len(names) > 1 else ''} {' '.join(names[:MOST_LINKS])}{more}")
+            shown = 1
+            while shown < len(names) and len(" ".join(names[: shown + 1])) <= MOST_LETTERS:
+                shown += 1
+            more = f" and {len(names) - shown} more" if len(names) > shown else ""
+            parts.append(f"link{'s' if len(names) > 1 else ''} {' '.join(names[:shown])}{more}")
         elif names:
             parts.append(named_ranks(names))
     return ", ".join(parts)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from topoplan import degraded
-from topoplan.errors import UsageError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.fabric.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
 from topoplan.fabric.labelled_graph import Integers, Wiring, machine_wiring
 from topoplan.packing.planner import plan as make_plan
@@ -35,7 +35,7 @@ from topoplan.plans.survival import (
 )
 from topoplan.symmetry.permutation_groups import colours_with_fixed
 from topoplan.symmetry.stabiliser_chain import stabiliser_chain
-from topoplan.topology import TopologyLike
+from topoplan.topology import Topology, TopologyLike
 
 REFINED_LINKS = 4_000_000
 """Work limit of the search for automorphisms: links of the machine times refinements, a few seconds."""
@@ -105,6 +105,10 @@ def replan(
     >>> after.plan.rate, after.plan.gap, after.survivors
     (75.0, 0.0, (0, 1, 2, 4, 5, 6, 7))
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            "several plans are not replanned at once; give one, such as book.whole or plans.at(nbytes)"
+        )
     kind = plan.certificate.kind
     if isinstance(plan.certificate, Sparse) or kind == "demand":
         raise UsageError(
@@ -125,15 +129,12 @@ def replan(
     return Replanned(made, surviving_ranks(plan, made))
 
 
-def _first_that_joins(left: TopologyLike, collective: str, root: int | None, choices: Sequence[str]) -> str:
+def _first_that_joins(left: Topology, collective: str, root: int | None, choices: Sequence[str]) -> str:
     """The first choice of channels over which a plan exists; the last one where there is none."""
-    from topoplan.errors import InfeasibleError
-    from topoplan.topology import as_topology
-
     for choice in choices[:-1]:
         try:
             for channels in CHANNEL_SPLITS.get(choice, (choice,)):
-                usable_fabric(as_topology(left), channels=channels, collective=collective, root=root)
+                usable_fabric(left, channels=channels, collective=collective, root=root)
         except (InfeasibleError, UsageError):
             continue
         return choice

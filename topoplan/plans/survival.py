@@ -76,9 +76,12 @@ def single_failures(fabric: Fabric) -> tuple[Failure, ...]:
     """
     kinds = {device.name: device.kind for device in fabric.topology.devices}
     gpus = [Failure("gpu", name) for name in fabric.ranks]
-    ends = (tuple(map(degraded.nic_name, (link.src, link.dst))) for link in fabric.links)
-    wires = {frozenset(pair): pair for pair in reversed([(a, b) for a, b in ends if a != b])}
-    links = [Failure("link", f"{a}-{b}") for a, b in reversed(wires.values())]
+    wires: dict[frozenset[str], str] = {}
+    for link in fabric.links:
+        one, other = degraded.nic_name(link.src), degraded.nic_name(link.dst)
+        if one != other:
+            wires.setdefault(frozenset((one, other)), f"{one}-{other}")
+    links = [Failure("link", wire) for wire in wires.values()]
     rest = [degraded.nic_name(name) for name in fabric.nodes[fabric.size :] if kinds[name] in LOSABLE]
     return (*gpus, *links, *(Failure("device", name) for name in dict.fromkeys(rest)))
 

@@ -56,13 +56,21 @@ def test_the_numbers_stand_in_json_and_csv(capsys: pytest.CaptureFixture[str]) -
     assert head == "kind,failure,class,rate,bound,busbw,over,none"
     assert rows[0] == "gpu,s0.gpu0,0,12.5,12.5,21.428571428571427,nvlink+network,"
     assert len(rows) == 29
-    assert "none   5 failures leave no plan at all, such as that of" in run(capsys, *machine)
+    said = run(capsys, *machine)
+    assert "none   5 failures leave no plan at all, such as that of" in said
+    assert max(len(line) for line in said.splitlines()) <= 120
 
 
 def test_plans_over_other_wires_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, "plan", "dgx-2", "--gpus", "0,1", "--survive", "1")
     assert "other  3 failures leave no plan over nvlink: over pcie\n" in said
     assert "worst  12 GB/s of algorithm bandwidth, without link gpu0-nvswitch0 (over pcie)\n" in said
+
+
+def test_the_first_optimum_says_how_to_have_fewer_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, "plan", "v100x4", "--order", "first")
+    assert "(optimal over nvlink, proved)" in said
+    assert "; the first such plan that was found: --order height looks for fewer trees\n" in said
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,12 @@ def test_replanning_proves_the_best_rate_for_what_is_left(gpu: int, collective: 
 def test_the_first_optimum_is_as_good_and_as_low(name: str, collective: str) -> None:
     """It has the rate, the bound and the height of the plan with few trees, and a file that says nothing of it."""
     first, few = (topoplan.plan(machine(name), collective, order=order) for order in ("first", "height"))
-    assert (first.rate, first.bound, first.height, first.order) == (few.rate, few.bound, few.height, few.order)
+    assert (first.rate, first.bound, first.height, first.order) == (
+        few.rate,
+        few.bound,
+        few.height,
+        few.order,
+    )
     assert first.trees >= few.trees
     topoplan.verify(first)
 
@@ -211,6 +216,10 @@ def test_replanning_goes_over_what_is_left() -> None:
         topoplan.replan(whole, without_links=["gpu0-nvswitch0"], channels="nvlink")
 
 
-def test_a_plan_of_entries_is_not_replanned() -> None:
+def test_what_is_not_one_plan_of_elements_is_not_replanned() -> None:
+    with pytest.raises(
+        UsageError, match=r"several plans are not replanned at once; give one, such as book\.whole"
+    ):
+        topoplan.replan(book_of("v100x4"), without_gpus=[0])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is not replanned; plan the machine that is left"):
         topoplan.replan(topoplan.sparse_plan("v100x4", density=0.01), without_gpus=[0])
