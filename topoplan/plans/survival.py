@@ -18,12 +18,9 @@ from functools import partial
 from topoplan import degraded
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.fabric.fabric import Fabric, usable_fabric
-from topoplan.plans.certificates import OneFabric
-from topoplan.plans.certificates.exchange import ends_of
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
-from topoplan.plans.plan import ALL_TO_ALL, FORMAT_2, Plan, Plans, SizeRange, plan_text
-from topoplan.plans.symmetric_shards import ImageShards, moved_shard, owner_of
-from topoplan.plans.tree import Shard
+from topoplan.plans.plan import FORMAT_2, Plan, Plans, SizeRange, plan_text
+from topoplan.plans.renaming import carried
 from topoplan.plans.verify import Verification, verify
 from topoplan.topology import Topology
 
@@ -309,83 +306,6 @@ def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
     """
     number = {name: rank for rank, name in enumerate(before.ranks)}
     return tuple(number[name] for name in after.ranks)
-
-
-def carried(plan: Plan, names: dict[str, str], topology: Topology) -> Plan:
-    """A plan on a machine that differs from its own in the names of devices alone.
-
-    Parameters
-    ----------
-    plan : Plan
-    names : dict of str to str
-        The name there of every device that the plan names.
-    topology : Topology
-        The machine there.
-
-    Raises
-    ------
-    PlanError
-        A device has no name there. That the machine is the same, only `topoplan.verify` of the result can say.
-    """
-    if not isinstance(plan.certificate, OneFabric):
-        raise PlanError(f"a plan with a certificate of kind {plan.certificate.kind} cannot be renamed")
-    fabric = Fabric(topology, plan.channels)
-    before = Fabric(plan.topology, plan.channels)
-    for number, (shard, _) in enumerate(plan.shard_counts):
-        for position, stage in enumerate(shard.stages):
-            try:
-                stage.check_ranks(len(before.vertices))
-            except PlanError as error:
-                raise error.within(number, position) from None
-    try:
-        there = {name: place for place, name in enumerate(fabric.nodes)}
-        image = [there[names[name]] for name in before.nodes]
-        move = partial(moved_shard, vertices=image, names=names)
-        certificate = plan.certificate.renamed(names)
-        shards: Sequence[Shard]
-        if isinstance(plan.shards, ImageShards):
-            shards = ImageShards(
-                fabric.nodes,
-                fabric.size,
-                tuple(_conjugate(generator, image) for generator in plan.shards.generators),
-                tuple(move(shard) for shard in plan.shards.templates),
-            )
-        else:
-            shards = _in_order(plan.collective, [move(shard) for shard in plan.shards])
-    except KeyError as error:
-        raise PlanError(f"the renaming has no device for {error}") from None
-    return Plan(
-        collective=plan.collective,
-        ranks=fabric.ranks,
-        root=None if plan.root is None else image[plan.root],
-        topology=topology,
-        channels=plan.channels,
-        schedule=plan.schedule,
-        method=plan.method,
-        shards=shards,
-        rate=plan.rate,
-        bound=plan.bound,
-        certificate=certificate,
-        notes=plan.notes,
-        order=plan.order,
-    )
-
-
-def _conjugate(generator: Sequence[int], image: Sequence[int]) -> tuple[int, ...]:
-    """What a permutation becomes when node i is called ``image[i]``."""
-    moved = [0] * len(image)
-    for place, target in enumerate(generator):
-        moved[image[place]] = image[target]
-    return tuple(moved)
-
-
-def _in_order(collective: str, shards: list[Shard]) -> tuple[Shard, ...]:
-    """Shards as plans have them: in the order of their owners, or of the ends of their paths."""
-    if collective == ALL_TO_ALL:
-        return tuple(sorted(shards, key=lambda shard: ends_of(shard)[::-1]))
-    if collective in ("allgather", "reduce_scatter"):
-        return tuple(sorted(shards, key=owner_of))
-    return tuple(shards)
 
 
 def _without_topology(plan: Plan) -> dict[str, object]:

@@ -17,7 +17,8 @@ import topoplan
 from tests.support.checkout import ROOT
 from topoplan.errors import PlanError, UsageError
 from topoplan.plans.plan import FORMAT_2, Plan
-from topoplan.plans.survival import Failure, SurvivalPlans, carried, verify_survival
+from topoplan.plans.renaming import carried
+from topoplan.plans.survival import Failure, SurvivalPlans, verify_survival
 from topoplan.plans.symmetric_shards import ImageShards
 
 
