@@ -153,13 +153,13 @@ def _run_survival(book: SurvivalPlans, *, as_json: bool) -> int:
     )
     proved = sum(report.optimal for report in after)
     print(f"rate = bound for {proved} of them")
-    if after:
-        worst = min(range(len(after)), key=lambda number: after[number].rate)
+    finite_rates = [number for number, report in enumerate(after) if report.exact_rate is not None]
+    if finite_rates:
+        worst = min(finite_rates, key=lambda number: after[number].rate)
         print(f"worst  {after[worst].rate:.9g} GB/s, without {left[worst]}")
     if len(left) < len(book.outcomes):
-        print(
-            f"{counted(len(book.outcomes) - len(left), 'failure')} without a plan: nothing joins what is left"
-        )
+        without = counted(len(book.outcomes) - len(left), "failure")
+        print(f"{without} without a plan: no links join what is left, or the root is lost")
     print_notes(*plan_notes(book.whole))
     return 0
 
