@@ -135,12 +135,11 @@ def _run_survival(book: SurvivalPlans, *, as_json: bool) -> int:
             }
             for failure, report in zip(left, after, strict=True)
         ]
-        without = len(book.outcomes) - len(left)
         print_json(
             {
                 **_report_object(book.whole, whole),
                 "failures": rows,
-                "without_plan": without,
+                "without_plan": len(book.outcomes) - len(left),
                 "digest": book.digest,
             }
         )
@@ -153,9 +152,9 @@ def _run_survival(book: SurvivalPlans, *, as_json: bool) -> int:
     )
     proved = sum(report.optimal for report in after)
     print(f"rate = bound for {proved} of them")
-    finite_rates = [number for number, report in enumerate(after) if report.exact_rate is not None]
-    if finite_rates:
-        worst = min(finite_rates, key=lambda number: after[number].rate)
+    moving = [place for place, report in enumerate(after) if report.exact_rate is not None]
+    if moving:
+        worst = min(moving, key=lambda place: after[place].rate)
         print(f"worst  {after[worst].rate:.9g} GB/s, without {left[worst]}")
     if len(left) < len(book.outcomes):
         without = counted(len(book.outcomes) - len(left), "failure")
