@@ -111,7 +111,7 @@ def _print(found: Differences, size: Sequence[int], names: Sequence[str]) -> Non
         (side, name, str(gpus), *_both(bounds, gpus))
         for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
-    heads = [head for collective in COLLECTIVES for head in (collective, "bus")]
+    heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]
     print(table(("", "machine", "GPUs", *heads), sides))
     if not found.rows:
         return

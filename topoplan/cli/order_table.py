@@ -14,7 +14,7 @@ from topoplan.ordering.hop_loads import OrderRates
 from topoplan.ordering.launch_files import Seat
 from topoplan.ordering.mesh_axes import MeshOrder, Placement
 from topoplan.ordering.search import ENUMERATED, RankOrder
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 MOST_PLACEMENTS = 12
 """Placements that are listed."""
@@ -177,10 +177,10 @@ def print_mesh(answer: Answer, ranked: MeshOrder) -> None:
 def _rate_alone(ranked: MeshOrder, best: Placement, name: str, collective: str) -> str:
     for (axis, weight), alone in zip(ranked.weights, best.alone, strict=True):
         if axis == name:
-            factor = bus_factor(collective, dict(ranked.axes)[axis])
+            ranks = dict(ranked.axes)[axis]
             rates = [float(alone), float(best.together * weight)]
-            return ": " + ", ".join(
-                f"{word} {rate:.6g} (busbw {rate * factor:.6g})"
+            return ": " + "; ".join(
+                f"{word} {rate:.6g} GB/s{bus_words(rate, collective, ranks)}"
                 for word, rate in zip(("rings alone", "at once"), rates, strict=True)
             )
     return ""

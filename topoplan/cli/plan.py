@@ -13,7 +13,6 @@ from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.entry_points import Explanation, explanations
 from topoplan.cli.output import (
-    bus_words,
     check_plot,
     check_target,
     counted,
@@ -40,7 +39,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.phases import phases
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, exact, format_seconds
+from topoplan.units import bus_factor, bus_words, exact, format_seconds
 
 OF_TREES = {
     "method": "exact",

@@ -18,7 +18,7 @@ from topoplan.errors import UsageError
 from topoplan.fabric.fabric import channel_words
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import check_collective
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import bus_factor, bus_words, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -221,9 +221,8 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
     )
     over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
-    print(
-        f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s, bus bandwidth {best.rate * factor:.6g}, {over}"
-    )
+    bus = bus_words(best.rate, collective, len(best.gpus))
+    print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, {over}")
     print(f"leaves {_leaves(best, sets)}")
     print()
     rows = [

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_given, gpu_list
-from topoplan.cli.output import bus_words, counted, plan_notes, print_error, print_json, print_notes, table
+from topoplan.cli.output import counted, plan_notes, print_error, print_json, print_notes, table
 from topoplan.cli.progress import progress_line
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.cli.tree_table import tree_noun
@@ -24,7 +24,7 @@ from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.simulation.latency import LAUNCH
 from topoplan.simulation.time_bound import TimeBound, check_times
-from topoplan.units import format_size
+from topoplan.units import bus_words, format_size
 
 
 def add_options(parser: OneLineParser) -> None:

@@ -98,8 +98,8 @@ def test_a_mesh_says_where_each_axis_lies(capsys: pytest.CaptureFixture[str]) ->
     asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
     said = run(capsys, *asked, "--axes", "tp=10,dp=1")
     assert "levels  3 in a server x 2 across; below, the extent of every axis on each" in said
-    assert "dp      2 across: rings alone 48 (busbw 48)" in said
-    assert "tp      3 in a server: rings alone 337.5 (busbw 450)" in said
+    assert "dp      2 across: rings alone 48 GB/s;" in said
+    assert "tp      3 in a server: rings alone 337.5 GB/s, 450 of bus bandwidth" in said
     told = json.loads(run(capsys, *asked, "--axes", "tp=10,dp=1", "--json"))
     assert told["after"]["lies"] == {"tp": [3, 1], "dp": [1, 2]}
     assert told["order"][:4] == [0, 8, 1, 9]
