@@ -113,7 +113,7 @@ class Communicator:
         Longest piece that moves at once; None where it is searched for.
     plan : Plan or SizePlans
     epoch : int
-        How often ranks were left out.
+        How often the ranks have agreed on who is left.
     notes : tuple of str
         What was planned anew and why, in order.
 
@@ -714,6 +714,7 @@ class Communicator:
                 self.plan,
                 named,
                 doubted=_accused(execution.failure, self.ranks),
+                epoch=self.epoch,
                 progress=Progress(self._handed_over),
             )
             assert left is not None, "only where it is asked for"
@@ -985,7 +986,7 @@ class Communicator:
         before, change = self.plan, Change.of(set(range(self.size)) - set(left.ranks))
         self.plan, self.ranks = left.plans, left.backend.ranks
         self._numbers = tuple(self._numbers[rank] for rank in left.ranks)
-        self.epoch += 1
+        self.epoch = left.epoch
         told = note_on(before, left.plans, change) if change.without else "all ranks go on"
         self.notes = (*self.notes, f"epoch {self.epoch}: {told}")
         chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)

@@ -22,7 +22,7 @@ from topoplan.plans.plan import Plans
 
 CANNOT = (
     "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
-    "(tcp, shared and loopback can)"
+    "(loopback and shared can, and tcp without wires and helpers)"
 )
 
 
@@ -54,6 +54,8 @@ class Left:
         Theirs, verified.
     ranks : tuple of int
         They, as they were counted before.
+    epoch : int
+        How often ranks were left out by now, this time included.
     progress : tuple of Progress
         Of each of them; empty where one process holds all.
     """
@@ -61,6 +63,7 @@ class Left:
     backend: Backend[Any]
     plans: Plans
     ranks: tuple[int, ...]
+    epoch: int
     progress: tuple[Progress, ...] = ()
 
 
@@ -102,6 +105,7 @@ def go_on(
     without: Collection[int],
     *,
     doubted: Collection[int] = (),
+    epoch: int = 0,
     progress: Progress | None = None,
     only_without: bool = False,
 ) -> Left | None:
@@ -117,6 +121,8 @@ def go_on(
         Ranks to leave out, besides those that are gone.
     doubted : collection of int
         Ranks whose failure was reported.
+    epoch : int
+        Before.
     progress : Progress, optional
         Of this rank.
     only_without : bool
@@ -137,7 +143,7 @@ def go_on(
         made = made_here(lambda: plan_of_rest(plans, Change.of(without))) if without else plans
         (fewer,) = backend.split([left])
         backend.close()
-        return Left(fewer, made, left)
+        return Left(fewer, made, left, epoch + 1)
     assert isinstance(backend, GoesOn), "looked at before"
     mine = json.dumps([progress.handed_over, progress.complete] if progress else [0, False])
     survivors, ranks = backend.survivors, tuple(range(backend.size))
@@ -176,4 +182,4 @@ def _made_anew(backend: GoesOn, plans: Plans, ranks: Sequence[int], own: int, mi
         fewer.close()
         raise
     backend.survivors = None
-    return Left(fewer, made, tuple(ranks), tuple(told))
+    return Left(fewer, made, tuple(ranks), survivors.epoch, tuple(told))

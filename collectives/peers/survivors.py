@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from collectives.peers.address import ahead_of_data, this_host
+from collectives.peers.error_rounds import Gather
 from collectives.peers.peer_watchdog import LOOK, process_state
 from collectives.peers.rendezvous import STRANGER_SECONDS
 from collectives.peers.rendezvous_state import Message, Unpacker, pack
@@ -94,6 +95,20 @@ class Survivors:
         self._decided: dict[int, tuple[int, ...]] = {}
         self._after_me: tuple[int, tuple[int, ...]] | None = None
         self._round = 0
+
+    @staticmethod
+    def of(gather: Gather, rank: int, local: str = "127.0.0.1") -> Survivors | None:
+        """Those of ranks that tell each other their cards; None on all where one of them cannot listen there."""
+        made: Survivors | None = None
+        with contextlib.suppress(OSError):
+            made = Survivors(local)
+        cards = gather("" if made is None else made.card)
+        if made is None or all(cards):
+            if made is not None:
+                made.know(rank, cards)
+            return made
+        made.close()
+        return None
 
     @property
     def card(self) -> str:
