@@ -224,11 +224,13 @@ class LowRankExchange:
         return handle, numbers / values[0].size
 
     def _right(self, at: Thin) -> Matrix:
-        """Where the search for a matrix's directions goes on, or begins."""
+        """Where the search for a matrix's directions goes on, or begins: of length 1, so that products fit 16 bits."""
         kept = self.memory.array(at.key)
         if kept is None or kept[0].shape != (at.columns, self.settings.rank):
-            return _first(at.key, at.columns, self.settings.rank)
-        return kept[0]
+            kept = [_first(at.key, at.columns, self.settings.rank)]
+        wide = kept[0].astype(np.float64)
+        lengths = np.sqrt(np.add.reduce(wide * wide, axis=0))
+        return (wide / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
     def _sum(
         self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
@@ -236,9 +238,15 @@ class LowRankExchange:
         """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type."""
         comm, library = self.communicator, self.communicator.arrays
         lines = []
+        divisor = np.float32(1)
+        if op == "avg" and library.itemsize(given[0]) < 4:
+            # divided before it is rounded: a sum may be too large for float16
+            op, divisor = "sum", np.float32(comm.size)
         for mine, like in zip(matrices, given, strict=True):
             line = library.empty((sum(one.size for one in mine),), like)
-            told = np.concatenate([one.reshape(-1).astype(library.values(line).dtype) for one in mine])
+            kind = library.values(line).dtype
+            with np.errstate(over="ignore"):
+                told = np.concatenate([(one.reshape(-1) / divisor).astype(kind) for one in mine])
             library.put(line, told)
             lines.append(line)
         shapes = [one.shape for one in matrices[0]]
