@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
-    counted,
     print_csv,
     print_json,
     print_notes,
@@ -26,7 +25,7 @@ from topoplan.fabric.fabric import channel_words
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import Plan
 from topoplan.plans.survival import Failure, Outcome, SurvivalPlans
-from topoplan.units import bus_factor, bus_words, format_seconds, format_size
+from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size
 
 OF_OTHERS = {
     **{name: value for name, value in OF_ONE_PLAN.items() if name not in ("root", "order")},

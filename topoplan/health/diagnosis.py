@@ -108,9 +108,18 @@ def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -
     others = set() if gpus is None else set(topology.gpus) - set(gpus)
     texts: dict[Kind, list[str]] = {}
     for fault in diagnose(topology).faults:
-        if fault.kind not in ("told", "row missing") and not set(fault.devices) & others:
+        if fault.kind not in ("told", "row missing") and not all(
+            map(others.intersection, _places(topology, fault))
+        ):
             texts.setdefault(fault.kind, []).append(fault.text)
     return tuple(warning(text) for kind, found in texts.items() for text in _shortened(found, kind))
+
+
+def _places(topology: Topology, fault: Fault) -> list[tuple[str, ...]]:
+    """The devices of a fault, and those of the other servers that have it too."""
+    servers = {device.name: device.server for device in topology.devices}
+    copies = [tuple(_moved(name, servers[name], other) for name in fault.devices) for other in fault.servers]
+    return [fault.devices, *copies]
 
 
 def _shortened(texts: list[str], kind: Kind) -> list[str]:

@@ -174,6 +174,8 @@ def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
         for machine in (without_links(V100S(), ["gpu0-gpu3"]), V100S())
     )
     (cost,) = costs_of(diagnose(pair))
+    told = ("warning: s0.gpu0-s0.gpu3 (as in s1): no NVLink, should be 2 NVLinks of 25 GB/s",)
+    assert [machine_warnings(pair, gpus=gpus) for gpus in (pair.gpus[8:12], pair.gpus[4:8])] == [told, ()]
     assert cost.now == cost.alone < cost.healthy == pytest.approx(topoplan.plan(whole).rate)
 
 
