@@ -339,8 +339,9 @@ def _times(value: float | None) -> str:
 def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     """The rows and their summary as one JSON object.
 
-    Keys are the fields of `Comparison` and `Summary`, ``others`` only where there are any; null stands for None, for
-    the infinite rates of a single GPU, and for a ratio that does not exist.
+    Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
+    where there are any. null stands for None, for the infinite rates of a single GPU, and for a ratio that does not
+    exist.
 
     Examples
     --------
@@ -360,6 +361,8 @@ def _row_object(row: Comparison) -> dict[str, object]:
         if isinstance(value, float):
             value = finite(value)
         made[one.name] = list(value) if isinstance(value, tuple) else value
+        if one.name == "trees":
+            made["busbw"] = finite(row.trees * bus_factor(row.collective, len(row.gpus)))
     del made["others"]
     if row.others:
         made["others"] = {head: None if rate is None else finite(rate) for head, rate in row.others}

@@ -23,6 +23,7 @@ from topoplan.fabric.servers import Servers
 from topoplan.plans.certificates import Certificate, Lengths
 from topoplan.plans.tree import Shard
 from topoplan.symmetry.search import find_symmetry
+from topoplan.units import name_ranges
 
 _GAINS = (10**3, 10**6, 10**9)
 """What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
@@ -153,7 +154,7 @@ def _inner_height(tree: TreeColumn, servers: Servers) -> int:
 def _no_star(servers: Servers) -> InfeasibleError:
     return InfeasibleError(
         f"three phases need a GPU that reaches one of every other server in one hop and back, and none of "
-        f"{', '.join(servers.names)} has one; plan trees instead (method exact)"
+        f"{', '.join(name_ranges(servers.names))} has one; plan trees instead (method exact)"
     )
 
 
