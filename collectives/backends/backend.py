@@ -15,6 +15,7 @@ from collectives.arrays.library import ArrayLibrary
 from collectives.lowering.transfer_table import Given, TransferTable, place_in
 from collectives.peers.peers import World
 from collectives.peers.signature import Signature
+from collectives.peers.survivors import Survivors
 from topoplan.plans.plan import Plan
 
 Array = TypeVar("Array")
@@ -259,6 +260,43 @@ class Splits(Protocol):
         """
 
 
+@runtime_checkable
+class GoesOn(Protocol):
+    """A back end of one rank whose ranks can go on when others are gone.
+
+    Attributes
+    ----------
+    survivors : Survivors or None
+        How ranks that are left find each other; None where they cannot, or a new back end has taken it over.
+    timeout : float
+        Seconds that a rank waits for another one.
+    """
+
+    survivors: Survivors | None
+
+    @property
+    def timeout(self) -> float:
+        """See above."""
+
+    def go_on(self, gather: Callable[[str], list[str]], *, rank: int, size: int) -> Backend[Any]:
+        """A new back end among the ranks that are left, with the same survivors; all of them call it.
+
+        This one ends, if it has not ended, but leaves the survivors open. A second attempt may follow.
+
+        Parameters
+        ----------
+        gather : callable
+            An allgather of texts among those ranks.
+        rank, size : int
+            This rank among them, and how many they are.
+
+        Raises
+        ------
+        UsageError, BackendError
+            As where such a back end is made.
+        """
+
+
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
     """The group that a rank is in."""
     return next(group for group in groups if rank in group)
@@ -289,6 +327,11 @@ class OneRank:
 
     _world: World
     _timeout: float
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a rank waits for the others."""
+        return self._timeout
 
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""

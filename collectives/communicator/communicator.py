@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,9 @@ import numpy as np
 from collectives.arrays.numpy_arrays import dtype_name
 from collectives.backends.backend import Backend, GivesMemory, HasEngines, Splits, Step, Traces
 from collectives.backends.open_backend import Settings, check_helpers, open_backend
-from collectives.communicator.handle import Handle, InOrder
+from collectives.communicator.going_on import CANNOT, Left, Progress, can_go_on, checked_ranks, go_on
+from collectives.communicator.handle import Handle, InOrder, Outcome
+from collectives.communicator.what_is_left import Change, note_on, plan_of_rest
 from collectives.execution.chunk_size import ChunkSizes
 from collectives.execution.execution import Execution
 from collectives.execution.plan_store import PlanStore
@@ -57,7 +60,7 @@ class Communicator:
 
     Where a collective fails because of another process, every rank that still lives raises `BackendError`. Its
     ``out`` array is then untouched (but see `empty`), and so are the inputs. A rank that already had its whole result
-    has returned it, and raises in the next call. The communicator is unusable from then on.
+    has returned it, and raises in the next call. The communicator is unusable from then on, until `shrink` is called.
 
     Parameters
     ----------
@@ -84,6 +87,15 @@ class Communicator:
     exact : bool
         False lets a switch between GPUs add floating-point numbers, where plan and machine have one that can: in an
         order of its own, so that sums need not have the same bits as elsewhere or in the next call.
+    on_failure : str
+        What to do where a rank dies in a dense collective: "raise", or "shrink" to go on without it (`shrink`) and
+        repeat the collective among the ranks that are left (`Handle.repeated`, `Handle.without` and `notes` tell).
+        ``tcp`` and ``shared`` can. An average is then one of fewer ranks. What cannot be repeated raises
+        `BackendError`, and the next call goes on among those that are left: a root that is gone, arrays that
+        fewer ranks do not divide, an ``out`` of as many blocks as there were ranks. Sparse collectives raise in any
+        case, after which `shrink` may be called. It costs another meeting of the ranks in each collective, memory for
+        one result, and with ``out`` a copy of it: results are handed over when all ranks have theirs, so that inputs
+        stay intact, also where results take their places, and no rank keeps a result that another cannot get.
 
     Attributes
     ----------
@@ -99,6 +111,11 @@ class Communicator:
         The kind of arrays that methods take.
     chunk_bytes : int or None
         Longest piece that moves at once; None where it is searched for.
+    plan : Plan or SizePlans
+    epoch : int
+        How often the ranks have agreed on who is left.
+    notes : tuple of str
+        What was planned anew and why, in order.
 
     Raises
     ------
@@ -131,7 +148,10 @@ class Communicator:
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
+        on_failure: str = "raise",
     ) -> None:
+        if on_failure not in ("raise", "shrink"):
+            raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
         if (engine != "auto" or not exact) and not isinstance(backend, str):
             raise UsageError(
                 f"the {backend.name} back end is made already; give engine and exact to it, or name it here"
@@ -159,6 +179,8 @@ class Communicator:
                     f"start {len(plan.ranks)} processes, or plan for other GPUs"
                 )
             check_helpers(plan, opened)
+            if on_failure == "shrink" and not can_go_on(opened):
+                raise UsageError(CANNOT.format(name=opened.name))
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():
@@ -172,9 +194,20 @@ class Communicator:
         self.ranks = opened.ranks
         self.one_rank = opened.one_rank
         self.arrays = opened.arrays
+        self.epoch = 0
+        self.notes: tuple[str, ...] = ()
+        self._goes_on = on_failure == "shrink" and opened.one_rank
+        self._numbers = tuple(range(opened.size))
+        """The ranks that are left, as they were counted at the beginning."""
+        self._handed_over = 0
         self._execution: Execution[Any] | None = Execution(store, opened, chunks)
         self._sparse: SparseCollective | None = None
         self._in_order = InOrder(self.arrays)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; where it holds several, the first of them."""
+        return self.ranks[0]
 
     @property
     def size(self) -> int:
@@ -634,6 +667,112 @@ class Communicator:
         found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
         return found[0] if self.one_rank else found
 
+    def shrink(self, without: Collection[int] | None = None) -> None:
+        """Go on, with this object, without some ranks; all ranks that are left must call it.
+
+        Those that are left are counted anew, in their order: `rank`, `size`, `ranks` and `plan` change, `epoch` is one
+        more, and the last of `notes` says what the new plan is, and whether it needs other channels. They agree on who
+        is left, whoever dies meanwhile: that is whom any of them wants to leave out, whose process has ended, or who
+        says nothing for the timeout (for a second, if a failure of it was reported). The lowest of them plans, and all
+        verify. Sums have the bits of a new communicator of these ranks. Residuals of sparse collectives stay.
+
+        Collectives that are under way in the background end before. Communicators made by `split` stay what they are.
+
+        Parameters
+        ----------
+        without : collection of int, optional
+            Ranks, as they are counted now. By default those that are gone: after a `BackendError`.
+
+        Raises
+        ------
+        UsageError
+            A rank is not there, none would be left, or this one is to be left out; or no channel joins those that are
+            left.
+        BackendError
+            The others have left this rank out (one that was taken for dead and comes back hears it here); half of the
+            ranks or more are silent, and no process that has ended; or the back end cannot go on without a rank.
+
+        Examples
+        --------
+        >>> import numpy as np, topoplan
+        >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
+        >>> with Communicator(plan) as comm:
+        ...     comm.shrink(without=[2])
+        ...     comm.plan.ranks, comm.epoch, comm.all_reduce([np.arange(3)] * 3)[0]
+        (('gpu1', 'gpu4', 'gpu7'), 1, array([0, 3, 6]))
+        """
+
+        def run() -> None:
+            execution = self._open()
+            named = checked_ranks(execution.backend, () if without is None else without)
+            if self.plan.plans[-1].helpers:
+                raise UsageError("a plan with helpers cannot shrink; start the job again with what is left")
+            if not self.one_rank and not named:
+                raise UsageError("all ranks are in this process and none has failed; name those to leave out")
+            left = go_on(
+                execution.backend,
+                self.plan,
+                named,
+                doubted=_accused(execution.failure, self.ranks),
+                epoch=self.epoch,
+                progress=Progress(self._handed_over),
+            )
+            assert left is not None, "only where it is asked for"
+            self._take(left)
+
+        self._in_order.run(run)
+
+    def replan(
+        self, *, without_links: Collection[str] = (), slow_links: Mapping[str, float] | None = None
+    ) -> None:
+        """Plan anew for a machine whose links are dead or slower, and go on with that; all ranks must call it alike.
+
+        Ranks and epoch stay; `plan` changes, and the last of `notes` says to what. Changes add up.
+
+        Parameters
+        ----------
+        without_links : collection of str
+            Wires that are dead, such as ``gpu0-gpu3``, or ``gpu0->gpu3`` for one direction.
+        slow_links : mapping of str to float
+            Wires, and the GB/s per direction that they have.
+
+        Raises
+        ------
+        UsageError
+            There is no such wire, or it is not faster than that; the communicator stays as it is.
+        InfeasibleError
+            Nothing joins the ranks any more.
+        BackendError
+            Another rank failed, or means other links.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+        >>> with Communicator(plan) as comm:
+        ...     comm.replan(without_links=["gpu0-gpu3"])
+        ...     print(comm.notes[-1])
+        without link gpu0-gpu3: 8 ranks (gpu0 gpu1 gpu2 gpu3 gpu4 gpu5 gpu6 gpu7) at 78.57 GB/s, before 85.71
+        """
+        change = Change.of(without_links=without_links, slow_links=slow_links)
+        if not change.without_links and not change.slow_links:
+            raise UsageError("nothing is different; name links in without_links or slow_links")
+
+        def run() -> None:
+            execution, before = self._open(), self.plan
+            made = execution.planned(
+                lambda: plan_of_rest(before, change),
+                collective=before.collective,
+                root=before.root,
+                about=change.digest,
+            )
+            execution.exchange_plans(PlanStore(made))
+            self.plan = made
+            self._renew_sparse(range(len(self.ranks)))
+            self.notes = (*self.notes, note_on(before, made, change))
+
+        self._in_order.run(run)
+
     def close(self) -> None:
         """Give up what the communicator holds; every later call is an error. Closing twice is fine."""
         if self._execution is not None:
@@ -748,6 +887,8 @@ class Communicator:
         execution = self._open()
         if self.is_helper:
             raise UsageError("this process is a helper and has nothing to put in; call serve")
+        if self._goes_on:
+            return self._start_to_end(collective, root, op, arrays, out, async_op)
         task = execution.repeated(collective, root, op, arrays, out, later=async_op)
         if task is None:
             try:
@@ -757,6 +898,109 @@ class Communicator:
                 raise
             task = partial(execution.run, checked)
         return self._in_order.submit(task) if async_op else self._in_order.run(task)
+
+    def _start_to_end(
+        self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
+    ) -> Any:
+        """As `_start`, for a collective that is repeated by the ranks that are left where one dies."""
+        try:
+            request(collective, self._open().backend, arrays, out=out, op=op, root=root)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        outcome, numbers = Outcome(), self._numbers
+        number = None if root is None else numbers[root]
+        task = partial(self._run_to_end, collective, number, op, arrays, out, numbers, outcome)
+        return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
+
+    def _run_to_end(
+        self,
+        collective: str,
+        root: int | None,
+        op: str | None,
+        array: Any,
+        out: Any,
+        numbers: tuple[int, ...],
+        outcome: Outcome,
+    ) -> Any:
+        """Run a collective into memory of our own, again where a rank is lost, and hand it over when all have it.
+
+        Parameters
+        ----------
+        root : int or None
+            As ranks were counted at the beginning.
+        numbers : tuple of int
+            The ranks when it was called.
+        """
+        failure: BackendError | None = None
+        while True:
+            execution, complete, result = self._open(), False, None
+            try:
+                if root is not None and root not in self._numbers:
+                    raise UsageError(f"its root, rank {numbers.index(root)} when it was called, is gone")
+                place = None if root is None else self._numbers.index(root)
+                checked = request(collective, execution.backend, array, out=out, op=op, root=place)
+            except UsageError as error:
+                lost = [numbers.index(one) for one in numbers if one not in self._numbers]
+                raise BackendError(
+                    f"went on without rank {', '.join(map(str, lost))}, but this {collective} cannot be repeated: "
+                    f"{error}; call it anew among the {self.size} ranks that are left"
+                ) from failure
+            try:
+                result = execution.run(replace(checked, outputs=[None]))
+                complete = True
+                execution.hand_over()
+            except BackendError as error:
+                failure = error
+                progress = self._without_failed(error, Progress(self._handed_over, complete))
+                outcome.without = tuple(numbers.index(one) for one in numbers if one not in self._numbers)
+                if max(one.handed_over for one in progress) == self._handed_over:
+                    outcome.repeated = True
+                    continue
+                assert complete, "some rank was told that all are"
+            self._handed_over += 1
+            (wanted,) = checked.outputs
+            if wanted is None or result is None:
+                return result
+            self.arrays.copy(wanted, result)
+            return wanted
+
+    def _without_failed(self, error: BackendError, progress: Progress) -> tuple[Progress, ...]:
+        """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
+        execution = self._open()
+        left = go_on(
+            execution.backend,
+            self.plan,
+            (),
+            doubted=_accused(error, self.ranks),
+            progress=progress,
+            only_without=True,
+        )
+        if left is None:
+            raise error
+        self._take(left)
+        return left.progress
+
+    def _take(self, left: Left) -> None:
+        """Go on with what is left."""
+        before, change = self.plan, Change.of(set(range(self.size)) - set(left.ranks))
+        self.plan, self.ranks = left.plans, left.backend.ranks
+        self._numbers = tuple(self._numbers[rank] for rank in left.ranks)
+        self.epoch = left.epoch
+        told = note_on(before, left.plans, change) if change.without else "all ranks go on"
+        self.notes = (*self.notes, f"epoch {self.epoch}: {told}")
+        chunks = ChunkSizes(left.backend.name, fixed=self.chunk_bytes)
+        self._execution = Execution(PlanStore(left.plans), left.backend, chunks)
+        self._renew_sparse([0] if self.one_rank else left.ranks)
+
+    def _renew_sparse(self, places: Sequence[int]) -> None:
+        """Plan sparse collectives anew, with the residuals at these places."""
+        if self._sparse is not None:
+            state: dict[str, list[Mapping[str, Any]]] = {
+                key: [listed[place] for place in places] for key, listed in self._sparse.state().items()
+            }
+            self._sparse = SparseCollective(self._open())
+            self._sparse.restore(state)
 
     def _refuse(self, reason: str) -> None:
         """Tell the other ranks that this one will not take part."""
@@ -784,3 +1028,8 @@ class Communicator:
         if root is None:
             return 0 if self.plan.root is None else self.plan.root
         return root
+
+
+def _accused(error: BackendError | None, ranks: Sequence[int]) -> list[int]:
+    """The rank whose failure an error reports, unless it is one of this process."""
+    return [] if error is None or error.peer is None or error.peer in ranks else [error.peer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from collectives.arrays.library import ArrayLibrary
@@ -14,6 +15,22 @@ Result = TypeVar("Result")
 Other = TypeVar("Other")
 
 
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """How a collective came to its end, where that was not at once: filled in while it runs.
+
+    Parameters
+    ----------
+    repeated : bool
+        Whether it was run again, by fewer ranks than it was called on.
+    without : tuple of int
+        The ranks that were lost on the way, as they were counted when it was called.
+    """
+
+    repeated: bool = False
+    without: tuple[int, ...] = ()
+
+
 class Handle(Generic[Result]):
     """A collective that was started with ``async_op=True``.
 
@@ -21,9 +38,25 @@ class Handle(Generic[Result]):
     that means work which is queued after the call. When it is done, any stream may use them.
     """
 
-    def __init__(self, future: Future[Result], received: Callable[[object], None] | None = None) -> None:
+    def __init__(
+        self,
+        future: Future[Result],
+        received: Callable[[object], None] | None = None,
+        outcome: Outcome | None = None,
+    ) -> None:
         self._future = future
         self._received = received
+        self._outcome = outcome or Outcome()
+
+    @property
+    def repeated(self) -> bool:
+        """Once it is done: whether it was run again without ranks that died (``on_failure="shrink"``)."""
+        return self._outcome.repeated
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """Once it is done: the ranks that died on the way, as they were counted when it was called."""
+        return self._outcome.without
 
     @staticmethod
     def of(result: Result) -> Handle[Result]:
@@ -108,7 +141,7 @@ class InOrder:
         self._arrays.received(result)
         return result
 
-    def submit(self, task: Callable[[], Result]) -> Handle[Result]:
+    def submit(self, task: Callable[[], Result], outcome: Outcome | None = None) -> Handle[Result]:
         """Start the task in the background, after everything that was submitted before."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
@@ -120,7 +153,7 @@ class InOrder:
 
         future: Future[Result] = self._worker.submit(in_turn)
         self._last = future  # type: ignore[assignment]  # only asked whether it is done
-        return Handle(future, self._arrays.received)
+        return Handle(future, self._arrays.received, outcome)
 
     def close(self) -> None:
         """Wait for what runs; what has not begun fails."""

@@ -139,6 +139,8 @@ class Execution(Generic[Array]):
     store : PlanStore
     traffic : Traffic
         What the collectives so far have moved.
+    failure : BackendError or None
+        What another process did that ended this.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -148,6 +150,7 @@ class Execution(Generic[Array]):
         self.store = store
         self._calls = 0
         self._failed = False
+        self.failure: BackendError | None = None
         asked = os.environ.get(DEBUG, "0")
         self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str], Array] = {}
@@ -235,8 +238,8 @@ class Execution(Generic[Array]):
         self._calls += 1
         try:
             call.run(number, source, result)
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            self._fails(error)
             raise
         self.traffic.add(call.table, itemsize=call.kind.itemsize)
         if call.kept:
@@ -443,7 +446,8 @@ class Execution(Generic[Array]):
             backend.agree(self._signature(**agreed))
             yield backend.gather_texts
         except BaseException as error:
-            self._failed = isinstance(error, BackendError) or not isinstance(error, Exception)
+            if isinstance(error, BackendError) or not isinstance(error, Exception):
+                self._fails(error)
             raise
 
     def model_seconds(self, collective: str, nbytes: int) -> float:
@@ -462,8 +466,9 @@ class Execution(Generic[Array]):
         self._calls += 1
         try:
             self._run_measured(call, digest, nbytes)
-        except BaseException:
-            self._failed = self.backend.one_rank
+        except BaseException as error:
+            if self.backend.one_rank:
+                self._fails(error)
             raise
         self.traffic.add(call.table, itemsize=call.itemsize)
 
@@ -528,6 +533,29 @@ class Execution(Generic[Array]):
         nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
         numbers = {"call": self._calls, "world": self.backend.size, "count": 0, "chunk": 0}
         return Signature(**{**nothing, **numbers, **agreed})
+
+    def exchange_plans(self, store: PlanStore) -> None:
+        """Go on with other plans, for the same ranks; all of them must do so at once."""
+        self.store = store
+        self._lowered.clear()
+        self._repeated.clear()
+        self._exchanges.clear()
+
+    def hand_over(self) -> None:
+        """Wait for the word that all ranks have their whole results; only then may one of them let the caller have it.
+
+        Raises
+        ------
+        BackendError
+            A rank failed. Where this is raised some may have had the word, and then all have their results.
+        """
+        with self._speaking(collective="handed over"):
+            pass
+
+    def _fails(self, error: BaseException) -> None:
+        self._failed = True
+        if isinstance(error, BackendError):
+            self.failure = error
 
     def _check_alive(self) -> None:
         if self._failed:

@@ -210,6 +210,7 @@ class Hub:
                 "general": hello["general"],
                 "ports": hello["ports"],
                 "meets": hello.get("meets", False),
+                "survivors": hello.get("survivors"),
             }
             for rank, hello in sorted(self.hellos.items())
         }

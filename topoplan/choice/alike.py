@@ -16,9 +16,12 @@ from topoplan.plans.plan import ALL_TO_ALL, Plans
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.rings.ring import RING_KINDS, ring
+from topoplan.topology import Topology
 
 
-def plan_alike(given: Plans, collective: str, *, root: int | None = None) -> Plans:
+def plan_alike(
+    given: Plans, collective: str, *, root: int | None = None, machine: Topology | None = None
+) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
     Where a schedule does not exist for the collective, or a plan was made by hand, the planner's optimal trees are
@@ -30,6 +33,8 @@ def plan_alike(given: Plans, collective: str, *, root: int | None = None) -> Pla
     collective : str
     root : int or None
         Rank of the root of a broadcast or reduce.
+    machine : Topology, optional
+        What to plan for instead: what is left of that machine.
 
     Raises
     ------
@@ -48,7 +53,7 @@ def plan_alike(given: Plans, collective: str, *, root: int | None = None) -> Pla
     >>> plan_alike(few, "broadcast").order
     'trees'
     """
-    model, topology = given.plans[-1], given.topology
+    model, topology = given.plans[-1], machine or given.topology
     channels = "+".join(model.channels)
     if collective == ALL_TO_ALL:
         # paths have neither sizes nor orders of trees, and are not divided between channels

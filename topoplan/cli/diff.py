@@ -25,7 +25,9 @@ _RATES = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 def add_options(parser: arguments.OneLineParser) -> None:
     """Add the options of ``diff``."""
     arguments.add_machine(parser)
-    parser.add_argument("other", metavar="B", help="the other description, as TOPO; - for stdin")
+    parser.add_argument(
+        "other", metavar="TOPO2", help="the other description, B where TOPO is A; - for stdin"
+    )
     arguments.add_json(parser)
     add_cluster(parser)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from topoplan.bounds.cuts_and_partitions import best_bound
 from topoplan.bounds.upper_bound import bound
-from topoplan.cli import arguments, plan_mesh, plan_sizes
+from topoplan.cli import arguments, plan_mesh, plan_sizes, plan_survive
 from topoplan.cli.cluster_options import add_cluster, add_in_network
 from topoplan.cli.damage_options import Machine, add_damage
 from topoplan.cli.entry_points import Explanation, explanations
@@ -83,7 +83,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--order",
         metavar="O",
-        help=f"with exact, what comes first among equal rates: {' or '.join(ORDERS)} (default: height)",
+        help=f"with exact, what comes first among equal rates: {', '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--height",
@@ -128,6 +128,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     plan_sizes.add_options(parser)
     plan_mesh.add_options(parser)
+    plan_survive.add_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -161,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     plan_sizes.check_options(options)
     plan_mesh.check_options(options)
+    plan_survive.check_options(options)
     sparse = asked_for(options)
     if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
@@ -174,6 +176,8 @@ def run(options: argparse.Namespace) -> int:
         return plan_sizes.run(options)
     if options.mesh is not None:
         return plan_mesh.run(options)
+    if options.survive is not None:
+        return plan_survive.run(options)
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:
@@ -399,6 +403,8 @@ def _order_text(plan: Plan, order: str) -> str:
     elif plan.height == 1:
         lowest = "1, the lowest there is"
     fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
+    if order == "first":
+        fewer = "; the first such plan that was found: --order height looks for fewer trees"
     return f"lowest height first: {lowest}{fewer}"
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.arrays.numpy_arrays import NumpyArrays
-from collectives.backends.backend import Call, RankArrays
+from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.loopback.pacing import Clock, LinkPlayer, WallClock
 from collectives.backends.loopback.pieces import with_helpers
 from collectives.backends.loopback.wires import wires_of
@@ -118,6 +118,10 @@ class PacedLoopback:
     def largest(self, value: float) -> float:
         """See `Backend.largest`."""
         return value
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
+        """See `Splits.split`."""
+        return [PacedLoopback(len(group), scale=self.scale, clock=self._clock) for group in groups]
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -49,6 +49,7 @@ from collectives.peers.over_shared_memory import OtherHosts, SharedWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.shared_memory import ORDERED, Arenas, Gather, Reading, Segment, lock_fence, meet
 from collectives.peers.signature import Signature
+from collectives.peers.survivors import Survivors
 from topoplan.errors import UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
@@ -74,6 +75,8 @@ class SharedBackend(OneRank):
         Seconds that a rank waits for another one, in each step.
     arrays : ArrayLibrary, optional
         numpy by default; torch's for tensors on the CPU.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; by default new ones. This closes them.
 
     Raises
     ------
@@ -87,6 +90,9 @@ class SharedBackend(OneRank):
     one_rank = True
     direct = True
     averages = True
+    goes_on = True
+    """Whether ranks that are left may go on; a back end within another job leaves that to it."""
+    survivors: Survivors | None
 
     def __init__(
         self,
@@ -96,10 +102,13 @@ class SharedBackend(OneRank):
         size: int,
         timeout: float = 30.0,
         arrays: ArrayLibrary[Any] | None = None,
+        survivors: Survivors | None = None,
     ) -> None:
         compile_ahead()
         fence = None if platform.machine() in ORDERED else lock_fence()
-        self._begin(*meet(gather, rank=rank, size=size), fence=fence, timeout=timeout, arrays=arrays)
+        placement, segment = meet(gather, rank=rank, size=size)
+        self._begin(placement, segment, fence=fence, timeout=timeout, arrays=arrays)
+        self.survivors = survivors or (Survivors.of(gather, rank) if self.goes_on else None)
 
     def _begin(
         self,
@@ -125,6 +134,7 @@ class SharedBackend(OneRank):
         self._reading = Reading(self._control, placement)
         self._scratch = Scratch()
         self._runner = Runner(self._control, self._world.watch, placement)
+        self.survivors = None
         self._closed = False
 
     @classmethod
@@ -173,6 +183,18 @@ class SharedBackend(OneRank):
                 place.close()
         return [made]
 
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`; they share new memory."""
+        self._leave()
+        return SharedBackend(
+            gather,
+            rank=rank,
+            size=size,
+            timeout=self._timeout,
+            arrays=self.arrays,
+            survivors=self.survivors,
+        )
+
     def run(self, call: Call[Any]) -> None:
         """See `Backend.run`."""
         try:
@@ -187,6 +209,12 @@ class SharedBackend(OneRank):
 
     def close(self) -> None:
         """See `Backend.close`."""
+        self._leave()
+        if self.survivors is not None:
+            self.survivors.close()
+
+    def _leave(self) -> None:
+        """Leave the other ranks, and the memory that is shared with them."""
         if not self._closed:
             self._closed = True
             self._world.close()

@@ -39,11 +39,13 @@ from collectives.lowering.edge_streams import Stream
 from collectives.lowering.transfer_table import result_blocks
 from collectives.peers.blame import Waiting
 from collectives.peers.control_page import Scratch
+from collectives.peers.error_rounds import Gather
 from collectives.peers.groups import meeting_within
 from collectives.peers.over_rendezvous import TcpWorld
 from collectives.peers.place_in_job import place_in_job
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.signature import Signature
+from collectives.peers.survivors import Survivors
 from topoplan.errors import BackendError, UsageError
 
 KEPT_FLOWS = 64
@@ -86,6 +88,8 @@ class TcpBackend(OneRank):
         queues in the network hold, or it runs dry. The same on all ranks.
     arrays : ArrayLibrary, optional
         numpy by default; torch's for tensors on the CPU.
+    survivors : Survivors, optional
+        Of ranks that are left of another job, which go on here; by default new ones. This closes them.
 
     Raises
     ------
@@ -112,6 +116,8 @@ class TcpBackend(OneRank):
     one_rank = True
     direct = False
     averages = False
+    goes_on = True
+    """Whether ranks that are left may go on; a back end within another job leaves that to it."""
     chunk_bytes: int | None = None
 
     def __init__(
@@ -127,6 +133,7 @@ class TcpBackend(OneRank):
         meeting_timeout: float | None = None,
         flight_bytes: int = FLIGHT_BYTES,
         arrays: ArrayLibrary[Any] | None = None,
+        survivors: Survivors | None = None,
     ) -> None:
         if pace is not None and not pace > 0:
             raise UsageError(f"a pace of {pace} moves nothing; give 1 for the plan's bandwidths, or less")
@@ -144,6 +151,7 @@ class TcpBackend(OneRank):
         self.ranks: tuple[int, ...] = (rank,)
         self.arrays: ArrayLibrary[Any] = ResultArrays() if arrays is None else arrays
         self.then: list[Callable[[], None]] = []
+        self.survivors = survivors
         self._timeout = timeout
         self._pace = pace
         self._flight_bytes = flight_bytes
@@ -219,6 +227,31 @@ class TcpBackend(OneRank):
         if place is not None:
             made.then.append(place.close)
         return [made]
+
+    def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
+        """See `GoesOn.go_on`; the lowest rank hosts where they meet."""
+        survivors = self.survivors
+        assert survivors is not None, "looked at before"
+        self._leave()
+        address, place = meeting_within(gather, range(size), rank=rank, local=survivors.local)
+        try:
+            made = TcpBackend(
+                rank,
+                size,
+                rendezvous=address,
+                pace=self._pace,
+                timeout=self._timeout,
+                flight_bytes=self._flight_bytes,
+                arrays=self.arrays,
+                survivors=survivors,
+            )
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        if place is not None:
+            made.then.append(place.close)
+        return made
 
     def follow(self) -> Signature | None:
         """See `Follows.follow`."""
@@ -474,6 +507,12 @@ class TcpBackend(OneRank):
         # a child that was forked off must not say goodbye for its parent
         if os.getpid() != self._process:
             return
+        self._leave()
+        if self.survivors is not None:
+            self.survivors.close()
+
+    def _leave(self) -> None:
+        """Leave the other ranks, in order where nothing has failed."""
         if not self._closed:
             self._network.drain(self._timeout)
             self._world.leave()
@@ -486,6 +525,7 @@ class TcpBackend(OneRank):
         lock = threading.RLock()
         self._bell = Bell(lock)
         made: list[Network] = []
+        own: list[Survivors] = []
 
         def hello(local: str) -> Message:
             network = Network(
@@ -498,6 +538,9 @@ class TcpBackend(OneRank):
             made.append(network)
             meets = network.general is not None and not self._wires and not self.helpers
             about = {"general": network.general, "ports": network.ports, "meets": meets}
+            if meets and self.goes_on and self.survivors is None:
+                own.append(Survivors(local))
+                about["survivors"] = own[0].card
             return {**about, "flight_bytes": self._flight_bytes}
 
         try:
@@ -513,10 +556,19 @@ class TcpBackend(OneRank):
         except BaseException:
             for network in made:
                 network.close()
+            for one in own:
+                one.close()
             self._bell.close()
             raise
         (self._network,) = made
         welcome = self._world.welcome
+        cards = [welcome["peers"][str(peer)].get("survivors") for peer in range(self.size)]
+        for one in own:
+            if all(cards):
+                one.know(self.rank, cards)
+                self.survivors = one
+            else:
+                one.close()
         self._network.start(self._world.watcher, str(welcome["token"]), welcome["peers"])
 
     def _open(self, call: Call[Any], flow: Flow) -> Mapping[Queue, float]:

@@ -55,6 +55,8 @@ class SharedMembers(SharedBackend):
         Called when this is closed.
     """
 
+    goes_on = False
+
     def __init__(
         self, gather: Gather, *, rank: int, size: int, timeout: float, closes: Callable[[], None]
     ) -> None:
@@ -81,6 +83,8 @@ class LinkedMembers(TcpBackend):
     BackendError
         The ranks do not reach each other within `MEETING_SECONDS`, or half the timeout.
     """
+
+    goes_on = False
 
     def __init__(self, rank: int, size: int, *, rendezvous: str, timeout: float) -> None:
         limit = min(timeout / 2, MEETING_SECONDS)

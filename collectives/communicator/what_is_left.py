@@ -1,0 +1,142 @@
+"""The plan of what is left: fewer ranks, or links that are dead or slower, planned as the plan before was.
+
+Where the channels of that plan no longer join the ranks, they are chosen anew, and a note says so: GPUs that no NVLink
+joins any more exchange over PCIe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from topoplan.choice.alike import plan_alike
+from topoplan.choice.by_size import plan_by_size
+from topoplan.degraded import slow_links, without_gpus, without_links
+from topoplan.errors import InfeasibleError, UsageError
+from topoplan.packing.planner import plan
+from topoplan.plans.plan import Plans
+from topoplan.plans.size_plans import SizePlans
+from topoplan.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a plan is to do without.
+
+    Parameters
+    ----------
+    without : tuple of int
+        Ranks, ascending.
+    without_links : tuple of str
+        Wires, named as `topoplan.degraded` does: ``gpu0-gpu3`` both ways, ``gpu0->gpu3`` one.
+    slow_links : tuple of (str, float)
+        Wires and their GB/s per direction.
+    """
+
+    without: tuple[int, ...] = ()
+    without_links: tuple[str, ...] = ()
+    slow_links: tuple[tuple[str, float], ...] = ()
+
+    @staticmethod
+    def of(
+        without: Collection[int] = (),
+        *,
+        without_links: Collection[str] = (),
+        slow_links: Mapping[str, float] | None = None,
+    ) -> Change:
+        """In order, so that ranks that mean the same say the same."""
+        return Change(
+            tuple(sorted(set(without))),
+            tuple(sorted(set(without_links))),
+            tuple(sorted((slow_links or {}).items())),
+        )
+
+    @property
+    def digest(self) -> str:
+        """In few letters, by which ranks see that they mean the same."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        parts = [
+            f"rank {', '.join(map(str, self.without))}" if self.without else "",
+            f"link {', '.join(self.without_links)}" if self.without_links else "",
+            *(f"{wire} at {speed:g} GB/s" for wire, speed in self.slow_links),
+        ]
+        return "without " + "; ".join(part for part in parts if part)
+
+
+def left_of(given: Plans, change: Change) -> Topology:
+    """The machine of a plan without what a change takes.
+
+    Raises
+    ------
+    UsageError
+        A rank or wire is not there, or no rank is left.
+    """
+    machine = given.topology
+    if change.without_links:
+        machine = without_links(machine, change.without_links)
+    if change.slow_links:
+        machine = slow_links(machine, dict(change.slow_links))
+    gone = [machine.gpus.index(given.ranks[rank]) for rank in change.without]
+    return without_gpus(machine, gone) if gone else machine
+
+
+def plan_of_rest(given: Plans, change: Change) -> Plans:
+    """The plan of what is left of a plan's machine, in the way of that plan.
+
+    Parameters
+    ----------
+    given : Plan or SizePlans
+    change : Change
+
+    Raises
+    ------
+    UsageError
+        A rank or wire is not there, or no rank is left.
+    InfeasibleError
+        No channel joins the ranks that are left.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> four = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    >>> plan_of_rest(four, Change.of([1])).ranks
+    ('gpu1', 'gpu5', 'gpu7')
+    >>> plan_of_rest(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5]), Change.of([2])).channels
+    ('pcie',)
+    """
+    machine, collective = left_of(given, change), given.collective
+    root = None
+    if given.root is not None:
+        kept = [rank for rank in range(len(given.ranks)) if rank not in change.without]
+        root = kept.index(given.root) if given.root in kept else 0
+    try:
+        return plan_alike(given, collective, root=root, machine=machine)
+    except (InfeasibleError, UsageError):
+        # the channels of that plan do not join what is left
+        made = plan_by_size if isinstance(given, SizePlans) else plan
+        return made(machine, collective, root=root)
+
+
+def note_on(before: Plans, after: Plans, change: Change) -> str:
+    """What a person wants to know of the new plan, in one line.
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> three, change = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5]), Change.of([2])
+    >>> note_on(three, plan_of_rest(three, change), change)
+    'without rank 2: 2 ranks (gpu1 gpu4) at 8 GB/s, before 25; nvlink does not join them, planned over pcie'
+    """
+    old, new = before.plans[-1], after.plans[-1]
+    if len(after.ranks) == 1:
+        return f"{change}: {after.ranks[0]} alone, whose collectives are copies"
+    told = (
+        f"{change}: {len(after.ranks)} ranks ({' '.join(after.ranks)}) "
+        f"at {new.rate:.4g} GB/s, before {old.rate:.4g}"
+    )
+    if new.channels != old.channels:
+        told += f"; {'+'.join(old.channels)} does not join them, planned over {'+'.join(new.channels)}"
+    return told

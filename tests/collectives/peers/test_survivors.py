@@ -1,0 +1,195 @@
+"""Ranks that agree on who is left: whoever dies, at whatever moment, all that live hear the same."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from collectives.peers.rendezvous_state import pack
+from collectives.peers.survivors import Survivors
+from topoplan.errors import BackendError
+
+SECONDS = 5.0
+
+
+@contextmanager
+def job(size: int) -> Iterator[list[Survivors]]:
+    """Ranks in one process, none of which counts as ended while it lives."""
+    ranks = [Survivors("127.0.0.1") for _ in range(size)]
+    for rank, one in enumerate(ranks):
+        one.know(rank, [other.card for other in ranks])
+    try:
+        yield ranks
+    finally:
+        for one in ranks:
+            one.close()
+
+
+def at_once(ranks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    """What each returns or raises, all of them at the same time."""
+    found: dict[int, Any] = {}
+
+    def run(rank: int, what: Callable[[], Any]) -> None:
+        try:
+            found[rank] = what()
+        except BackendError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=one, daemon=True) for one in ranks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * SECONDS)
+    return found
+
+
+def agreed(
+    ranks: list[Survivors], asked: dict[int, list[int]], *, timeout: float = SECONDS, **given: Any
+) -> dict[int, Any]:
+    return at_once(
+        {
+            rank: lambda rank=rank, without=without: ranks[rank].agree(without, timeout=timeout, **given)
+            for rank, without in asked.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("victims", [[0], [3], [0, 1], [1, 3, 4]], ids=str)
+def test_all_that_live_agree_without_being_told_who_has_died(victims: list[int]) -> None:
+    with job(5) as ranks:
+        for victim in victims:
+            ranks[victim].close()
+        left = tuple(rank for rank in range(5) if rank not in victims)
+        begun = time.monotonic()
+        assert agreed(ranks, {rank: [] for rank in left}) == dict.fromkeys(left, left)
+        assert time.monotonic() - begun < 1
+        assert {ranks[rank].epoch for rank in left} == {1}
+
+
+def test_who_is_taken_for_dead_by_one_is_so_for_all() -> None:
+    with job(5) as ranks:
+        found = agreed(ranks, {0: [1], 2: [3], 4: []})
+        assert found == dict.fromkeys((0, 2, 4), (0, 2, 4))
+
+
+def test_a_rank_that_lives_and_was_left_out_is_told_so_now_and_later() -> None:
+    with job(3) as ranks:
+        assert agreed(ranks, {0: [1], 2: []}) == {0: (0, 2), 2: (0, 2)}
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"out since epoch 1: ranks that go on .0.* of the 3"):
+                ranks[1].agree(timeout=SECONDS)
+
+
+def test_a_rank_that_slept_through_two_epochs_is_refused_by_its_epoch() -> None:
+    with job(4) as ranks:
+        agreed(ranks, {0: [3], 1: [], 2: []})
+        assert agreed(ranks, {0: [1], 2: []}) == {0: (0, 2), 2: (0, 2)}
+        with pytest.raises(BackendError, match=r"out since epoch [12].*what it has is of epoch 0"):
+            ranks[3].agree(timeout=SECONDS)
+
+
+def test_a_silent_rank_is_waited_for_and_then_left_out() -> None:
+    with job(3) as ranks:
+        begun = time.monotonic()
+        assert agreed(ranks, {0: [], 1: []}, timeout=0.3) == {0: (0, 1), 1: (0, 1)}
+        assert 0.3 <= time.monotonic() - begun < 2
+
+
+def test_a_rank_that_others_have_reported_is_not_waited_for_as_long() -> None:
+    with job(3) as ranks:
+        begun = time.monotonic()
+        assert agreed(ranks, {0: [], 1: []}, timeout=30, doubted=[2]) == {0: (0, 1), 1: (0, 1)}
+        assert time.monotonic() - begun < 5
+
+
+def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
+    with job(5) as ranks:
+        found = agreed(ranks, {0: [], 1: []}, timeout=0.2)
+        assert all("2, 3, 4 are silent, and have not ended" in str(error) for error in found.values()), found
+    with job(4) as ranks:
+        found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
+        assert all(isinstance(error, BackendError) for error in found.values())
+
+
+def test_a_decision_that_some_have_heard_binds_the_others_when_its_voice_dies() -> None:
+    """Rank 0 and 2 have decided with rank 3, which dies before rank 1 has heard it."""
+    with job(4) as ranks:
+        deaf = ranks[1]
+        found = at_once(
+            {
+                **{rank: lambda rank=rank: ranks[rank].agree(timeout=SECONDS) for rank in (0, 2)},
+                3: lambda: (ranks[3].agree(timeout=SECONDS), ranks[3].close())[0],
+                1: lambda: _late(deaf, 3),
+            }
+        )
+        assert found == dict.fromkeys(range(4), (0, 1, 2, 3))
+
+
+def _late(one: Survivors, peer: int) -> Any:
+    """Agree, having lost what a peer says after the others heard that this rank is there."""
+    hear = one._hear
+
+    def without(line: Any, message: Any) -> None:
+        if line not in one._visitors or message["from"] != peer:
+            hear(line, message)
+
+    one._hear = without  # type: ignore[method-assign]
+    return one.agree(timeout=SECONDS)
+
+
+def test_texts_of_those_that_are_left_come_in_their_new_order() -> None:
+    with job(4) as ranks:
+        agreed(ranks, {0: [1], 2: [], 3: []})
+        found = at_once(
+            {
+                rank: lambda rank=rank: [
+                    ranks[rank].gather(f"{number}:{rank}", timeout=SECONDS) for number in (1, 2)
+                ]
+                for rank in (0, 2, 3)
+            }
+        )
+        assert found == {rank: [["1:0", "1:2", "1:3"], ["2:0", "2:2", "2:3"]] for rank in (0, 2, 3)}
+
+
+def test_a_death_while_texts_are_gathered_ends_that_and_the_next_agreement_goes_on() -> None:
+    with job(4) as ranks:
+        agreed(ranks, {rank: [] for rank in range(4)})
+        ranks[2].close()
+        found = at_once({rank: lambda rank=rank: ranks[rank].gather("x", timeout=SECONDS) for rank in (0, 1)})
+        assert {error.peer for error in found.values()} == {2}
+        # rank 3 still gathers when the others begin anew
+        found = at_once(
+            {
+                **{rank: lambda rank=rank: ranks[rank].agree(timeout=SECONDS) for rank in (0, 1)},
+                3: lambda: _gather_then_agree(ranks[3]),
+            }
+        )
+        assert found == dict.fromkeys((0, 1, 3), (0, 1, 3))
+        assert (ranks[3].members, ranks[3].epoch) == ((0, 1, 3), 2)
+
+
+def _gather_then_agree(one: Survivors) -> Any:
+    with pytest.raises(BackendError):
+        one.gather("x", timeout=SECONDS)
+    return one.agree(timeout=SECONDS)
+
+
+def test_strangers_change_nothing() -> None:
+    with job(2) as ranks:
+        host, port, *_ = json.loads(ranks[0].card)
+        with (
+            socket.create_connection((host, port)) as stranger,
+            socket.create_connection((host, port)) as other,
+        ):
+            stranger.sendall(
+                pack({"type": "gone", "from": 1, "epoch": 1, "gone": [0], "silent": [], "token": "x"})
+            )
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert agreed(ranks, {0: [], 1: []}) == {0: (0, 1), 1: (0, 1)}
