@@ -50,9 +50,13 @@ def future_of(
                 finish()
             except TopoplanError as error:
                 future.set_exception(told(error))
-            except BaseException as error:
+            except Exception as error:
                 # else nobody would hear of it, and whoever waits would wait for ever
                 future.set_exception(error)
+            except BaseException as error:
+                # Ctrl-C, where the caller's thread ends the collective; torch's futures take exceptions alone
+                future.set_exception(RuntimeError(f"{type(error).__name__} ended the collective"))
+                raise
             else:
                 future.set_result(result)
 

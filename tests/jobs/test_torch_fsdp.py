@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 
 import topoplan
-from tests.support.checkout import ROOT
+from tests.support.torch_jobs import Told, told_by_all
 
 pytestmark = pytest.mark.thorough
 
@@ -21,26 +15,13 @@ if not hasattr(pytest.importorskip("torch.distributed.fsdp", reason="no FSDP in 
 
 RANKS = 4
 LENGTHS = (3, 0, 5)
-Told = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank has found."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    plan = folder / "plan.json"
-    plan.write_text(topoplan.plan(topoplan.load("v100x4")).to_json(), encoding="utf-8")
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOPOPLAN_PLAN": str(plan)}
-    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    done = subprocess.run(
-        [*starter, str(ROOT / "tests" / "jobs" / "torch_fsdp_ranks.py"), str(folder)],
-        env={**os.environ, **settings, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    plan = topoplan.plan(topoplan.load("v100x4")).to_json()
+    return told_by_all("torch_fsdp_ranks.py", tmp_path_factory.mktemp("fsdp"), ranks=RANKS, plan=plan)
 
 
 def test_the_groups_of_a_device_mesh_are_planned_ones_too(told: Told) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
-from tests.support.ports import free_port
+from tests.support.torch_jobs import Told, torchrun
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.thorough
@@ -21,31 +17,17 @@ pytestmark = pytest.mark.thorough
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 STRUCK = 3
-Told = list[dict[str, Any]]
 
 
-def torchrun(folder: Path, processes: int) -> tuple[subprocess.CompletedProcess[str], Told]:
-    """How a job ends, and what its ranks have written; torchrun itself sees to it that no process is left."""
-    plan = folder / "plan.json"
-    plan.write_text(forest_plan(processes, "allreduce", "star").to_json(), encoding="utf-8")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TOPOPLAN_PLAN": str(plan)}
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    starter = [sys.executable, "-m", "torch.distributed.run", *address, "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*starter, str(ROOT / "tests" / "jobs" / "torch_hook_ranks.py"), str(folder)],
-        env={**os.environ, **settings, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    found = [folder / f"{rank}.json" for rank in range(processes)]
-    return done, [json.loads(file.read_text()) for file in found if file.exists()]
+def started(folder: Path, ranks: int) -> tuple[subprocess.CompletedProcess[str], Told]:
+    """How a job ends, and what its ranks have written."""
+    plan = forest_plan(ranks, "allreduce", "star").to_json()
+    return torchrun("torch_hook_ranks.py", folder, ranks=ranks, plan=plan)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    done, told = torchrun(tmp_path_factory.mktemp("two"), 2)
+    done, told = started(tmp_path_factory.mktemp("two"), 2)
     assert done.returncode == 0, done.stderr
     return told
 
@@ -53,7 +35,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """The last rank is killed in the end, so that torchrun names it and the other three have written."""
-    done, told = torchrun(tmp_path_factory.mktemp("four"), 4)
+    done, told = started(tmp_path_factory.mktemp("four"), 4)
     assert "exitcode  : -9" in done.stderr, done.stderr
     assert "rank      : 3" in done.stderr, done.stderr
     assert len(told) == STRUCK, done.stderr

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 
-from tests.support.checkout import ROOT
+from tests.support.torch_jobs import Told, told_by_all
 
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 RANKS = 3
-Told = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank has found."""
-    folder = tmp_path_factory.mktemp("uneven")
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    done = subprocess.run(
-        [*starter, str(ROOT / "tests" / "jobs" / "torch_uneven_ranks.py"), str(folder)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return told_by_all("torch_uneven_ranks.py", tmp_path_factory.mktemp("uneven"), ranks=RANKS)
 
 
 @pytest.mark.parametrize(

@@ -220,10 +220,13 @@ def _print_sets(machine: Machine, collective: str, sets: Sequence[GpuSet], facto
         f"{collective} on {machine.whole.name}: {counted(len(sets), 'set')} of {len(best.gpus)} GPUs, "
         f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
     )
-    over = "no path joins them" if best.channel is None else f"over {channel_words(best.channel.split('+'))}"
-    bus = bus_words(best.rate, collective, len(best.gpus))
-    print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, {over}")
-    print(f"leaves {_leaves(best, sets)}")
+    if best.channel is None:
+        print(f"best   none: no path joins any {len(best.gpus)} of these GPUs")
+    else:
+        over = channel_words(best.channel.split("+"))
+        bus = bus_words(best.rate, collective, len(best.gpus))
+        print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, over {over}")
+        print(f"leaves {_leaves(best, sets)}")
     print()
     rows = [
         (

@@ -7,6 +7,7 @@ import io
 import json
 from itertools import combinations
 from math import comb
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -161,6 +162,16 @@ class TestCommand:
         assert "56 sets of 3 GPUs, in 9 classes, best first" in out
         assert "leaves 1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
         assert max(len(line) for line in out.splitlines()) <= 120
+
+    def test_where_no_set_is_joined_none_is_the_best(self, run: Run, tmp_path: Path) -> None:
+        """Every set is listed all the same."""
+        devices = [{"name": f"gpu{number}", "kind": "gpu"} for number in range(3)]
+        file = tmp_path / "apart.json"
+        file.write_text(json.dumps({"format": "topoplan.topology/1", "devices": devices, "links": []}))
+        _, out, _ = run("recommend", str(file), "--count", "2")
+        assert "best   none: no path joins any 2 of these GPUs\n" in out
+        assert "leaves" not in out
+        assert "class 1: 0,1  0,2  1,2\n" in out
 
     def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
         out = run("recommend", "dgx-2", "--count", "8")[1]

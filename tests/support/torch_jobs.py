@@ -1,0 +1,55 @@
+"""Jobs of torchrun: a program for each rank on this machine, and what the ranks have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.checkout import ROOT
+from tests.support.ports import free_port
+
+Told = list[dict[str, Any]]
+"""The object of each rank that has written one, in their order."""
+
+
+def torchrun(
+    program: str, folder: Path, *, ranks: int, plan: str | None = None
+) -> tuple[subprocess.CompletedProcess[str], Told]:
+    """How a job ends, and the objects in ``RANK.json``; torchrun itself sees to it that no process is left.
+
+    Parameters
+    ----------
+    program : str
+        A file in ``tests/jobs``; its argument is the folder.
+    folder : path
+    ranks : int
+    plan : str, optional
+        What TOPOPLAN_PLAN is to name, as JSON.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    if plan is not None:
+        (folder / "plan.json").write_text(plan, encoding="utf-8")
+        settings["TOPOPLAN_PLAN"] = str(folder / "plan.json")
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    starter = [sys.executable, "-m", "torch.distributed.run", *address, "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*starter, str(ROOT / "tests" / "jobs" / program), str(folder)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    return done, [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def told_by_all(program: str, folder: Path, *, ranks: int, plan: str | None = None) -> Told:
+    """What every rank of a job that ends well has written."""
+    done, told = torchrun(program, folder, ranks=ranks, plan=plan)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return told
