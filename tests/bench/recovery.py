@@ -1,7 +1,7 @@
 """How long a job stands still when a rank is killed: from its death to the first result without it, on every survivor.
 
-8 processes of this host, SIGKILL of each rank in turn while a collective of 2 MB runs, ``on_failure="shrink"``. A rank
-that is told of the death late, is late in all of it: so every survivor counts.
+8 processes of this host, SIGKILL of each rank in turn while a collective of 512 KB runs, ``on_failure="shrink"``. Times
+are those of every survivor, since one that hears of the death late is late with all that follows.
 """
 
 from __future__ import annotations
